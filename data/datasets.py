@@ -1,0 +1,495 @@
+"""Names -> data: each function gives the training, validation and test part of one data set, with the shapes that a model needs."""
+
+import gzip
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from csv import Error as CSVError
+from csv import reader as read_csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.device import mix_seed
+from trainer.errors import UserError, check_choice, check_number, did_you_mean
+
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif")
+MISSING = {"", "?", "na", "n/a", "nan", "null", "none"}
+
+
+@dataclass
+class Data:
+    """The parts of a data set (None where there is no such part), and what models, losses and metrics have to know of it.
+
+    `mean` and `std` (one number a channel, for pixels in 0..1) belong to uint8 images; None: the inputs are floats already prepared. The targets of a
+    regression are (value - target_mean) / target_scale, so that errors can be told in the user's units. Labels are checked here, once.
+    """
+
+    name: str
+    train: object
+    val: object
+    test: object
+    in_shape: tuple
+    num_classes: int  # a regression's number of targets
+    kind: str = "classification"
+    classes: list | None = None
+    mean: list | None = None
+    std: list | None = None
+    target_mean: float = 0.0
+    target_scale: float = 1.0
+
+    def __post_init__(self):
+        self.in_shape = tuple(self.in_shape)
+        for key in ("mean", "std"):
+            values = getattr(self, key)
+            if values is not None and (isinstance(values, (str, float, int)) or len(values) != self.in_shape[0]):
+                raise UserError(f"dataset.{key}={values}: give a list of {self.in_shape[0]} numbers, one a channel.")
+            setattr(self, key, values and [check_number(f"dataset.{key}", value) for value in values])
+        for part in (self.train, self.val, self.test) if self.kind == "classification" else ():
+            labels = part.targets if part is not None else torch.zeros(1, dtype=torch.int64)
+            if labels.dtype != torch.int64 or labels.ndim != 1:
+                raise UserError(f"{self.name}: labels are a vector of int64, and these are {labels.dtype} of shape {tuple(labels.shape)}.")
+            wrong = labels[(labels < 0) | (labels >= self.num_classes)]
+            if len(wrong):
+                raise UserError(f"{self.name}: the label {wrong[0].item()} is not one of the {self.num_classes} classes 0 to {self.num_classes - 1}.")
+
+
+class TensorSplit:
+    """Samples that lie in memory. An index is a number, or a list of them for a whole batch."""
+
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets = inputs, targets
+        self.nbytes = inputs.nbytes
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        if isinstance(index, int):
+            return self.inputs[index], self.targets[index]
+        index = torch.as_tensor(index)
+        return self.inputs.index_select(0, index), self.targets.index_select(0, index)
+
+    def tensors(self):
+        """All of it: (inputs, targets)."""
+        return self.inputs, self.targets
+
+
+class ImageSplit:
+    """Image files, decoded when asked for: uint8 (channels, H, W). `size`: the whole number to which both sides are resized, or the (H, W) of all."""
+
+    def __init__(self, files, targets, size, channels):
+        self.files, self.targets, self.size, self.channels = files, targets, size, channels
+        self.shape = (channels, size, size) if isinstance(size, int) else (channels, *size)
+        self.nbytes = len(files) * math.prod(self.shape)
+
+    def __len__(self):
+        return len(self.files)
+
+    def __getitem__(self, index):
+        if isinstance(index, int):
+            return decode_image(self.files[index], self.size, self.channels), self.targets[index]
+        return torch.stack([decode_image(self.files[i], self.size, self.channels) for i in index]), self.targets[index]
+
+    def tensors(self):
+        """All of it, decoded: (inputs, targets)."""
+        inputs = torch.empty(len(self), *self.shape, dtype=torch.uint8)
+
+        def decode(i):
+            inputs[i] = decode_image(self.files[i], self.size, self.channels)
+
+        # Small images are decoded faster than threads can hand the GIL over: of 32x32 one thread does 8,600 a second, two do 5,600.
+        large = isinstance(self.size, int) or math.prod(self.size) >= 256 * 256
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 16) if large else 1) as pool:
+            list(pool.map(decode, range(len(self))))
+        return inputs, self.targets
+
+
+def decode_image(file, size, channels):
+    """A uint8 tensor (channels, H, W): grey for one channel, RGB for three; UserError naming a file that cannot be read or has another size."""
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            if isinstance(size, int):
+                image.draft(None, (2 * size, 2 * size))  # a large JPEG is decoded at the nearest scale above
+            image = image.convert("L" if channels == 1 else "RGB")
+            if isinstance(size, int) and image.size != (size, size):
+                image = image.resize((size, size), Image.Resampling.BILINEAR)
+            pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, channels)
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise UserError(f"{file}: this image cannot be read ({error}).\nReplace or remove the file.") from None
+    if not isinstance(size, int) and pixels.shape[:2] != tuple(size):
+        raise UserError(
+            f"{file}: this image has {pixels.shape[0]}x{pixels.shape[1]} pixels, and the first one {size[0]}x{size[1]}.\n"
+            f"Type dataset.size={min(size)} (any whole number) to resize all of them."
+        )
+    return pixels.permute(2, 0, 1)
+
+
+def split_indices(targets, fractions, seed, stratified=True):
+    """[rest, part, part, ...]: sorted indices, one part for each of `fractions` of the samples, disjoint and complete.
+
+    `targets` are the samples' labels, or just their number. Stratified: the same shares of each class, with at least one sample of it in
+    every part where the class has enough for that. A part that is asked for and gets nothing is a UserError.
+    """
+    n = targets if isinstance(targets, int) else len(targets)
+    generator = torch.Generator().manual_seed(mix_seed(seed, "split"))
+    if stratified and not isinstance(targets, int):
+        groups = [(targets == label).nonzero().view(-1) for label in targets.unique()]
+    else:
+        groups = [torch.arange(n)]
+    parts = [[] for _ in range(len(fractions) + 1)]
+    asked = sum(fraction > 0 for fraction in fractions)
+    for group in groups:
+        counts = [round(len(group) * fraction) for fraction in fractions]
+        if len(group) > asked:
+            counts = [max(count, int(fraction > 0)) for count, fraction in zip(counts, fractions, strict=True)]
+            while sum(counts) >= len(group):
+                counts[counts.index(max(counts))] -= 1
+        cuts = group[torch.randperm(len(group), generator=generator)].split([len(group) - sum(counts), *counts])
+        for part, cut in zip(parts, cuts, strict=True):
+            part.append(cut)
+    parts = [torch.cat(part).sort().values for part in parts]
+    for part, fraction in zip(parts, [1.0, *fractions], strict=True):
+        if fraction and not len(part):
+            shares = " and ".join(f"{fraction:g}" for fraction in fractions)
+            raise UserError(
+                f"{n} samples cannot be cut by the fractions {shares}: a part would be empty.\n"
+                "Type another dataset.val_fraction or dataset.test_fraction (0: no such part)."
+            )
+    return parts
+
+
+def _check_fractions(**fractions):
+    """The values of `val_fraction=` and `test_fraction=`, after a look at their ranges."""
+    for key, value in fractions.items():
+        check_number(f"dataset.{key}", value, least=0, most=0.95)
+    if sum(fractions.values()) > 0.95:
+        raise UserError(f"{' + '.join(f'dataset.{key}={value}' for key, value in fractions.items())}: that leaves too little to train on.")
+    return list(fractions.values())
+
+
+def _cut(inputs, targets, fractions, seed, stratified=True):
+    """A TensorSplit, or None for a fraction of 0, of each part."""
+    parts = split_indices(targets if stratified else len(targets), fractions, seed, stratified)
+    return [TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts]
+
+
+def digits(val_fraction=0.1, test_fraction=0.2, split_seed=0, mean=(0.3053,), std=(0.3759,)):
+    """1,797 real handwritten digits of 8x8 pixels, shipped with this package; source and licence in digits.md."""
+    fractions = _check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
+    with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as lines:
+        rows = torch.tensor([int(value) for line in lines for value in line.split(",")]).view(-1, 65)
+    images = (rows[:, :64] * 255 / 16).round().to(torch.uint8).view(-1, 1, 8, 8)
+    train, val, test = _cut(images, rows[:, 64].contiguous(), fractions, split_seed)
+    return Data("digits", train, val, test, (1, 8, 8), 10, classes=[str(i) for i in range(10)], mean=mean, std=std)
+
+
+def mnist(root="datasets", download=False, val_fraction=0.1, split_seed=0, mean=(0.1307,), std=(0.3081,)):
+    """60,000 + 10,000 handwritten digits, 1x28x28 (LeCun, Cortes, Burges), from root/MNIST/raw."""
+    return _torchvision("mnist", "MNIST", 12, root, download, val_fraction, split_seed, mean, std)
+
+
+def fashion_mnist(root="datasets", download=False, val_fraction=0.1, split_seed=0, mean=(0.2860,), std=(0.3530,)):
+    """60,000 + 10,000 pieces of clothing, 1x28x28 (Xiao 2017, arXiv 1708.07747), from root/FashionMNIST/raw."""
+    return _torchvision("fashion_mnist", "FashionMNIST", 31, root, download, val_fraction, split_seed, mean, std)
+
+
+def kmnist(root="datasets", download=False, val_fraction=0.1, split_seed=0, mean=(0.1918,), std=(0.3483,)):
+    """60,000 + 10,000 cursive Japanese characters, 1x28x28 (Clanuwat 2018, arXiv 1812.01718), from root/KMNIST/raw."""
+    return _torchvision("kmnist", "KMNIST", 21, root, download, val_fraction, split_seed, mean, std)
+
+
+def cifar10(root="datasets", download=False, val_fraction=0.1, split_seed=0, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)):
+    """50,000 + 10,000 photographs of 10 kinds, 3x32x32 (Krizhevsky 2009), from root/cifar-10-batches-py."""
+    return _torchvision("cifar10", "CIFAR10", 170, root, download, val_fraction, split_seed, mean, std)
+
+
+def cifar100(root="datasets", download=False, val_fraction=0.1, split_seed=0, mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762)):
+    """50,000 + 10,000 photographs of 100 kinds, 3x32x32 (Krizhevsky 2009), from root/cifar-100-python."""
+    return _torchvision("cifar100", "CIFAR100", 169, root, download, val_fraction, split_seed, mean, std)
+
+
+def _torchvision(name, kind, megabytes, root, download, val_fraction, split_seed, mean, std):
+    fractions = _check_fractions(val_fraction=val_fraction)
+    import torchvision
+
+    root = os.path.expanduser(root)
+    try:
+        train, test = (getattr(torchvision.datasets, kind)(root, train=train, download=download) for train in (True, False))
+    except (RuntimeError, OSError, ValueError, EOFError) as error:
+        if "not found" in str(error):
+            what = f"{kind} is not in {root}.\nType dataset.download=true to fetch it ({megabytes} MB), or dataset.root=DIR for where it lies."
+        elif download:
+            what = f"{kind} could not be downloaded to {root} ({error}).\nType dataset.root=DIR for where it lies, if you have it."
+        else:
+            what = f"{kind} in {root} cannot be read ({error}).\nRemove it and type dataset.download=true to fetch it again ({megabytes} MB)."
+        raise UserError(what) from None
+    images, labels = zip(*(_images_and_labels(part) for part in (train, test)), strict=True)
+    kept, val = _cut(images[0], labels[0], fractions, split_seed)
+    return Data(
+        name, kept, val, TensorSplit(images[1], labels[1]), images[0].shape[1:], len(train.classes), classes=list(train.classes), mean=mean, std=std
+    )
+
+
+def _images_and_labels(dataset):
+    """uint8 (N, C, H, W) and int64 (N,) of a torchvision data set that keeps all of it in `.data` (N, H, W) or (N, H, W, C)."""
+    images = torch.as_tensor(dataset.data)
+    images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+    return images.contiguous(), torch.as_tensor(dataset.targets, dtype=torch.int64)
+
+
+def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.1, split_seed=0, mean=None, std=None):
+    """Images in one folder a class: root/{train,val,test}/CLASS/*, or root/CLASS/*; a part that has no folder is cut from the training images.
+
+    `size` null asks all images to have the size of the first, a whole number resizes them to size x size. `mean` and `std` null are
+    measured on (at most 5,000 of) the training images.
+    """
+    check_number("dataset.size", size, whole=True, least=1, optional=True)
+    if check_number("dataset.channels", channels, whole=True) not in (1, 3):
+        raise UserError(f"dataset.channels={channels}: give 3 (colour) or 1 (grey).")
+    root = os.path.expanduser(root)
+    if not os.path.isdir(root):
+        raise UserError(f"dataset.root={root}: there is no such folder. Type dataset.root=DIR with one folder a class in it.")
+    top = os.path.join(root, "train") if os.path.isdir(os.path.join(root, "train")) else root
+    classes = sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and not entry.name.startswith("."))
+    if len(classes) < 2:
+        raise UserError(
+            f"{top}: images lie in one folder a class, and here is {f'only {classes[0]}' if classes else 'no folder'}.\n"
+            "Type dataset.root=DIR with at least two classes."
+        )
+    files, targets = _list_images(top, classes)
+    for label in set(range(len(classes))).difference(targets):
+        raise UserError(
+            f"{os.path.join(top, classes[label])}: there is no image in this folder ({', '.join(IMAGE_ENDINGS)}).\nAdd some, or remove it."
+        )
+    if size is None:
+        from PIL import Image
+
+        try:
+            with Image.open(files[0]) as image:
+                size = (image.height, image.width)
+        except OSError as error:
+            raise UserError(f"{files[0]}: this image cannot be read ({error}).\nReplace or remove the file.") from None
+
+    def split(files, targets):
+        return ImageSplit(files, torch.as_tensor(targets), size, channels) if len(files) else None
+
+    given = {name: os.path.join(root, name) for name in ("val", "test") if top != root and os.path.isdir(os.path.join(root, name))}
+    fractions = _check_fractions(
+        **{f"{name}_fraction": 0 if name in given else value for name, value in (("val", val_fraction), ("test", test_fraction))}
+    )
+    targets = torch.tensor(targets)
+    train, val, test = (split([files[i] for i in part.tolist()], targets[part]) for part in split_indices(targets, fractions, split_seed))
+    for name, folder in given.items():
+        part = split(*_list_images(folder, classes))
+        if part is None:
+            raise UserError(f"{folder}: there is no image in this folder.\nAdd some, or remove it.")
+        val, test = (part, test) if name == "val" else (val, part)
+    if mean is None or std is None:
+        measured = _mean_and_std(train, split_seed)
+        mean, std = (measured[0] if mean is None else mean), (measured[1] if std is None else std)
+    return Data(os.path.basename(os.path.abspath(root)), train, val, test, train.shape, len(classes), classes=classes, mean=mean, std=std)
+
+
+def _list_images(top, classes):
+    """(paths, labels) of the images in top/CLASS/, in order of their names, not of the file system; UserError for a class not in `classes`."""
+    files, labels, numbers = [], [], {name: label for label, name in enumerate(classes)}
+    for name in sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and not entry.name.startswith(".")):
+        if name not in numbers:
+            raise UserError(
+                f"{os.path.join(top, name)}: the training images have no class {name!r}.{did_you_mean(name, classes)}\n"
+                f"Rename or remove the folder; they have {', '.join(classes[:10])}{', ...' * (len(classes) > 10)}."
+            )
+        with os.scandir(os.path.join(top, name)) as entries:
+            found = sorted(e.name for e in entries if e.name.lower().endswith(IMAGE_ENDINGS) and not e.name.startswith(".") and e.is_file())
+        files += [os.path.join(top, name, file) for file in found]
+        labels += [numbers[name]] * len(found)
+    return files, labels
+
+
+def _mean_and_std(split, seed, most=5000):
+    """Each channel's mean and standard deviation, as lists, in units of 0..1."""
+    chosen = torch.randperm(len(split), generator=torch.Generator().manual_seed(mix_seed(seed, "mean and std")))[:most].sort().values
+    images, _ = ImageSplit([split.files[i] for i in chosen.tolist()], split.targets[chosen], split.size, split.channels).tensors()
+    # From histograms: 256 counts a channel are exact, and need no float copy of the images.
+    counts = torch.stack([torch.bincount(images[:, c].flatten(), minlength=256) for c in range(split.channels)]).double()
+    levels = torch.arange(256).double() / 255
+    mean = (counts * levels).sum(1) / counts.sum(1)
+    std = ((counts * levels.square()).sum(1) / counts.sum(1) - mean.square()).clamp_min(0).sqrt()
+    return mean.tolist(), std.clamp_min(1 / 255).tolist()
+
+
+def synthetic(kind="classification", n=10000, in_shape=(20,), num_classes=10, noise=1.0, val_fraction=0.1, test_fraction=0.1, split_seed=0):
+    """Data of any size that can be learnt: random patterns, one a class or target, and noise of `noise` times their deviation.
+
+    A sample of a class is its pattern plus noise; a regression's targets (standard normal, `num_classes` of them) are the amounts in which
+    all patterns are added up. Shapes (C, H, W) become uint8 images, flat ones float32.
+    """
+    check_choice("dataset.kind", kind, ("classification", "regression"))
+    check_number("dataset.n", n, whole=True, least=1)
+    check_number("dataset.num_classes", num_classes, whole=True, least=2 if kind == "classification" else 1)
+    check_number("dataset.noise", noise, least=0)
+    in_shape = tuple(check_number("dataset.in_shape", size, whole=True, least=1) for size in ([in_shape] if isinstance(in_shape, int) else in_shape))
+    if len(in_shape) not in (1, 3):
+        raise UserError(f"dataset.in_shape={list(in_shape)}: give [features] or [channels,height,width].")
+    fractions = _check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
+    generator = torch.Generator().manual_seed(mix_seed(split_seed, "synthetic"))
+    image, classes = len(in_shape) == 3, kind == "classification"
+    patterns = torch.randn(num_classes, *in_shape, generator=generator)
+    if image:  # coarse ones, which convolutions and pooling do not wash out
+        coarse = torch.randn(num_classes, in_shape[0], 4, 4, generator=generator)
+        patterns = torch.nn.functional.interpolate(coarse, in_shape[1:], mode="nearest")
+    targets = torch.arange(n) % num_classes if classes else torch.randn(n, num_classes, generator=generator)
+    inputs = torch.empty(n, *in_shape, dtype=torch.uint8 if image else torch.float32)
+    for start in range(0, n, 4096):  # in pieces, so that large sets of images never exist as floats
+        part = targets[start : start + 4096]
+        values = patterns[part] if classes else (part @ patterns.flatten(1) / math.sqrt(num_classes)).view(-1, *in_shape)
+        values = values + noise * torch.randn(values.shape, generator=generator)
+        inputs[start : start + 4096] = (values * 40 + 128).round().clamp(0, 255) if image else values
+    train, val, test = _cut(inputs, targets, fractions, split_seed, stratified=classes)
+    scale = {"mean": [128 / 255] * in_shape[0], "std": [40 * math.sqrt(1 + noise**2) / 255] * in_shape[0]} if image else {}
+    return Data("synthetic", train, val, test, in_shape, num_classes, kind, **scale)
+
+
+def csv(path, target, kind="auto", categorical=(), ignore=(), missing="error", delimiter=",", val_fraction=0.1, test_fraction=0.2, split_seed=0):
+    """A table with a header line; one column is the target. Numbers are standardised, categories one-hot, both by the training part alone.
+
+    A column in which every value is a finite number is numeric, unless named in `categorical`. A category that the training part lacks is
+    all zeros. `missing`: error, drop (the rows), or mean (the training part's; a missing category is all zeros). `kind` auto: text, or at
+    most 20 different whole numbers that are fewer than a tenth of the rows, are classes; other targets are a regression.
+    """
+    check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
+    check_choice("dataset.missing", missing, ("error", "mean", "drop"))
+    fractions = _check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
+    columns = _read_table(os.path.expanduser(path), "\t" if delimiter == "tab" else delimiter)
+    for key, names in (("target", [target]), ("categorical", categorical), ("ignore", ignore)):
+        for name in [names] if isinstance(names, str) else names:
+            if name not in columns:
+                raise UserError(f"dataset.{key}={name}: {path} has no such column.{did_you_mean(name, columns)}\nIt has {', '.join(columns)}.")
+    ignore = {ignore} if isinstance(ignore, str) else set(ignore)
+    columns = {name: values for name, values in columns.items() if name not in ignore or name == target}
+    columns = _without_missing(columns, target, missing)
+    answers = columns.pop(target)
+    if not columns:
+        raise UserError(f"{path} has no column besides the target {target}.")
+
+    kind, classes, targets = _read_target(target, answers, kind)
+    parts = split_indices(targets if classes else len(targets), fractions, split_seed, stratified=classes is not None)
+    blocks = [
+        _features(name, values, parts[0], name in ([categorical] if isinstance(categorical, str) else categorical))
+        for name, values in columns.items()
+    ]
+    inputs = torch.cat(blocks, 1)
+    center, scale = 0.0, 1.0
+    if not classes:
+        center, scale = targets[parts[0]].mean().item(), targets[parts[0]].std(correction=0).item() or 1.0
+        targets = ((targets - center) / scale).float()
+    train, val, test = (TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts)
+    outputs = len(classes) if classes else 1
+    return Data(Path(path).stem, train, val, test, inputs.shape[1:], outputs, kind, classes, target_mean=center, target_scale=scale)
+
+
+def _read_table(path, delimiter):
+    """{column: list of stripped strings}; UserError for what is not a table."""
+    if not isinstance(delimiter, str) or len(delimiter) != 1:
+        raise UserError(f"dataset.delimiter={delimiter!r}: give one character, such as ',' or ';', or tab.")
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            lines = read_csv(file, delimiter=delimiter, skipinitialspace=True)
+            header, rows = [name.strip() for name in next(lines, [])], []
+            if len(header) == 1:
+                raise UserError(
+                    f"{path} has one column only, {header[0]!r}.\n"
+                    "Type dataset.delimiter=';' (or tab) if its columns are separated by another character."
+                )
+            for row in lines:
+                if len(row) != len(header) and row:
+                    raise UserError(f"{path}, line {lines.line_num}: {len(row)} values for the {len(header)} columns of the header.")
+                if row:  # a blank line is no row
+                    rows.append(row)
+    except FileNotFoundError:
+        raise UserError(f"dataset.path={path}: there is no such file.") from None
+    except (OSError, UnicodeDecodeError, CSVError) as error:
+        raise UserError(f"dataset.path={path}: this is no table that can be read ({error}).") from None
+    if not rows:
+        raise UserError(f"{path} is empty: it needs a header line and at least one row.")
+    for name in header:
+        if header.count(name) > 1 or not name:
+            raise UserError(f"{path}: the header has {f'the column {name!r} {header.count(name)} times' if name else 'a column without a name'}.")
+    return {name: [value.strip() for value in values] for name, values in zip(header, zip(*rows, strict=True), strict=True)}
+
+
+def _without_missing(columns, target, missing):
+    """The columns with None for each missing value, or without the rows that have one."""
+    columns = {name: [None if value.lower() in MISSING else value for value in values] for name, values in columns.items()}
+    counts = {name: values.count(None) for name, values in columns.items() if None in values}
+    rows = len(columns[target])
+    if counts and missing == "error":
+        found = ", ".join(f"{name!r} in {count}" for name, count in list(counts.items())[:3]) + f" and {len(counts) - 3} more" * (len(counts) > 3)
+        fill = "" if target in counts else "dataset.missing=mean to fill them in, or "
+        raise UserError(f"Values are missing in these columns: {found} of {rows} rows.\nType {fill}dataset.missing=drop to leave those rows out.")
+    if target in counts and missing == "mean":
+        raise UserError(f"The target {target!r} is missing in {counts[target]} of {rows} rows, and cannot be filled in.\nType dataset.missing=drop.")
+    if counts and missing == "drop":
+        keep = [i for i, row in enumerate(zip(*columns.values(), strict=True)) if None not in row]
+        if not keep:
+            raise UserError("dataset.missing=drop leaves no row: each has a missing value. Type dataset.missing=mean, or dataset.ignore=[COLUMN].")
+        columns = {name: [values[i] for i in keep] for name, values in columns.items()}
+    return columns
+
+
+def _numbers(values):
+    """The values as floats, NaN where one is missing; None if one is not a finite number, or none is there."""
+    try:
+        numbers = [math.nan if value is None else float(value) for value in values]
+    except ValueError:
+        return None
+    usable = all(math.isfinite(number) or value is None for number, value in zip(numbers, values, strict=True))
+    return numbers if usable and any(value is not None for value in values) else None
+
+
+def _read_target(name, values, kind):
+    """(kind, class names or None, targets): int64 (N,), or float64 (N, 1) for a regression."""
+    numbers = _numbers(values)
+    distinct = sorted(set(values if numbers is None else numbers))
+    if len(distinct) < 2:
+        raise UserError(f"dataset.target={name}: all {len(values)} rows have the same value, {values[0]!r}. There is nothing to learn.")
+    if kind == "auto":
+        few = numbers is not None and len(distinct) <= 20 and len(distinct) < len(values) / 10 and all(value.is_integer() for value in distinct)
+        kind = "classification" if numbers is None or few else "regression"
+    if kind == "regression":
+        if numbers is None:
+            wrong = next(value for value in values if _numbers([value]) is None)
+            raise UserError(f"dataset.target={name}: {wrong!r} is not a number.\nType dataset.kind=classification, or choose another column.")
+        return kind, None, torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
+    labels = {value: label for label, value in enumerate(distinct)}
+    targets = torch.tensor([labels[value] for value in (values if numbers is None else numbers)])
+    return kind, [value if isinstance(value, str) else f"{value:g}" for value in distinct], targets
+
+
+def _features(name, values, train, categorical):
+    """float32 (N, 1) of a numeric column, (N, categories) of another one; both by what the rows of `train` hold."""
+    kinds = sorted({values[i] for i in train.tolist()} - {None})
+    if not kinds:
+        raise UserError(f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}].")
+    numbers = None if categorical else _numbers(values)
+    if numbers is not None:
+        column = torch.tensor(numbers, dtype=torch.float64)
+        known = column[train][~column[train].isnan()]
+        column = (column - known.mean()) / (known.std(correction=0).item() or 1.0)
+        return column.nan_to_num(0.0).float().unsqueeze(1)
+    if not categorical and len(kinds) > max(20, len(train) / 2):
+        odd = next(value for value in values if value is not None and _numbers([value]) is None)
+        raise UserError(
+            f"Column {name!r} has {len(kinds)} different values that are not all numbers ({odd!r}).\n"
+            f"Correct it, or type dataset.ignore=[{name}] or dataset.categorical=[{name}]."
+        )
+    places = {value: place for place, value in enumerate(kinds)}
+    column = torch.zeros(len(values), len(kinds))
+    for row, value in enumerate(values):
+        if value in places:
+            column[row, places[value]] = 1
+    return column

@@ -1,0 +1,72 @@
+"""What a batch can be, any nesting of tensors and other things: walk through it, measure it, cut it into micro-batches."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+
+def walk(function, batch, name="batch"):
+    """The same structure with `function(name, leaf)` in place of each tensor and of each object with a `.to`; anything else comes through unchanged.
+
+    Goes into dicts, lists, tuples, named tuples and dataclasses. The names read like the code that reaches the leaf: `batch[0]['mask']`.
+    """
+    if hasattr(batch, "to"):  # a tensor, or an object that knows how to move itself: PackedSequence, BatchEncoding, PyG's Data
+        return function(name, batch)
+    if isinstance(batch, Mapping):
+        walked = copy.copy(batch)  # keeps an OrderedDict, a defaultdict
+        for key, value in batch.items():
+            walked[key] = walk(function, value, f"{name}[{key!r}]")
+        return walked
+    if isinstance(batch, (list, tuple)):
+        items = [walk(function, value, f"{name}[{i}]") for i, value in enumerate(batch)]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        walked = copy.copy(batch)
+        for field in dataclasses.fields(batch):  # not dataclasses.replace: it would run __init__ again
+            object.__setattr__(walked, field.name, walk(function, getattr(batch, field.name), f"{name}.{field.name}"))
+        return walked
+    return batch
+
+
+def entries(batch):
+    """The list of (name, tensor) of all tensors in the batch."""
+    found = []
+    walk(lambda name, leaf: found.append((name, leaf)), batch)
+    return [(name, leaf) for name, leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def size(batch):
+    """The number of samples: the length of the first tensor."""
+    if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], torch.Tensor) and batch[0].ndim:
+        return len(batch[0])  # the usual (inputs, targets), without a walk
+    for _, tensor in entries(batch):
+        if tensor.ndim:
+            return len(tensor)
+    return 1
+
+
+def split(batch, parts):
+    """Cuts a batch into at most `parts` micro-batches: a list of (micro_batch, share), the shares of the samples adding up to 1.
+
+    Every tensor whose first dimension is the number of samples is cut, as are lists with one plain value a sample; the rest goes to each part.
+    """
+    if parts == 1:
+        return [(batch, 1.0)]
+    samples = size(batch)
+    bounds = [samples * i // parts for i in range(parts + 1)]
+
+    def cut(part, start, stop):
+        if isinstance(part, (list, tuple)) and len(part) == samples and not entries(part):
+            return part[start:stop]
+        if isinstance(part, (list, tuple)) and not hasattr(part, "_fields"):
+            return type(part)(cut(value, start, stop) for value in part)
+        if isinstance(part, Mapping):
+            cut_values = copy.copy(part)
+            for key, value in part.items():
+                cut_values[key] = cut(value, start, stop)
+            return cut_values
+        return walk(lambda _, leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == samples else leaf, part)
+
+    return [(cut(batch, start, stop), (stop - start) / samples) for start, stop in zip(bounds, bounds[1:], strict=False) if stop > start]

@@ -1,0 +1,278 @@
+"""What happens between steps: the Callback with its seven hooks, and progress, checkpoints, early stopping, EMA, a time limit and the NaN guard."""
+
+import math
+import sys
+import time
+
+import torch
+
+from trainer import checkpoint, summary
+from trainer.errors import TrainingError, UserError, check_choice, check_number, did_you_mean
+
+
+class Callback:
+    """Seven hooks, each called with the trainer, in the order of the list of callbacks.
+
+    A callback with a state that has to survive a restart gives it in `state_dict` (tensors and plain values) and takes it in `load_state_dict`.
+    """
+
+    def on_fit_start(self, trainer):
+        """Everything is built and nothing is trained; `trainer.step` is above 0 where a run is continued."""
+
+    def on_step_end(self, trainer):
+        """The last thing of each step, after the evaluation and the end of the epoch where the step has them."""
+
+    def on_epoch_end(self, trainer):
+        """The whole training set was seen once more; not where a run stops in the middle."""
+
+    def on_eval_start(self, trainer):
+        """Before an evaluation or a prediction."""
+
+    def on_eval_end(self, trainer):
+        """After it, also when it failed."""
+
+    def on_log(self, trainer, row):
+        """A row of numbers: {"step": ..., "epoch": ..., "train/loss": ...}."""
+
+    def on_fit_end(self, trainer):
+        """The last thing of a fit, also when it failed."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Monitor(Callback):
+    """A callback that watches one logged number: "auto" is the first metric of the validation set, or its loss, or the training loss."""
+
+    def __init__(self, monitor="auto", mode="auto"):
+        self.monitor, self.mode = monitor, check_choice("mode", mode, ("auto", "min", "max"))
+        self.best = None  # {"step", "value"}
+
+    def on_fit_start(self, trainer):
+        """UserError where nothing of that name will be logged, or where "auto" cannot know which end is the good one."""
+        higher = {name: metric.higher_is_better for name, metric in trainer.metrics.items()}
+        names = {"train/loss": False}
+        if trainer.val_loader is not None:
+            names = {f"val/{name}": value for name, value in higher.items() if value is not None} | {"val/loss": False} | names
+        known = names | ({f"val/{name}": None for name in higher if f"val/{name}" not in names} if trainer.val_loader is not None else {})
+        self.name = next(iter(names)) if self.monitor == "auto" else self.monitor
+        if self.name not in known:
+            raise UserError(f"monitor={self.name}: no such number is logged.{did_you_mean(self.name, known)}\nType monitor= one of: {', '.join(known)}.")
+        if self.mode == "auto" and known[self.name] is None:
+            raise UserError(f"monitor={self.name}: the metric does not say whether high or low is good.\nType mode=max or mode=min.")
+        self.sign = 1 if (known[self.name] if self.mode == "auto" else self.mode == "max") else -1
+
+    def improved(self, trainer, row, min_delta=0.0):
+        """True, and the row's value is the best one, where the row has the number and it is better by more than `min_delta`; None where it has it not."""
+        if self.name not in row:
+            return None
+        value = row[self.name]
+        better = not math.isnan(value) and (self.best is None or self.sign * (value - self.best["value"]) > min_delta)
+        if better:
+            self.best = {"step": trainer.step, "value": value}
+        return better
+
+    def state_dict(self):
+        return {"best": self.best}
+
+    def load_state_dict(self, state):
+        self.best = state["best"]
+
+
+class Checkpoint(Monitor):
+    """Saves the whole state to `folder`/step_<number>.ckpt: every `every` steps or, for None, at the end of each epoch; when the monitored number is the
+    best so far; and at the end. Keeps the last `keep` and the best. The last callback in the list, so that it saves what the others became in this step.
+    """
+
+    def __init__(self, folder, every=None, keep=2, monitor="auto", mode="auto"):
+        super().__init__(monitor, mode)
+        self.folder = folder
+        self.every = check_number("checkpoint.every", every, whole=True, least=1, optional=True)
+        self.keep = check_number("checkpoint.keep", keep, whole=True, least=1)
+        self.due = False
+
+    def on_log(self, trainer, row):
+        self.due |= bool(self.improved(trainer, row))
+
+    def on_epoch_end(self, trainer):
+        self.due |= self.every is None
+
+    def on_step_end(self, trainer):
+        last = trainer.should_stop or trainer.step == trainer.total_steps
+        if self.due or last or (self.every and trainer.step % self.every == 0):
+            self.due = False
+            checkpoint.save(checkpoint.path_of(self.folder, trainer.step), trainer.state_dict())
+            self.remove_old()
+
+    def remove_old(self):
+        """Only after the new one is in place."""
+        kept_best = self.best["step"] if self.best else None
+        for step, path in list(checkpoint.files(self.folder).items())[self.keep :]:
+            if step != kept_best:
+                path.unlink()
+
+
+class EarlyStopping(Monitor):
+    """Ends the training after `patience` evaluations in a row that are not better by more than `min_delta`."""
+
+    def __init__(self, patience, min_delta=0.0, monitor="auto", mode="auto"):
+        super().__init__(monitor, mode)
+        self.patience = check_number("patience", patience, whole=True, least=1)
+        self.min_delta = check_number("min_delta", min_delta, least=0)
+        self.waited = 0
+
+    def on_fit_start(self, trainer):
+        super().on_fit_start(trainer)
+        self.stop_when_due(trainer)  # a stopped run that is continued stays stopped
+
+    def on_log(self, trainer, row):
+        better = self.improved(trainer, row, self.min_delta)
+        if better is not None:
+            self.waited = 0 if better else self.waited + 1
+            self.stop_when_due(trainer)
+
+    def stop_when_due(self, trainer):
+        if self.waited >= self.patience:
+            trainer.stop(f"{self.name} was not better than {self.best['value']:.4g} for {self.waited} evaluations" if self.best else f"no {self.name}")
+
+    def state_dict(self):
+        return super().state_dict() | {"waited": self.waited}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.waited = state["waited"]
+
+
+class EMA(Callback):
+    """Evaluates and predicts with an exponential moving average of the weights and of BatchNorm's statistics.
+
+    The decay is min(decay, (1 + step) / (10 + step)), so that the average is of use from the first epoch on (as tf.train.ExponentialMovingAverage has it).
+    """
+
+    def __init__(self, decay):
+        self.decay = check_number("ema", decay, above=0, most=1)
+        self.average, self.raw, self.step = None, None, 0
+
+    def tensors(self, trainer):
+        return {name: tensor for name, tensor in trainer.module.state_dict().items() if tensor.is_floating_point()}
+
+    def on_fit_start(self, trainer):
+        start = self.average or self.tensors(trainer)  # a loaded average comes on the CPU
+        self.average = {name: start[name].to(tensor.device, copy=True) for name, tensor in self.tensors(trainer).items()}
+
+    def on_step_end(self, trainer):
+        self.update(trainer)
+
+    @torch.no_grad()
+    def update(self, trainer):
+        """Takes the step's weights in, once: a step with an evaluation asks for it before that and at its end."""
+        if self.step == trainer.step:
+            return
+        self.step = trainer.step
+        decay = min(self.decay, (1 + self.step) / (10 + self.step))
+        current = self.tensors(trainer)
+        torch._foreach_lerp_([self.average[name] for name in current], list(current.values()), 1 - decay)
+
+    @torch.no_grad()
+    def on_eval_start(self, trainer):
+        if self.average is None:  # evaluated before any training
+            return
+        self.update(trainer)
+        current = self.tensors(trainer)
+        self.raw = {name: tensor.clone() for name, tensor in current.items()}
+        for name, tensor in current.items():
+            tensor.copy_(self.average[name])  # in place: a swap of `.data` is ignored by sharded modules
+
+    @torch.no_grad()
+    def on_eval_end(self, trainer):
+        if self.raw is not None:
+            for name, tensor in self.tensors(trainer).items():
+                tensor.copy_(self.raw[name])
+            self.raw = None
+
+    def state_dict(self):
+        return {"average": self.average, "step": self.step}
+
+    def load_state_dict(self, state):
+        self.average, self.step = state["average"], state["step"]
+
+
+class TimeLimit(Callback):
+    """Ends the training after the step in which `minutes` are over. The schedule stays that of the whole length: continue the run to complete it."""
+
+    def __init__(self, minutes):
+        self.minutes = check_number("max_minutes", minutes, above=0)
+
+    def on_fit_start(self, trainer):
+        self.end = time.monotonic() + 60 * self.minutes
+
+    def on_step_end(self, trainer):
+        if time.monotonic() >= self.end:
+            trainer.stop(f"max_minutes={self.minutes:g} are over")
+
+
+class NaNGuard(Callback):
+    """Ends the training with a TrainingError at the first logged loss that is not finite."""
+
+    def on_log(self, trainer, row):
+        for name, value in row.items():
+            if name.endswith("/loss") and not math.isfinite(value):
+                lr = trainer.optimizer.param_groups[0]["lr"]
+                raise TrainingError(f"{name} is {value} at step {trainer.step} (learning rate {lr:.3g}).\nType a lower optimizer.lr, or trainer.max_grad_norm=1.")
+
+
+class Progress(Callback):
+    """One line an epoch with loss, validation metrics and speed; on a terminal a bar as well."""
+
+    def on_fit_start(self, trainer):
+        for line in summary.plan(trainer):
+            print(line)
+        self.bar = None
+        if sys.stdout.isatty():
+            import tqdm
+
+            self.bar = tqdm.tqdm(total=trainer.total_steps, initial=trainer.step, leave=False, unit="step", dynamic_ncols=True)
+        self.start_epoch()
+
+    def start_epoch(self):
+        self.loss, self.samples, self.seconds, self.validation = 0.0, 0, 0.0, {}
+
+    def on_log(self, trainer, row):
+        if "train/samples" in row:
+            self.loss += row["train/loss"] * row["train/samples"]
+            self.samples += row["train/samples"]
+            self.seconds += row["train/seconds"]
+        self.validation |= {name: value for name, value in row.items() if name.startswith("val/") and isinstance(value, float)}
+        if self.validation and trainer.step % trainer.steps_per_epoch:
+            self.line(trainer)
+
+    def on_epoch_end(self, trainer):
+        self.line(trainer)
+        self.start_epoch()
+
+    def line(self, trainer):
+        epochs = math.ceil(trainer.total_steps / trainer.steps_per_epoch)
+        done = trainer.step / trainer.steps_per_epoch
+        width = len(str(epochs))
+        loss = f"  loss {self.loss / self.samples:.4f}" if self.samples else ""
+        values = "".join(f"  {name} {value:.4f}" for name, value in self.validation.items())
+        speed = f"  {self.samples / self.seconds:,.0f} samples/s" if self.seconds else ""
+        text = f"epoch {done:{width}g}/{epochs}{loss}{values}{speed}" if done.is_integer() else f"epoch {done:.2f}/{epochs}{loss}{values}{speed}"
+        self.validation = {}
+        if self.bar is None:
+            print(text, flush=True)
+        else:
+            self.bar.write(text)
+
+    def on_step_end(self, trainer):
+        if self.bar is not None:
+            self.bar.update(trainer.step - self.bar.n)
+
+    def on_fit_end(self, trainer):
+        if self.bar is not None:
+            self.bar.close()
+        if trainer.stop_reason:
+            print(f"stopped at step {trainer.step}: {trainer.stop_reason}")

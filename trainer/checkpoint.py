@@ -1,0 +1,154 @@
+"""Checkpoints: one file each, tensors as safetensors and all else as JSON beside them, with a SHA-256 over both; save, load, find the newest good one."""
+
+import hashlib
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from trainer.errors import TrainingError, UserError
+
+log = logging.getLogger("stoker")
+FORMAT = "stoker-1"
+MARK = "$"  # the key of the JSON objects that stand for what JSON has not: tensors, tuples, dicts with other keys than strings
+
+
+class DamagedCheckpoint(TrainingError):
+    """A checkpoint file whose contents are not what was written."""
+
+
+def save(path, state):
+    """Writes `state`, any nesting of dicts, lists, tuples, tensors and plain values, so that `path` holds all of it or is not there."""
+    path = Path(path)
+    tensors = {}
+    tree = json.dumps(pack(state, tensors, "state"))
+    tensors = own_storage(tensors)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")  # the same folder: a rename is atomic only within a file system
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, partial, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    if os.name == "posix":  # the rename itself has to reach the disk
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def load(path):
+    """The state that `save` wrote, its tensors on the CPU; DamagedCheckpoint where one bit is not as it was. Runs no code from the file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except FileNotFoundError:
+        raise UserError(f"There is no checkpoint {path}.") from None
+    except (SafetensorError, OSError, UnicodeDecodeError) as error:
+        raise DamagedCheckpoint(f"{path} is no readable checkpoint: {error}") from None
+    if metadata.get("format") != FORMAT:
+        raise DamagedCheckpoint(f"{path} is not a {FORMAT} checkpoint.")
+    if digest(tensors, metadata.get("state", "")) != metadata.get("sha256"):
+        raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 does not agree with its contents.")
+    return unpack(json.loads(metadata["state"]), tensors)
+
+
+def pack(value, tensors, name):
+    """The JSON form of a value; its tensors go into `tensors` under the names of their places."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value.detach()
+        return {MARK: "tensor", "name": name}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and MARK not in value:
+            return {key: pack(item, tensors, f"{name}/{key}") for key, item in value.items()}
+        return {MARK: "dict", "items": [[key, pack(item, tensors, f"{name}/{key}")] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        items = [pack(item, tensors, f"{name}/{i}") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {MARK: "tuple", "items": items}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{name}: a checkpoint holds tensors and plain values, not {type(value).__name__}.")
+
+
+def unpack(value, tensors):
+    """What `pack` was given."""
+    if isinstance(value, list):
+        return [unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(MARK)
+    if kind == "tensor":
+        return tensors[value["name"]]
+    if kind == "tuple":
+        return tuple(unpack(item, tensors) for item in value["items"])
+    if kind == "dict":
+        return {key: unpack(item, tensors) for key, item in value["items"]}
+    return {key: unpack(item, tensors) for key, item in value.items()}
+
+
+def own_storage(tensors):
+    """The tensors on the CPU, contiguous, none sharing memory with another: safetensors refuses tied weights."""
+    seen, own = set(), {}
+    for name, tensor in tensors.items():
+        tensor = tensor.cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        own[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return own
+
+
+def digest(tensors, tree):
+    """The SHA-256 over the JSON and over each tensor's name, type, shape and bytes."""
+    total = hashlib.sha256(tree.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        total.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def files(folder):
+    """The checkpoints `step_<number>.ckpt` of a folder as {step: path}, the newest first: by number, since names sort 10 before 9."""
+    found = {}
+    for path in Path(folder).glob("step_*.ckpt"):
+        number = re.fullmatch(r"step_(\d+)\.ckpt", path.name)
+        if number and path.is_file() and not path.is_symlink():
+            found[int(number[1])] = path
+    return dict(sorted(found.items(), reverse=True))
+
+
+def path_of(folder, step):
+    """The file that holds the state after `step`."""
+    return Path(folder) / f"step_{step:08d}.ckpt"
+
+
+def newest(folder):
+    """(path, state) of the newest good checkpoint in the folder, None where it has none; a damaged one is named and passed over."""
+    found = files(folder)
+    for path in found.values():
+        try:
+            return path, load(path)
+        except DamagedCheckpoint as error:
+            log.warning("%s The one before it is used.", error)
+    if found:
+        raise TrainingError(f"None of the {len(found)} checkpoints in {folder} is good.\nStart anew in another folder: type run_dir=DIR.")
+    return None
+
+
+def best(folder):
+    """(path, state) of the checkpoint with the best monitored value so far, the newest one where none was monitored, None where there is none."""
+    found = newest(folder)
+    if found is None:
+        return None
+    entry = found[1]["callbacks"].get("Checkpoint", {}).get("best")
+    path = path_of(folder, entry["step"]) if entry else found[0]
+    return found if path == found[0] else (path, load(path))

@@ -1,0 +1,172 @@
+"""The command line before torch is imported: what is trusted, help, the check of the config, and each error as its lines and its exit code."""
+
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+
+from trainer.errors import TrainingError, UserError, did_you_mean
+
+BUG = 1
+FLAGS = {
+    "--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc",
+    "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun", "--info", "-i",
+}  # fmt: skip
+
+
+def run(main):
+    """Runs `main` and ends the process: 0 done, 2 the user's mistake, 3 the training failed, 130 interrupted, 1 (with a traceback) a bug of ours."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them and exiting with 1
+    try:
+        check_flags(sys.argv[1:])
+        if {"--help", "-h"} & set(sys.argv[1:]):
+            print(help_text(Path(sys.argv[0]).resolve().parent / "configs"))
+        else:
+            main()
+    except KeyboardInterrupt:
+        print("\ninterrupted; the checkpoints are good. The same command with run_dir=DIR goes on from the last one.", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        sys.exit(report(error))
+
+
+def report(error):
+    """Prints the error as the user should see it, and gives its exit code."""
+    code = exit_code(error)
+    sys.stdout.flush()  # what was printed before it stands before it, also in a file
+    if code == BUG:
+        traceback.print_exception(error)
+    else:
+        print(message(error), file=sys.stderr, flush=True)
+    return code
+
+
+def exit_code(error):
+    """2 for the user's mistake, 3 for a training that failed, BUG for anything else."""
+    if isinstance(error, TrainingError):
+        return 3
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    return 2 if isinstance(error, (UserError, HydraException, OmegaConfBaseException)) else BUG
+
+
+def message(error):
+    """The one to three lines that a user sees."""
+    if isinstance(error, (UserError, TrainingError)):
+        return f"error: {error}"
+    options, missing, override = (getattr(error, name, None) for name in ("options", "missing_cfg_file", "override"))
+    if options is not None and missing:
+        group, _, choice = missing.rpartition("/")
+        return f"error: {group}={choice}: there is no such choice.{did_you_mean(choice, options)}\nType {group}= one of: {', '.join(options)}."
+    cause = str(error.__cause__ or error)
+    key = re.search(r"full_key: (\S+)", cause)
+    if "is not in struct" in cause and key:
+        near = re.search(r"Did you mean: ('[^']*')", cause)
+        return f"error: {key[1]}: there is no such key.{f' Did you mean {near[1]}?' if near else ''}\nType python train.py --help to see the keys."
+    if override is not None or "Error when parsing" in str(error):
+        typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
+        return f"error: {typed}: this is not understood. Settings are key=value, as in epochs=3; lists are 'key=[1,2]', in quotes for the shell."
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "error: " + "\n".join(lines[:3])
+
+
+def check_flags(arguments):
+    """UserError for an option that there is not, where argparse would print nine lines."""
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if argument.startswith("-") and name not in FLAGS and not re.fullmatch(r"-\d.*", argument):
+            raise UserError(f"{argument}: there is no such option. Settings have no dashes: type {name.lstrip('-').replace('-', '_')}={value or '...'}.")
+
+
+def trusted(arguments):
+    """Patterns for the targets typed on the command line, and for the packages of `trusted=[...]`: what the user types is the user's own."""
+    patterns = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        names = re.findall(r"[\w.]+", value)
+        if key == "trusted":
+            patterns += [f"{name}.*" for name in names]
+        elif key.endswith("_target_"):
+            patterns += [pattern for name in names for pattern in (name, f"{name.split('.')[0]}.*")]
+    return patterns
+
+
+def check_config(cfg):
+    """UserError for a value of another type than its default, a key at the top that there is not, a part that is missing, or a value still to be given."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    choices = HydraConfig.get().runtime.choices.items()
+    wanted = [f"{group}={choice}" for group, choice in choices if choice is not None and not group.startswith("hydra/")]
+    defaults = OmegaConf.to_container(hydra.compose(HydraConfig.get().job.config_name, wanted), resolve=False)
+    given = OmegaConf.to_container(cfg, resolve=False)
+    for key in given:
+        if key not in defaults:
+            raise UserError(f"{key}: there is no such key.{did_you_mean(key, defaults)}\nType python train.py --help to see the keys.")
+    for key in defaults:
+        if key not in given:
+            raise UserError(f"{key}: a run cannot do without it. Leave out ~{key}.")
+    check_types("", given, defaults)
+    for key in OmegaConf.missing_keys(cfg):
+        raise UserError(f"{key}: this has no default. Type {key}=...")
+    try:
+        OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+
+
+def check_types(prefix, given, defaults):
+    """The default's type is the key's type. null and auto stand for any: what they take, the constructor knows."""
+    for key, default in defaults.items():
+        name, value = f"{prefix}{key}", given.get(key, default)
+        if value is None or default is None or default in ("auto", "???") or (isinstance(value, str) and "${" in value):
+            continue
+        if isinstance(default, str) and "${" in default:
+            continue  # it follows another key, which is checked itself
+        if isinstance(default, dict) and isinstance(value, dict):
+            if value.get("_target_") == default.get("_target_"):  # the keys of another target have types of their own
+                check_types(f"{name}.", value, default)
+        elif isinstance(default, float):
+            expect(name, value, isinstance(value, (int, float)) and not isinstance(value, bool), "a number", default)
+        elif isinstance(default, bool):
+            expect(name, value, isinstance(value, bool), "true or false", default)
+        elif isinstance(default, int):
+            expect(name, value, isinstance(value, int) and not isinstance(value, bool), "a whole number", default)
+        elif isinstance(default, list):
+            expect(name, value, isinstance(value, list), "a list", default)
+        elif isinstance(default, str):
+            expect(name, value, isinstance(value, str), "a text", default)
+        else:
+            expect(name, value, isinstance(value, dict), "a group of keys", "{...}")
+
+
+def expect(name, value, ok, kind, default):
+    if not ok:
+        example = str(default).replace(" ", "").replace("True", "true").replace("False", "false")
+        raise UserError(f"{name}={value!r}: give {kind}, as in {name}={example}.")
+
+
+def help_text(configs):
+    """What there is to set: the groups with their options, then train.yaml as it is, whose comments explain each key."""
+    lines = [
+        "Train a model:  python train.py [key=value ...] [group=option ...]",
+        "",
+        "  python train.py                                   the default: an MLP on handwritten digits, in seconds",
+        "  python train.py model=cnn device=cuda epochs=3    any key from the command line",
+        "  python train.py -m model=linear,mlp seed=0,1,2    a sweep: every combination, and a table of them",
+        "  python train.py run_dir=runs/mine                 a named run; the same command again continues it",
+        "  python train.py task=lr_find model=cnn            find a learning rate",
+        "  python train.py model=cnn --cfg job               show the whole config and train nothing",
+        "",
+        "Groups (group=option; the keys of an option, each with a comment, are in configs/<group>/<option>.yaml):",
+    ]
+    for folder in sorted(path for path in configs.iterdir() if path.is_dir()):
+        options = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        lines.append(f"  {folder.name:<11}{options}")
+    text = (configs / "train.yaml").read_text(encoding="utf-8")
+    keys = text.split("\ntask:", 1)[1].split("\nhydra:")[0]
+    return "\n".join([*lines, "", "Keys (key=value), with their defaults:", *("  " + line if line else "" for line in f"task:{keys}".splitlines())])

@@ -1,0 +1,189 @@
+"""The only file that knows backends: choose a device and a precision, move batches, seed generators, count memory, explain a wrong device."""
+
+import contextlib
+import gc
+import hashlib
+import inspect
+import os
+import shutil
+import sys
+
+import torch
+
+from trainer import batch as batches
+from trainer.errors import UserError, check_choice
+
+MIB = 2**20
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+FUSED = ("cpu", "cuda", "mps", "xpu")  # the devices for which torch has fused optimizers
+
+
+def available():
+    """The names that `device=` takes on this machine, the best one last."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ["cpu"]
+    count = torch.accelerator.device_count()
+    return ["cpu", accelerator.type] + [f"{accelerator.type}:{i}" for i in range(count) if count > 1]
+
+
+def choose(name="auto"):
+    """The torch.device for `auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`, made the current one; UserError where it is not there."""
+    there = available()
+    try:
+        device = torch.device(there[min(1, len(there) - 1)] if name == "auto" else name)
+    except (RuntimeError, TypeError):
+        device = None
+    known = device is not None and device.type in there and (device.index is None or device.type == "cpu" or str(device) in there or device.index == 0)
+    if not known:
+        raise UserError(f"device={name}: this machine has {', '.join(there)}.\nType device=auto, or device= one of these.")
+    if device.type in ("cpu", "mps"):
+        return torch.device(device.type)
+    index = device.index or 0
+    torch.accelerator.set_device_index(index)  # before anything else touches a GPU, or device 0 would get a context of its own
+    return torch.device(device.type, index)
+
+
+def describe(device):
+    """The device's name with its threads or its memory, for people."""
+    if device.type == "cpu":
+        return f"cpu, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
+    backend = torch.get_device_module(device)
+    name = backend.get_device_name(device) if hasattr(backend, "get_device_name") else device.type
+    return f"{device} ({name}, {free_memory(device) / 2**30:.0f} GiB free)"
+
+
+def choose_precision(name, device):
+    """(the autocast dtype or None for fp32, the reason) for `auto`, `fp32`, `bf16` or `fp16` on this device."""
+    check_choice("precision", name, PRECISIONS)
+    if name != "auto":
+        return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name], "as asked"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if torch.version.hip is not None or major >= 8:
+            return torch.bfloat16, "native here"
+        if major == 7:
+            return torch.float16, f"tensor cores of sm_{major}{minor}, which have no bf16"
+        return None, f"no tensor cores in sm_{major}{minor}"
+    if device.type == "xpu":
+        return torch.bfloat16, "native here"
+    return None, f"the default on {device.type}"
+
+
+def grad_scaler(device, dtype):
+    """A GradScaler that does something for fp16 only."""
+    return torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+
+
+def autocast(device, dtype):
+    """A context that can be entered again and again: autocast to `dtype`, or nothing for None."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def configure(device, deterministic):
+    """TF32 and cuDNN's autotuning on, or with `deterministic` both off and only deterministic kernels."""
+    torch.use_deterministic_algorithms(deterministic)
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = not deterministic
+        torch.backends.cudnn.allow_tf32 = not deterministic
+        torch.set_float32_matmul_precision("highest" if deterministic else "high")
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+
+
+def build_optimizer(factory, groups, device):
+    """`factory(groups)`, in its fused form where the optimizer and the device have one and neither `fused` nor `foreach` was chosen."""
+    settings = inspect.signature(factory).parameters
+    open_choice = all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
+    return factory(groups, **({"fused": True} if open_choice and device.type in FUSED else {}))
+
+
+def check_compiler(device):
+    """UserError where `compile=true` cannot work: TorchInductor needs a C++ compiler on the CPU, and Triton elsewhere."""
+    if device.type == "cpu":
+        compilers = [os.environ.get("CXX") or "g++", "clang++", "cl"]
+        if not any(shutil.which(compiler) for compiler in compilers):
+            raise UserError("compile=true: there is no C++ compiler (g++, clang++ or cl) on the PATH.\nInstall one, or type compile=false.")
+    elif not torch.utils._triton.has_triton():
+        raise UserError(f"compile=true: Triton does not work on {device}.\nInstall it (pip install triton), or type compile=false.")
+
+
+def move(batch, device):
+    """The batch on the device: any nesting of tensors and objects with `.to`; non-blocking from pinned memory; other things unchanged."""
+
+    def to_device(_, leaf):
+        if isinstance(leaf, torch.Tensor):
+            # Non-blocking copies *to* the CPU would be read before they have arrived.
+            return leaf.to(device, non_blocking=device.type != "cpu" and leaf.is_pinned())
+        return leaf.to(device)
+
+    return batches.walk(to_device, batch)
+
+
+def mix_seed(*parts):
+    """A 63-bit seed from any parts (numbers, strings): a real hash, since `seed + epoch` makes neighbours share their streams."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_generators(device, seed):
+    """Seeds the CPU's default generator and the device's own: 8 us, where torch.manual_seed walks through every backend (275 us)."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def synchronize(device):
+    """Waits for the device; a clock read after this tells the truth."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def free_memory(device):
+    """Bytes that can still be taken on the device (the machine's available memory for the CPU)."""
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    if device.type != "cpu":
+        return torch.get_device_module(device).mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 4 * 2**30  # no /proc (macOS, Windows): a size that any machine of today has
+
+
+def peak_memory(device):
+    """The most bytes that this process has held: allocated on the device, or resident for the CPU."""
+    if device.type in ("cpu", "mps"):
+        try:
+            import resource
+        except ImportError:  # Windows has no such module
+            return float("nan")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def release():
+    """Gives memory back: collects garbage, then empties the backend's cache. For the end of a job, never for a step."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def explain(error, module, batch, device):
+    """A UserError for torch's "expected all tensors to be on the same device" that names each tensor in the wrong place; None for any other error."""
+    text = str(error)
+    if "on the same device" not in text and "is not on the expected device" not in text:
+        return None
+    found = [(f"parameter {name!r}", tensor) for name, tensor in module.named_parameters()]
+    found += [(f"buffer {name!r}", tensor) for name, tensor in module.named_buffers()]
+    for path, child in module.named_modules():  # a tensor kept as a plain attribute does not move with the module: the usual mistake
+        plain = ((f"{path}.{name}".lstrip("."), value) for name, value in vars(child).items() if isinstance(value, torch.Tensor))
+        found += [(f"attribute {name!r} (make it a buffer: self.register_buffer)", tensor) for name, tensor in plain]
+    found += [(f"batch entry {name!r}", tensor) for name, tensor in batches.entries(batch)]
+    wrong = [f"{name} is on {tensor.device}" for name, tensor in found if tensor.device != device]
+    if not wrong:
+        wrong = ["no parameter, buffer or batch entry; a tensor made inside forward, which wants device=inputs.device"]
+    more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return UserError(f"Tensors on two devices: the Trainer works on {device}, but {'; '.join(wrong[:3])}{more}.")

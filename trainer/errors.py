@@ -1,0 +1,37 @@
+"""What the user sees instead of a traceback: two exceptions, and the exit code and the lines that each becomes."""
+
+import difflib
+
+
+class UserError(ValueError):
+    """The user's mistake: one to three lines that name the key, the file or the class, and what to type. Exit code 2."""
+
+
+class TrainingError(RuntimeError):
+    """The training failed: a non-finite loss, no memory, no good checkpoint. Exit code 3."""
+
+
+def did_you_mean(name, choices):
+    """' Did you mean X?' for the choice nearest to `name`, or '' where none is near."""
+    near = difflib.get_close_matches(str(name), [str(choice) for choice in choices], n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def check_choice(key, value, choices):
+    """Raises UserError unless `value` is one of `choices`, naming `key` and what there is."""
+    if value not in choices:
+        raise UserError(f"{key}={value}: there is no such choice.{did_you_mean(value, choices)}\nType {key}= one of: {', '.join(choices)}.")
+    return value
+
+
+def check_number(key, value, *, whole=False, least=None, above=None, most=None, optional=False):
+    """Raises UserError unless `value` is a number (a whole one) in the range; returns it. None passes where it is `optional`."""
+    if value is None and optional:
+        return value
+    kind = "a whole number" if whole else "a number"
+    limits = [f"at least {least}"] * (least is not None) + [f"above {above}"] * (above is not None) + [f"at most {most}"] * (most is not None)
+    ok = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    ok = ok and (least is None or value >= least) and (above is None or value > above) and (most is None or value <= most)
+    if not ok:
+        raise UserError(f"{key}={value}: give {kind}{' ' * bool(limits)}{' and '.join(limits)}{', or null' if optional else ''}.")
+    return value

@@ -1,0 +1,91 @@
+"""The learning-rate finder: the loss over a rate that grows from step to step, a suggestion, and the curve as a picture."""
+
+import copy
+import math
+from dataclasses import dataclass
+
+from data.loader import seekable
+from trainer import device as devices
+from trainer.errors import UserError, check_number
+
+
+@dataclass
+class Found:
+    """The rates that were tried, the smoothed loss at each, and the suggested rate."""
+
+    rates: list
+    losses: list
+    suggestion: float
+
+
+def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
+    """Trains for up to `steps` steps while the rate grows from `lowest` to `highest` by equal factors, and sets all back as it was.
+
+    It ends early where the smoothed loss is four times its lowest value (Smith 2017, arXiv 1506.01186, section 3.3, for the idea).
+    """
+    check_number("steps", steps, whole=True, least=10)
+    loader = seekable(train_loader, trainer.seed)
+    before = copy.deepcopy((trainer.module.state_dict(), trainer.optimizer.state_dict()))
+    trainer.scheduler = trainer.make_scheduler(trainer.optimizer, total_steps=steps)
+    rates, losses, mean = [], [], 0.0
+    trainer.model.train()
+    try:
+        while len(rates) < steps:
+            loader.seek(*divmod(len(rates), len(loader)))
+            for batch in loader:
+                rate = lowest * (highest / lowest) ** (len(rates) / (steps - 1))
+                for group in trainer.optimizer.param_groups:
+                    group["lr"] = rate
+                devices.seed_generators(trainer.device, devices.mix_seed(trainer.seed, "step", len(rates)))
+                batch = devices.move(batch, trainer.device)
+                loss = trainer.train_step(batch).item()
+                mean = 0.9 * mean + 0.1 * loss
+                rates.append(rate)
+                losses.append(mean / (1 - 0.9 ** len(rates)))  # without the pull towards the first value, 0
+                if not math.isfinite(loss) or losses[-1] > 4 * min(losses):
+                    steps = len(rates)
+                if len(rates) >= steps:
+                    break
+    finally:
+        trainer.module.load_state_dict(before[0])
+        trainer.optimizer.load_state_dict(before[1])
+        trainer.scheduler = None
+        trainer.release()
+    if not math.isfinite(losses[-1]):
+        rates, losses = rates[:-1], losses[:-1]
+    if len(rates) < 10:
+        raise UserError(f"The loss is no longer finite after {len(rates)} steps, so there is no curve. The data or the model give it too large values.")
+    return Found(rates, losses, valley(rates, losses))
+
+
+def valley(rates, losses):
+    """The rate two thirds along the longest falling run of the curve, as the points that follow each other in it (fastai's default rule of the same name)."""
+    longest, previous = [1] * len(losses), [-1] * len(losses)
+    for i in range(len(losses)):
+        for j in range(i):
+            if losses[i] < losses[j] and longest[j] + 1 > longest[i]:
+                longest[i], previous[i] = longest[j] + 1, j
+    i = max(range(len(losses)), key=longest.__getitem__)
+    run = [i]
+    while previous[i] >= 0:
+        i = previous[i]
+        run.append(i)
+    start, stop = run[-1], run[0]
+    return rates[start + int((stop - start) / 2)]
+
+
+def draw(found, path):
+    """Writes the curve to `path` as a PNG and gives the path; needs the extra `plots`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("The curve is drawn by matplotlib. Type pip install -e '.[plots]'.") from None
+    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
+    axes.semilogx(found.rates, found.losses)
+    axes.axvline(found.suggestion, color="tab:red", linestyle="--", label=f"suggestion: {found.suggestion:.2g}")
+    low, high = min(found.losses), found.losses[0]
+    axes.set(xlabel="learning rate", ylabel="smoothed training loss", ylim=(low - 0.1 * (high - low), high + 0.5 * (high - low)))
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,160 @@
+"""Metrics that stay on the device until they are asked for: update(outputs, targets), compute(), reset(), as torchmetrics has them.
+
+Each is weighted by samples, so batches of 7 give what one full batch gives. `higher_is_better` tells which end of it is the good one.
+"""
+
+import torch
+
+from trainer.errors import UserError, check_number
+
+
+class Mean:
+    """The mean of values, each weighted by its number of samples: `update(value, samples)`."""
+
+    higher_is_better = False
+
+    def __init__(self):
+        self.reset()
+
+    def update(self, value, samples=1):
+        self.total = self.total + wide(value.detach()) * samples  # starts as a Python number, so it takes the value's device
+        self.samples += samples
+
+    def compute(self):
+        return self.total / self.samples if self.samples else torch.tensor(torch.nan)
+
+    def reset(self):
+        self.total, self.samples = 0.0, 0
+
+    def state_dict(self):
+        return {"total": self.total, "samples": self.samples}
+
+    def load_state_dict(self, state):
+        self.total, self.samples = state["total"], state["samples"]
+
+
+class _Sums:
+    """Sums over all samples, kept as one float64 (float32 on mps) tensor on the device of the outputs; the children say what is summed."""
+
+    higher_is_better = True
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.sums = None
+
+    def add(self, sums):
+        self.sums = sums if self.sums is None else self.sums + sums
+
+    def compute(self):
+        """nan before the first update."""
+        return torch.tensor(torch.nan) if self.sums is None else self.value(self.sums)
+
+
+def class_of(targets):
+    """Class indices (N,), also from soft targets (N, C) as mixup makes them."""
+    return targets.argmax(-1) if targets.is_floating_point() and targets.ndim > 1 else targets
+
+
+def wide(tensor):
+    """The type to sum in: float64, but float32 on mps, which has no other."""
+    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
+class TopK(_Sums):
+    """The share of samples whose class is among the `k` largest outputs; outputs (N, C), targets (N,)."""
+
+    def __init__(self, k=5):
+        self.k = check_number("metrics.k", k, whole=True, least=1)
+        super().__init__()
+
+    def update(self, outputs, targets):
+        best = outputs.topk(min(self.k, outputs.shape[-1])).indices
+        correct = (best == class_of(targets).unsqueeze(-1)).any(-1)
+        self.add(wide(torch.stack([correct.sum(), torch.full_like(correct.sum(), correct.numel())])))
+
+    def value(self, sums):
+        return sums[0] / sums[1]
+
+
+class Accuracy(_Sums):
+    """The share of samples whose largest output is their class; outputs (N, C), targets (N,)."""
+
+    def update(self, outputs, targets):
+        correct = (outputs.argmax(-1) == class_of(targets)).sum()
+        self.add(wide(torch.stack([correct, torch.full_like(correct, len(outputs))])))
+
+    def value(self, sums):
+        return sums[0] / sums[1]
+
+
+class Confusion(_Sums):
+    """The (C, C) matrix of counts, a row a true class, a column a predicted one."""
+
+    higher_is_better = None
+
+    def __init__(self, num_classes):
+        self.num_classes = check_number("metrics.num_classes", num_classes, whole=True, least=2)
+        super().__init__()
+
+    def update(self, outputs, targets):
+        cells = class_of(targets) * self.num_classes + outputs.argmax(-1)
+        counts = torch.zeros(self.num_classes**2, dtype=torch.int64, device=outputs.device)
+        self.add(counts.scatter_add_(0, cells, torch.ones_like(cells)))  # bincount would wait for the device
+
+    def value(self, sums):
+        return sums.reshape(self.num_classes, self.num_classes)
+
+
+class MSE(_Sums):
+    """The mean squared error over all targets, times `scale` squared: the standard deviation by which a data set divided its targets."""
+
+    higher_is_better = False
+    power = 2
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+        super().__init__()
+
+    def update(self, outputs, targets):
+        check_same_shape(outputs, targets)
+        errors = (wide(outputs) - wide(targets)).abs() ** self.power
+        self.add(torch.stack([errors.sum(), torch.full_like(errors.sum(), errors.numel())]))
+
+    def value(self, sums):
+        return sums[0] / sums[1] * self.scale**self.power
+
+
+class MAE(MSE):
+    """The mean absolute error over all targets, times `scale`."""
+
+    power = 1
+
+
+class R2(_Sums):
+    """The share of the targets' variance that is explained, the mean over targets: 1 is perfect, 0 is as good as the mean. Outputs and targets (N, T)."""
+
+    def update(self, outputs, targets):
+        check_same_shape(outputs, targets)
+        if self.sums is None:
+            self.origin = wide(targets).mean(0)  # sums about a value near the mean: sums of squares about 0 would cancel
+        offsets, errors = wide(targets) - self.origin, wide(outputs) - wide(targets)
+        self.add(torch.stack([offsets.sum(0), (offsets**2).sum(0), (errors**2).sum(0), torch.full_like(self.origin, len(targets))]))
+
+    def value(self, sums):
+        total, squares, residual, samples = sums
+        return (1 - residual / (squares - total**2 / samples)).mean()
+
+
+def check_same_shape(outputs, targets):
+    """UserError unless the shapes agree: (N, 1) against (N,) would broadcast to (N, N) and give a wrong number in silence."""
+    if outputs.shape != targets.shape:
+        raise UserError(f"The model gives {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}: they have to be the same.")
+
+
+def default_metrics(kind, scale=1.0):
+    """What is shown for a kind of data set: accuracy for "classification"; R2, MAE and MSE, in the targets' own units, for "regression"."""
+    if kind == "classification":
+        return {"acc": Accuracy()}
+    return {"r2": R2(), "mae": MAE(scale), "mse": MSE(scale)}

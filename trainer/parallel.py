@@ -1,0 +1,42 @@
+"""The only file that knows strategies: single and dp (torch.nn.DataParallel); ddp and fsdp come here."""
+
+import contextlib
+import logging
+
+import torch
+
+from trainer.errors import UserError, did_you_mean
+
+log = logging.getLogger("stoker")
+
+
+def wrap(module, strategy, device):
+    """The module as it is called in training: itself for `single`; for `dp`, or `dp:0,2`, its replicas on all visible GPUs, or on those listed.
+
+    The wrapper shares the module's parameters, so state dicts are taken from the module and never carry a `module.` prefix.
+    """
+    name, _, listed = str(strategy).partition(":")
+    if name not in ("single", "dp") or (listed and name == "single"):
+        raise UserError(f"strategy={strategy}: there is no such strategy.{did_you_mean(name, ['single', 'dp'])}\nType strategy=single, dp or dp:0,1.")
+    if name == "single":
+        return module
+    count = torch.accelerator.device_count() if device.type != "cpu" else 0
+    try:
+        indices = [int(index) for index in listed.split(",")] if listed else list(range(count))
+    except ValueError:
+        raise UserError(f"strategy={strategy}: the GPUs are numbers with commas, as in strategy=dp:0,1.") from None
+    missing = [index for index in indices if not 0 <= index < count]
+    if missing:
+        raise UserError(f"strategy={strategy}: there is no GPU {missing[0]}; this run sees {count} on {device.type}.\nType strategy=single or strategy=dp.")
+    if len(indices) < 2:
+        log.warning("strategy=dp: %s, so it changes nothing.", "one GPU" if count else "no GPU in this run")
+        return module
+    if device.index not in indices:
+        raise UserError(f"strategy={strategy}: device={device} is not among its GPUs.\nType device={device.type}:{indices[0]}.")
+    # DataParallel gathers on its first device, which has to be the one that holds the parameters.
+    return torch.nn.DataParallel(module, device_ids=sorted(indices, key=lambda index: index != device.index))
+
+
+def gradient_sync(model, *, enabled):
+    """A context in which backward passes exchange gradients, or do not: only the last micro-batch of a step has to."""
+    return contextlib.nullcontext()

@@ -1,0 +1,63 @@
+"""Learning-rate schedules: pure functions of the step, and the one function that makes an LR scheduler of them."""
+
+import math
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainer.errors import check_number
+
+
+def schedule(name, shape, optimizer, total_steps, warmup=0.0):
+    """A LambdaLR that multiplies each group's rate by `shape(progress)`, progress being 0 after the warmup and 1 at the last step.
+
+    `warmup` is a share of all steps where it is below 1 and a number of steps where it is a whole number; the rate rises linearly over it.
+    """
+    check_number("scheduler.warmup", warmup, least=0)
+    warmup_steps = round(warmup * total_steps) if warmup < 1 else round(warmup)
+
+    def factor(step):
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        return shape(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
+
+    scheduler = LambdaLR(optimizer, factor)
+    scheduler.description = f"{name} after {warmup_steps} steps of warmup" if warmup_steps else name  # for the plan that is shown
+    return scheduler
+
+
+def constant(optimizer, total_steps, warmup=0.0):
+    """The rate as it is."""
+    return schedule("constant", lambda progress: 1.0, optimizer, total_steps, warmup)
+
+
+def linear(optimizer, total_steps, warmup=0.0, final=0.0):
+    """Down in a straight line to `final` times the rate."""
+    check_number("scheduler.final", final, least=0)
+    return schedule("linear", lambda progress: 1 - (1 - final) * progress, optimizer, total_steps, warmup)
+
+
+def cosine(optimizer, total_steps, warmup=0.0, final=0.0):
+    """Down along half a cosine to `final` times the rate (Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5, without restarts)."""
+    check_number("scheduler.final", final, least=0)
+    return schedule("cosine", lambda progress: final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2, optimizer, total_steps, warmup)
+
+
+def step(optimizer, total_steps, warmup=0.0, milestones=(0.5, 0.75), gamma=0.1):
+    """Times `gamma` at each milestone, given as shares of all steps (He et al. 2016, arXiv 1512.03385, section 4.2)."""
+    for milestone in milestones:
+        check_number("scheduler.milestones", milestone, least=0, most=1)
+    check_number("scheduler.gamma", gamma, above=0)
+    return schedule("step", lambda progress: gamma ** sum(progress >= milestone for milestone in milestones), optimizer, total_steps, warmup)
+
+
+def onecycle(optimizer, total_steps, peak=0.3, start=0.04, final=0.0):
+    """Up from `start` times the rate over the share `peak` of all steps and down to `final`, along cosines (Smith and Topin 2019, arXiv 1708.07120)."""
+    check_number("scheduler.peak", peak, above=0, most=1)
+    check_number("scheduler.start", start, least=0)
+    check_number("scheduler.final", final, least=0)
+
+    def shape(progress):
+        low, done = (start, 1 - progress / peak) if progress < peak else (final, (progress - peak) / max(1e-12, 1 - peak))
+        return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
+
+    return schedule("onecycle", shape, optimizer, total_steps)

@@ -1,0 +1,83 @@
+"""What there is to say about a trainer: the plan of a run, where its tensors are, and how much memory they take."""
+
+import math
+
+import torch
+
+from trainer import batch as batches
+from trainer import device as devices
+
+MIB = devices.MIB
+
+
+def plan(trainer):
+    """The lines that open a run: device, model and plan."""
+    precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[trainer.dtype]
+    parameters = sum(p.numel() for p in trainer.module.parameters())
+    frozen = sum(p.numel() for p in trainer.module.parameters() if not p.requires_grad)
+    epochs = trainer.total_steps / trainer.steps_per_epoch
+    length = f"{epochs:.4g} epoch{'s' * (epochs != 1)} of {trainer.steps_per_epoch} steps" if epochs >= 1 else "a part of an epoch"
+    batch_size = getattr(trainer.train_loader, "batch_size", None)
+    optimizer = trainer.optimizer
+    cuts = f" in {trainer.grad_accum_steps} micro-batches" if trainer.grad_accum_steps > 1 else ""
+    fused = " (fused)" if optimizer.defaults.get("fused") else ""
+    at = f", continued at step {trainer.step}" if trainer.step else ""
+    yield f"device   {devices.describe(trainer.device)}, {precision} ({trainer.precision_reason})"
+    yield f"model    {type(trainer.module).__name__}, {parameters:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}"
+    yield (
+        f"plan     {length} = {trainer.total_steps:,} steps, batch {batch_size or 'as the loader gives it'}{cuts}, "
+        f"{type(optimizer).__name__}{fused} lr {optimizer.param_groups[0].get('initial_lr', 0):g}, "
+        f"{getattr(trainer.scheduler, 'description', type(trainer.scheduler).__name__)}{at}"
+    )
+
+
+def optimizer_tensors(optimizer):
+    """The list of (name, tensor) of the optimizer's state."""
+    if optimizer is None:
+        return []
+    return [
+        (f"{key}", value) for state in optimizer.state.values() for key, value in state.items() if isinstance(value, torch.Tensor)
+    ]
+
+
+def mib(tensors):
+    """The MiB of tensors, `element_size() * nelement()` each."""
+    return sum(tensor.element_size() * tensor.nelement() for tensor in tensors) / MIB
+
+
+def layout(tensors):
+    """'float32 and int64 on cpu, 0.33 MiB' for a list of tensors."""
+    tensors = list(tensors)
+    if not tensors:
+        return "nothing"
+    places = sorted({f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}" for tensor in tensors})
+    return f"{', '.join(places)}; {mib(tensors):.2f} MiB"
+
+
+def where(trainer, batch=None):
+    """The lines of `Trainer.where`: device, types and MiB of the model, the optimizer's state and a batch (the last one trained on, unless one is given)."""
+    seen = trainer.batch_layout if batch is None else layout(tensor for _, tensor in batches.entries(batch))
+    yield f"model      {layout([*trainer.module.parameters(), *trainer.module.buffers()])}"
+    yield f"optimizer  {layout(tensor for _, tensor in optimizer_tensors(trainer.optimizer))}"
+    yield f"batch      {seen}"
+
+
+def memory_report(trainer):
+    """MiB by what takes them; `peak` is the most that the device (for the CPU: the process) has held."""
+    parameters = list(trainer.module.parameters())
+    return {
+        "parameters": mib(parameters),
+        "gradients": mib(p.grad for p in parameters if p.grad is not None),
+        "optimizer": mib(tensor for _, tensor in optimizer_tensors(trainer.optimizer)),
+        "buffers": mib(trainer.module.buffers()),
+        "data": trainer.data_bytes / MIB,
+        "peak": devices.peak_memory(trainer.device) / MIB,
+    }
+
+
+def seconds(value):
+    """'3.2 s', '4 min 10 s', '2 h 5 min'."""
+    if value < 100:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest} s" if minutes < 100 else f"{math.floor(minutes / 60)} h {minutes % 60} min"

@@ -1,0 +1,296 @@
+"""The Trainer: fit, train_step, compute_loss, evaluate, predict, close. Nothing else."""
+
+import contextlib
+import time
+
+import torch
+
+from data.loader import seekable
+from trainer import batch as batches
+from trainer import checkpoint, parallel, schedules, summary
+from trainer import device as devices
+from trainer.errors import TrainingError, UserError, check_number
+from trainer.metrics import Mean
+
+
+class Trainer:
+    """Trains, evaluates and applies a model.
+
+    To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or `fit`; for what happens between steps, add a callback.
+    `optimizer` is a factory: it is called with parameter groups once the model is on its device. So is `scheduler`, called with (optimizer, total_steps=...);
+    it steps once a step. A batch from the loader is one step, worked through in `grad_accum_steps` micro-batches. `epochs` gives the length of the training,
+    or `max_steps` instead of it. A number is logged every `log_every` steps and at each epoch's end; evaluation comes every `eval_every` steps, None being once
+    an epoch. Biases and norms have no weight decay unless `decay_all`. The run is a function of the model, the data, these settings and the `seed`.
+    """
+
+    def __init__(
+        self, model, loss=None, optimizer=None, scheduler=schedules.constant, metrics=None, callbacks=(), *, epochs=1, max_steps=None, device="auto",
+        strategy="single", precision="auto", compile=False, grad_accum_steps=1, max_grad_norm=None, log_every=50, eval_every=None, decay_all=False,
+        seed=0, deterministic=False,
+    ):  # fmt: skip
+        self.epochs = check_number("epochs", epochs, whole=True, least=1, optional=max_steps is not None)
+        self.max_steps = check_number("max_steps", max_steps, whole=True, least=1, optional=True)
+        self.grad_accum_steps = check_number("grad_accum_steps", grad_accum_steps, whole=True, least=1)
+        self.max_grad_norm = check_number("max_grad_norm", max_grad_norm, above=0, optional=True)
+        self.log_every = check_number("log_every", log_every, whole=True, least=1)
+        self.eval_every = check_number("eval_every", eval_every, whole=True, least=1, optional=True)
+        self.seed = check_number("seed", seed, whole=True, least=0)
+
+        self.device = devices.choose(device)
+        self.dtype, self.precision_reason = devices.choose_precision(precision, self.device)
+        self.autocast = devices.autocast(self.device, self.dtype)
+        self.scaler = devices.grad_scaler(self.device, self.dtype)
+        devices.configure(self.device, deterministic)
+
+        self.module = model.to(self.device)  # the model itself: its state dict has the names that the user gave
+        if compile:
+            devices.check_compiler(self.device)
+            self.module.compile()  # in place, so the names stay as they are
+        self.model = parallel.wrap(self.module, strategy, self.device)  # what is called in a step
+        self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
+        self.metrics = dict(metrics or {})
+        self.callbacks = list(callbacks)
+        self.optimizer = devices.build_optimizer(optimizer, self.parameter_groups(decay_all), self.device) if optimizer else None
+        self.make_scheduler, self.scheduler = scheduler, None  # it needs total_steps, which fit knows
+
+        self.step = 0  # the one clock: optimizer steps done
+        self.total_steps = self.steps_per_epoch = None
+        self.should_stop, self.stop_reason = False, None
+        self.train_loss, self.window_start = Mean(), 0.0  # since the last logged row
+        self.train_loader = self.val_loader = None
+        self.batch_layout, self.data_bytes = "nothing yet", 0
+
+    def fit(self, train_loader, val_loader=None, resume=None):
+        """Trains until `epochs` or `max_steps` are done or a callback stops it. `resume` is a checkpoint file to continue from."""
+        batch = None
+        self.prepare(train_loader, val_loader, resume)
+        try:
+            self.call("on_fit_start")
+            self.window_start = time.perf_counter()
+            while self.step < self.total_steps and not self.should_stop:
+                epoch, position = divmod(self.step, self.steps_per_epoch)
+                self.train_loader.seek(epoch, position)
+                self.model.train()
+                for batch in self.train_loader:
+                    devices.seed_generators(self.device, devices.mix_seed(self.seed, "step", self.step))
+                    batch = devices.move(batch, self.device)
+                    self.train_loss.update(self.train_step(batch), batches.size(batch))
+                    self.step += 1
+
+                    epoch_done = self.step % self.steps_per_epoch == 0
+                    last = self.step == self.total_steps
+                    eval_due = self.val_loader is not None and (self.step % (self.eval_every or self.steps_per_epoch) == 0 or last)
+                    if self.step % self.log_every == 0 or epoch_done or eval_due or last:
+                        self.log_training(batch)
+                    if eval_due:
+                        self.log(self.evaluate(self.val_loader, "val"))
+                    if epoch_done:
+                        self.call("on_epoch_end")
+                    self.call("on_step_end")
+                    if self.should_stop or last:
+                        break
+        except RuntimeError as error:
+            self.explain(error, batch)
+            raise
+        finally:
+            self.call("on_fit_end")
+            self.train_loader = self.val_loader = batch = None
+            self.release()
+
+    def train_step(self, batch):
+        """One optimizer step on one batch, worked through in `grad_accum_steps` micro-batches, each weighted by its share of the samples; gives the loss."""
+        total_loss = 0.0
+        micro_batches = batches.split(batch, self.grad_accum_steps)
+        for i, (micro_batch, share) in enumerate(micro_batches, 1):
+            with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
+                with self.autocast:
+                    loss, _ = self.compute_loss(micro_batch)
+                self.scaler.scale(loss * share).backward()
+            total_loss += loss.detach() * share
+        if self.max_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.scaler.get_scale() >= scale:  # a step that the fp16 scaler skipped does not advance the schedule
+            self.scheduler.step()
+        return total_loss
+
+    def compute_loss(self, batch):
+        """(the mean loss over the batch, the outputs that the metrics get); called in training and in evaluation."""
+        inputs, targets = batch
+        outputs = self.model(inputs)
+        return self.loss(outputs, targets), outputs
+
+    def update_metrics(self, outputs, batch):
+        """Gives the outputs of one evaluation batch to the metrics."""
+        _, targets = batch
+        for metric in self.metrics.values():
+            metric.update(outputs, targets)
+
+    def evaluate(self, loader, split="val"):
+        """{"val/loss": ..., "val/acc": ...} over all samples of the loader; changes neither the weights nor the course of a training."""
+        batch, loss_mean = None, Mean()
+        for metric in self.metrics.values():
+            metric.reset()
+            if hasattr(metric, "to"):  # torchmetrics keep their sums on a device of their own
+                metric.to(self.device)
+        try:
+            with self.evaluating(), torch.no_grad():  # not inference_mode: sharded parameters cannot be copied in place under it
+                for batch in loader:
+                    batch = devices.move(batch, self.device)
+                    with self.autocast:
+                        loss, outputs = self.compute_loss(batch)
+                    loss_mean.update(loss, batches.size(batch))
+                    self.update_metrics(outputs, batch)
+        except RuntimeError as error:
+            self.explain(error, batch)
+            raise
+        if not loss_mean.samples:
+            raise UserError(f"The {split} loader gives no samples.")
+        results = {"loss": loss_mean.compute()} | {name: metric.compute() for name, metric in self.metrics.items()}
+        return {f"{split}/{name}": value.item() if value.numel() == 1 else value.tolist() for name, value in results.items()}
+
+    def predict(self, loader):
+        """The outputs for all samples of the loader, one tensor (N, ...) on the CPU; the loader gives inputs, or (inputs, targets) as for evaluation."""
+        outputs = []
+        with self.evaluating(), torch.inference_mode():
+            for batch in loader:
+                batch = devices.move(batch, self.device)
+                with self.autocast:
+                    outputs.append(self.model(batch[0] if isinstance(batch, (list, tuple)) else batch).cpu())
+        return torch.cat(outputs)
+
+    def close(self):
+        """Drops the model, the optimizer and all that hangs on them, and gives their memory back."""
+        self.module = self.model = self.optimizer = self.scheduler = self.loss = None
+        self.metrics, self.callbacks = {}, []
+        self.train_loss.reset()
+        devices.release()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def stop(self, reason):
+        """Ends the training after this step; the reason is shown."""
+        self.should_stop, self.stop_reason = True, reason
+
+    def call(self, hook, *args):
+        """Calls one hook of every callback, in the order of the list."""
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *args)
+
+    def log(self, numbers):
+        """Gives a row of numbers to the callbacks."""
+        self.call("on_log", {"step": self.step, "epoch": self.step / self.steps_per_epoch, **numbers})
+
+    def log_training(self, batch):
+        """Logs the window since the last row: the mean loss (the one transfer from the device), and how fast it went."""
+        loss, samples = self.train_loss.compute().item(), self.train_loss.samples  # .item() waits for the device, so the clock below is right
+        seconds = time.perf_counter() - self.window_start
+        self.batch_layout = summary.layout(tensor for _, tensor in batches.entries(batch))
+        self.train_loss.reset()
+        self.log({"train/loss": loss, "train/lr": self.optimizer.param_groups[0]["lr"], "train/samples": samples, "train/seconds": seconds})
+        self.window_start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def evaluating(self):
+        """The model in evaluation mode, between on_eval_start and on_eval_end; all as before afterwards, also after an error."""
+        training, started = self.module.training, time.perf_counter()
+        self.model.eval()
+        self.call("on_eval_start")
+        try:
+            yield
+        finally:
+            self.call("on_eval_end")
+            self.model.train(training)
+            self.window_start += time.perf_counter() - started  # no part of the training's time
+
+    def prepare(self, train_loader, val_loader, resume):
+        """Checks what fit needs, builds the scheduler, and goes to where the checkpoint `resume` stands."""
+        if self.optimizer is None:
+            raise UserError("fit needs an optimizer: give Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)).")
+        self.train_loader = seekable(train_loader, self.seed)
+        self.val_loader = val_loader
+        self.data_bytes = sum(getattr(loader, "nbytes", 0) for loader in (train_loader, val_loader))
+        self.steps_per_epoch = len(train_loader)
+        if not self.steps_per_epoch:
+            raise UserError("The training loader gives no batch: it has fewer samples than one batch, or none.")
+        self.total_steps = self.max_steps or self.epochs * self.steps_per_epoch
+        self.scheduler = self.make_scheduler(self.optimizer, total_steps=self.total_steps)
+        self.should_stop, self.stop_reason = False, None
+        if resume is not None:
+            self.load(resume)
+
+    def parameter_groups(self, decay_all):
+        """The trainable parameters: those with two dimensions or more, and, with no weight decay, biases and the weights of norms."""
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if decay_all:
+            return [{"params": parameters}]
+        groups = [{"params": [p for p in parameters if p.ndim > 1]}, {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+    def stateful(self):
+        """{name: object with state_dict and load_state_dict} of all that a checkpoint holds; a subclass with a second optimizer adds it here."""
+        parts = {"model": self.module, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler, "train_loss": self.train_loss}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def state_dict(self):
+        """All that the course of the training depends on, beside the settings: what a checkpoint holds."""
+        states = {name: part.state_dict() for name, part in self.stateful().items()}
+        return {"step": self.step, **states, "callbacks": {name: callback.state_dict() for name, callback in self.named_callbacks().items()}}
+
+    def load(self, path):
+        """Loads a checkpoint file: weights, step and callbacks, and, within a fit, optimizer, schedule and scaler."""
+        self.load_state_dict(checkpoint.load(path))
+
+    def load_state_dict(self, state):
+        """Takes what `state_dict` gave."""
+        for name, part in self.stateful().items():
+            if name not in state:
+                raise TrainingError(f"The checkpoint has no {name!r}: it was written by another Trainer.")
+            try:
+                part.load_state_dict(state[name])
+            except (RuntimeError, ValueError) as error:
+                raise UserError(f"The checkpoint does not fit this {name}: {str(error).splitlines()[-1].strip()}") from None
+        for name, callback in self.named_callbacks().items():
+            if name in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][name])
+        self.step = state["step"]
+
+    def named_callbacks(self):
+        """{class name: callback}, the second of a class being "Name.1"."""
+        named = {}
+        for callback in self.callbacks:
+            name = type(callback).__name__
+            count = sum(key.split(".")[0] == name for key in named)
+            named[f"{name}.{count}" if count else name] = callback
+        return named
+
+    def where(self, batch=None):
+        """Prints the devices, types and MiB of the model, the optimizer's state and the last batch (or the given one)."""
+        print("\n".join(summary.where(self, batch)))
+
+    def memory_report(self):
+        """MiB of parameters, gradients, optimizer state, buffers and data, and the peak."""
+        return summary.memory_report(self)
+
+    def explain(self, error, batch):
+        """Raises the error as the user should see it, where it is a wrong device or a lack of memory; returns where it is anything else."""
+        if isinstance(error, torch.OutOfMemoryError):
+            size = "" if batch is None else f" with a batch of {batches.size(batch)}"
+            advice = "Type a higher grad_accum_steps (the same result in less memory), or a lower batch_size."
+            raise TrainingError(f"Out of memory on {self.device}{size}.\n{advice}") from error
+        if explained := devices.explain(error, self.module, batch, self.device):
+            raise explained from error
+
+    def release(self):
+        """Drops gradients and gives memory back."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        devices.release()
