@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import cli
@@ -19,6 +20,7 @@ from trainer.errors import TrainingError, UserError, check_choice, check_number,
 START = time.perf_counter()
 # Constructors that a `_target_` may name. Those of your own packages: a `_target_` typed on the command line is trusted, one in a file wants trusted=[mypackage].
 TRUSTED = ["trainer.*", "models.*", "data.*", "examples.*", "torch.nn.*", "torch.optim.*", "torchvision.models.*", "torchmetrics.*"]
+LOADING = ("augment", "resident", "workers")  # the loaders' settings, which stand beside the data set's
 HARMLESS = ("run_dir", "resume", "device", "strategy", "log_every", "task", "run", "trusted", "dataset.workers", "dataset.resident", "dataset.root")
 
 
@@ -26,24 +28,25 @@ HARMLESS = ("run_dir", "resume", "device", "strategy", "log_every", "task", "run
 def main(cfg):
     """Checks the config, which needs no torch, and does `task`; in a sweep, a job that fails is reported and the next one begins."""
     job = HydraConfig.get()
-    in_sweep = job.mode.name == "MULTIRUN"
     try:
-        if in_sweep:
+        if in_sweep():
             print(f"\njob {job.job.num}    {' '.join(job.overrides.task)}", flush=True)
             if cfg.run_dir is not None:
                 raise UserError("run_dir names one run. For a sweep, type hydra.sweep.dir=DIR.")
         cli.check_config(cfg)
         check_choice("task", cfg.task, TASKS)
+        retarget(cfg)
         TASKS[cfg.task](cfg)
     except Exception as error:
         code = cli.report(error)
-        if not in_sweep or code == cli.BUG:
+        if not in_sweep() or code == cli.BUG:
             raise SystemExit(code) from error  # not the error itself: Hydra would print a line of its own above it
         write_json(Path(job.runtime.output_dir) / "result.json", {"overrides": list(job.overrides.task), "error": str(error)})
 
 
 def train(cfg):
     """Trains, and tests the best weights: the run directory then holds config.yaml, metrics.jsonl, checkpoints/ and result.json."""
+    start = time.perf_counter() if in_sweep() else START
     from trainer import checkpoint, summary
     from trainer.callbacks import Checkpoint
     from trainer.loggers import RunRecord
@@ -53,7 +56,7 @@ def train(cfg):
     folder = Path(cfg.run_dir)
     resume = to_resume(cfg, folder)
     record = RunRecord(folder / "config.yaml", OmegaConf.to_yaml(cfg))  # interpolations stay as they are: nothing from the environment gets into the file
-    saver = Checkpoint(folder / "checkpoints", **cfg.checkpoint, monitor=cfg.monitor, mode=cfg.mode)
+    saver = Checkpoint(folder / "checkpoints", **cfg.checkpoint, monitor=cfg.monitor, mode=cfg.monitor_mode)
     trainer, _, loaders = build_trainer(cfg, [record, saver])
     with trainer:
         train_loader, val_loader, test_loader = loaders
@@ -66,7 +69,7 @@ def train(cfg):
         result = {
             "overrides": list(HydraConfig.get().overrides.task),
             "best": {"name": saver.name, "mode": "max" if saver.sign > 0 else "min", **saver.best} if saver.best else None,
-            **record.last, **test, "seconds": round(time.perf_counter() - START, 3),
+            **record.last, **test, "seconds": round(time.perf_counter() - start, 3),
             "samples_per_second": round(record.samples / record.seconds) if record.seconds else None,
             "parameters": sum(p.numel() for p in trainer.module.parameters()), "memory_mib": trainer.memory_report(),
             "device": str(trainer.device), "precision": str(trainer.dtype or "torch.float32").removeprefix("torch."), "stopped": trainer.stop_reason,
@@ -114,8 +117,8 @@ def lr_find(cfg):
     trainer, _, (train_loader, _, _) = build_trainer(cfg)
     with trainer:
         found = lr_find(trainer, train_loader)
-    picture = draw(found, Path("lr_find.png"))
-    print(f"lr       {found.suggestion:.2g} is where the loss falls well ({len(found.rates)} steps, {found.rates[0]:.1g} to {found.rates[-1]:.1g})")
+    picture = draw(found, Path(run_directory(cfg)) / "lr_find.png")
+    print(f"lr       {found.suggestion:.2g}, a tenth of where the loss was lowest in {len(found.rates)} steps from {found.rates[0]:.1g} to {found.rates[-1]:.1g}")
     print(f"curve    {picture}")
     typed = [override for override in HydraConfig.get().overrides.task if not override.startswith(("task=", "optimizer.lr="))]
     print(f"use it   python train.py {' '.join([*typed, f'optimizer.lr={found.suggestion:.2g}'])}")
@@ -131,9 +134,8 @@ def build_trainer(cfg, more_callbacks=()):
     from trainer.metrics import default_metrics
 
     device = devices.choose(cfg.device)
-    own = ("augment", "resident", "workers")  # the loaders' settings, which stand beside the data set's
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
-    loading = {key: dataset.pop(key) for key in own}
+    loading = {key: dataset.pop(key) for key in LOADING}
     data = build("dataset", dataset)
     sizes = {"batch_size": cfg.batch_size, "eval_batch_size": cfg.eval_batch_size, "drop_last": cfg.drop_last}
     loaders, why = make_loaders(data, **sizes, device=device, seed=cfg.seed, **loading)
@@ -143,7 +145,7 @@ def build_trainer(cfg, more_callbacks=()):
     devices.seed_generators(device, devices.mix_seed(check_number("seed", cfg.seed, whole=True, least=0), "model"))
     model = build("model", cfg.model, in_shape=data.in_shape, num_classes=data.num_classes)
     loss = build("loss", cfg.loss)
-    metrics = default_metrics(data.kind, data.target_scale)
+    metrics = default_metrics(data.kind, data.target_scale) if is_plain(cfg) else {}
     metrics |= {name: build(f"metrics.{name}", node, num_classes=data.num_classes) for name, node in cfg.metrics.items()}
     check_outputs(cfg, model, loss, data)
     on = {name: node for name, node in cfg.callbacks.items() if node is not None and None not in node.values()}
@@ -155,32 +157,26 @@ def build_trainer(cfg, more_callbacks=()):
 
 def build(key, node, **offered):
     """The object that a config node describes. Of the `offered` arguments it gets those that its constructor has and the node does not set."""
-    from hydra.errors import InstantiationException
-
     node = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node
-    target = node.get("_target_") if isinstance(node, dict) else None
-    if not isinstance(target, str):
+    if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
         raise UserError(f"{key}: this needs a _target_, the dotted name of what to build. Type {key}._target_=...")
-    try:
-        # As a partial, which is called here: Hydra would copy the objects that it is handed.
-        factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
-    except (InstantiationException, ImportError) as error:
-        if "whitelist" in str(error):
-            raise UserError(f"{key}._target_={target}: not among what may be built. Type trusted=[{target.split('.')[0]}] if it is your own.") from None
-        raise UserError(f"{key}._target_={target}: {str(error.__cause__ or error).splitlines()[0]}") from error
-    parameters = inspect.signature(hydra.utils.get_object(target)).parameters
-    rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    target = node["_target_"]
+    parameters, takes_more = arguments_of(key, target)
     unknown = [name for name in node if not name.startswith("_") and name not in parameters]
-    if unknown and not rest:
+    if unknown and not takes_more:
         settings = [name for name in parameters if name not in offered]
         raise UserError(f"{key}.{unknown[0]}: {target} has no such argument.{did_you_mean(unknown[0], settings)}\nIt has {', '.join(settings)}.")
+    # As a partial, which is called here: Hydra would copy the objects that it is handed.
+    try:
+        factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
+    except InstantiationException as error:
+        raise UserError(f"{key}._target_={target}: not among what may be built, whatever is trusted.") from error
     if node.get("_partial_"):
         return factory
     # A constructor that hands **kwargs on: a Trainer of one's own takes all of them, torchvision's models the number of classes.
-    passed = {name: value for name, value in offered.items() if name in parameters or (rest and (key == "trainer" or name == "num_classes"))}
+    passed = {name: value for name, value in offered.items() if name in parameters or (takes_more and (key == "trainer" or name == "num_classes"))}
     passed = {name: value for name, value in passed.items() if name not in node or key == "trainer"}
-    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty and parameter.kind in (1, 3)]  # not *args, **kwargs
-    if missing := [name for name in needed if name not in passed and name not in node]:
+    if missing := [name for name, needed in parameters.items() if needed and name not in passed and name not in node]:
         raise UserError(f"{key}.{missing[0]}: {target} needs this argument. Type +{key}.{missing[0]}=...")
     try:
         return factory(**passed)
@@ -188,6 +184,37 @@ def build(key, node, **offered):
         raise
     except ValueError as error:  # how torch refuses a value
         raise UserError(f"{key} ({target}): {str(error).splitlines()[0]}") from error
+
+
+def locate(key, target):
+    """What `_target_` names, if it is trusted and there; UserError if not."""
+    try:
+        return hydra.utils.get_object(target)
+    except InstantiationException:
+        raise UserError(f"{key}._target_={target}: not among what may be built. Type trusted=[{target.split('.')[0]}] if it is your own.") from None
+    except (ImportError, ValueError) as error:
+        cause = error.__cause__ or error
+        raise UserError(f"{key}._target_={target}: {str(cause).splitlines()[0]}.") from error
+
+
+def arguments_of(key, target):
+    """({name: whether it has no default}, whether there are **kwargs) of the constructor or function `target`."""
+    parameters = inspect.signature(locate(key, target)).parameters.values()
+    named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def retarget(cfg):
+    """Takes the keys that belong to a group's own target, and that were not typed, out of a node whose _target_ was typed."""
+    typed = {override.partition("=")[0].lstrip("+") for override in HydraConfig.get().overrides.task}
+    for name in [name.removesuffix("._target_") for name in typed if name.endswith("._target_")]:
+        node = OmegaConf.select(cfg, name)
+        parameters, takes_more = arguments_of(name, node["_target_"])
+        own = [key for key in node if not key.startswith("_") and key not in parameters and f"{name}.{key}" not in typed]
+        for key in own if not (takes_more and name == "trainer") else []:
+            if key not in LOADING or name != "dataset":
+                with open_dict(cfg):
+                    del node[key]
 
 
 def check_outputs(cfg, model, loss, data):
@@ -219,7 +246,7 @@ def is_plain(cfg):
     """Whether the loss is computed as the Trainer does it; a Trainer of one's own may mean something else by it."""
     from trainer import Trainer
 
-    return hydra.utils.get_object(cfg.trainer._target_).compute_loss is Trainer.compute_loss
+    return locate("trainer", cfg.trainer._target_).compute_loss is Trainer.compute_loss
 
 
 def what_to_predict(data):
@@ -228,13 +255,18 @@ def what_to_predict(data):
     return "1 number" if data.num_classes == 1 else f"{data.num_classes} numbers"
 
 
+def in_sweep():
+    return HydraConfig.get().mode.name == "MULTIRUN"
+
+
 def run_directory(cfg):
     """`run_dir` if it is given, a sweep's folder for this job, else runs/<date>-<model>-<dataset> with a number where that is taken."""
-    if HydraConfig.get().mode.name == "MULTIRUN":
-        return HydraConfig.get().runtime.output_dir
+    job = HydraConfig.get()
+    if in_sweep():
+        return f"{job.sweep.dir}/{job.sweep.subdir}"
     if cfg.run_dir is not None:
         return str(cfg.run_dir)
-    choices = HydraConfig.get().runtime.choices
+    choices = job.runtime.choices
     name = f"runs/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{choices['model']}-{choices['dataset']}"
     return next(path for path in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not Path(path).exists())
 
@@ -253,18 +285,12 @@ def to_resume(cfg, folder):
         return None
     if cfg.resume == "never":
         raise UserError(f"run_dir={folder} has checkpoints, and resume=never would overwrite them. Type another run_dir.")
-    before, now = (flat(OmegaConf.to_container(config)) for config in (OmegaConf.load(folder / "config.yaml"), cfg))
+    before, now = (cli.flat(config) for config in (OmegaConf.load(folder / "config.yaml"), cfg))
     other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not key.startswith(HARMLESS)]
     if other:
         differences = ", ".join(f"{key}={now.get(key)} (was {before.get(key)})" for key in other[:5])
         raise UserError(f"run_dir={folder} holds a run with other settings: {differences}.\nType the settings it had to continue it, or another run_dir.")
     return checkpoint.newest(folder / "checkpoints")[0]
-
-
-def flat(config, prefix=""):
-    """{"dotted.key": value} of nested dicts."""
-    items = ((f"{prefix}{key}", value) for key, value in config.items())
-    return {name: value for key, item in items for name, value in (flat(item, f"{key}.") if isinstance(item, dict) else {key: item}).items()}
 
 
 def write_json(path, contents):

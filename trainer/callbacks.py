@@ -48,7 +48,7 @@ class Monitor(Callback):
     """A callback that watches one logged number: "auto" is the first metric of the validation set, or its loss, or the training loss."""
 
     def __init__(self, monitor="auto", mode="auto"):
-        self.monitor, self.mode = monitor, check_choice("mode", mode, ("auto", "min", "max"))
+        self.monitor, self.mode = monitor, check_choice("monitor_mode", mode, ("auto", "min", "max"))
         self.best = None  # {"step", "value"}
 
     def on_fit_start(self, trainer):
@@ -62,7 +62,7 @@ class Monitor(Callback):
         if self.name not in known:
             raise UserError(f"monitor={self.name}: no such number is logged.{did_you_mean(self.name, known)}\nType monitor= one of: {', '.join(known)}.")
         if self.mode == "auto" and known[self.name] is None:
-            raise UserError(f"monitor={self.name}: the metric does not say whether high or low is good.\nType mode=max or mode=min.")
+            raise UserError(f"monitor={self.name}: the metric does not say whether high or low is good.\nType monitor_mode=max or monitor_mode=min.")
         self.sign = 1 if (known[self.name] if self.mode == "auto" else self.mode == "max") else -1
 
     def improved(self, trainer, row, min_delta=0.0):
@@ -221,7 +221,7 @@ class NaNGuard(Callback):
         for name, value in row.items():
             if name.endswith("/loss") and not math.isfinite(value):
                 lr = trainer.optimizer.param_groups[0]["lr"]
-                raise TrainingError(f"{name} is {value} at step {trainer.step} (learning rate {lr:.3g}).\nType a lower optimizer.lr, or trainer.max_grad_norm=1.")
+                raise TrainingError(f"{name} is {value} at step {trainer.step} (learning rate {lr:.3g}).\nType a lower optimizer.lr, or max_grad_norm=1.")
 
 
 class Progress(Callback):

@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer.errors import TrainingError, UserError, did_you_mean
 
 BUG = 1
+codes = []  # of the errors reported so far
 FLAGS = {
     "--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc",
     "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun", "--info", "-i",
@@ -24,6 +25,7 @@ def run(main):
             print(help_text(Path(sys.argv[0]).resolve().parent / "configs"))
         else:
             main()
+        sys.exit(max(codes, default=0))  # of the jobs of a sweep that failed
     except KeyboardInterrupt:
         print("\ninterrupted; the checkpoints are good. The same command with run_dir=DIR goes on from the last one.", file=sys.stderr)
         sys.exit(130)
@@ -34,6 +36,7 @@ def run(main):
 def report(error):
     """Prints the error as the user should see it, and gives its exit code."""
     code = exit_code(error)
+    codes.append(code)
     sys.stdout.flush()  # what was printed before it stands before it, also in a file
     if code == BUG:
         traceback.print_exception(error)
@@ -60,16 +63,37 @@ def message(error):
     if options is not None and missing:
         group, _, choice = missing.rpartition("/")
         return f"error: {group}={choice}: there is no such choice.{did_you_mean(choice, options)}\nType {group}= one of: {', '.join(options)}."
-    cause = str(error.__cause__ or error)
-    key = re.search(r"full_key: (\S+)", cause)
-    if "is not in struct" in cause and key:
-        near = re.search(r"Did you mean: ('[^']*')", cause)
-        return f"error: {key[1]}: there is no such key.{f' Did you mean {near[1]}?' if near else ''}\nType python train.py --help to see the keys."
+    cause = error.__cause__ or error
+    key = getattr(cause, "full_key", None)
+    if "is not in struct" in str(cause):
+        return f"error: {no_such_key(key, cause.parent_node._get_root())}"
     if override is not None or "Error when parsing" in str(error):
         typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
         return f"error: {typed}: this is not understood. Settings are key=value, as in epochs=3; lists are 'key=[1,2]', in quotes for the shell."
+    if key:
+        return f"error: {key}: {str(cause).splitlines()[0]}."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return "error: " + "\n".join(lines[:3])
+
+
+def no_such_key(key, config):
+    """What to say of a key that the config has not: the same name in another place, or the nearest one."""
+    names = list(flat(config))
+    name = key.split(".")[-1]
+    elsewhere = [other for other in names if other.split(".")[-1] == name and not other.startswith("hydra")]
+    siblings = [other for other in names if other.rpartition(".")[0] == key.rpartition(".")[0]]
+    groups = {other.split(".")[0] for other in names} - {"hydra"} if "." not in key else set()
+    hint = f" Did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(key, [*siblings, *sorted(groups)])
+    return f"{key}: there is no such key.{hint}\nType python train.py --help to see the keys."
+
+
+def flat(config, prefix=""):
+    """{"dotted.key": value} of nested mappings, without resolving anything."""
+    from omegaconf import DictConfig, OmegaConf
+
+    config = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
+    items = ((f"{prefix}{key}", value) for key, value in config.items())
+    return {name: value for key, item in items for name, value in (flat(item, f"{key}.") if isinstance(item, dict) and item else {key: item}).items()}
 
 
 def check_flags(arguments):
@@ -106,14 +130,14 @@ def check_config(cfg):
     given = OmegaConf.to_container(cfg, resolve=False)
     for key in given:
         if key not in defaults:
-            raise UserError(f"{key}: there is no such key.{did_you_mean(key, defaults)}\nType python train.py --help to see the keys.")
+            raise UserError(no_such_key(key, defaults))
     for key in defaults:
         if key not in given:
             raise UserError(f"{key}: a run cannot do without it. Leave out ~{key}.")
     check_types("", given, defaults)
-    for key in OmegaConf.missing_keys(cfg):
-        raise UserError(f"{key}: this has no default. Type {key}=...")
     try:
+        for key in sorted(OmegaConf.missing_keys(cfg)):
+            raise UserError(f"{key}: this has no default. Type {key}=...")
         OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None

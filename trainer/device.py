@@ -36,7 +36,7 @@ def choose(name="auto"):
         device = None
     known = device is not None and device.type in there and (device.index is None or device.type == "cpu" or str(device) in there or device.index == 0)
     if not known:
-        raise UserError(f"device={name}: this machine has {', '.join(there)}.\nType device=auto, or device= one of these.")
+        raise UserError(f"device={name}: this machine has {' and '.join(there)}. Type device=auto or device={there[-1]}.")
     if device.type in ("cpu", "mps"):
         return torch.device(device.type)
     index = device.index or 0
@@ -95,7 +95,10 @@ def build_optimizer(factory, groups, device):
     """`factory(groups)`, in its fused form where the optimizer and the device have one and neither `fused` nor `foreach` was chosen."""
     settings = inspect.signature(factory).parameters
     open_choice = all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
-    return factory(groups, **({"fused": True} if open_choice and device.type in FUSED else {}))
+    try:
+        return factory(groups, **({"fused": True} if open_choice and device.type in FUSED else {}))
+    except ValueError as error:  # how torch refuses a rate or a decay
+        raise UserError(f"optimizer: {error}. Type another value, as in optimizer.lr=0.001.") from error
 
 
 def check_compiler(device):

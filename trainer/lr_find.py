@@ -55,23 +55,9 @@ def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
         rates, losses = rates[:-1], losses[:-1]
     if len(rates) < 10:
         raise UserError(f"The loss is no longer finite after {len(rates)} steps, so there is no curve. The data or the model give it too large values.")
-    return Found(rates, losses, valley(rates, losses))
-
-
-def valley(rates, losses):
-    """The rate two thirds along the longest falling run of the curve, as the points that follow each other in it (fastai's default rule of the same name)."""
-    longest, previous = [1] * len(losses), [-1] * len(losses)
-    for i in range(len(losses)):
-        for j in range(i):
-            if losses[i] < losses[j] and longest[j] + 1 > longest[i]:
-                longest[i], previous[i] = longest[j] + 1, j
-    i = max(range(len(losses)), key=longest.__getitem__)
-    run = [i]
-    while previous[i] >= 0:
-        i = previous[i]
-        run.append(i)
-    start, stop = run[-1], run[0]
-    return rates[start + int((stop - start) / 2)]
+    # A tenth of where the loss is lowest: within a factor of five of the best of seven rates for linear, mlp and cnn on the digits with AdamW and SGD, where
+    # the steepest point and fastai's "valley" were off by up to a hundred.
+    return Found(rates, losses, rates[losses.index(min(losses))] / 10)
 
 
 def draw(found, path):
@@ -87,5 +73,6 @@ def draw(found, path):
     axes.set(xlabel="learning rate", ylabel="smoothed training loss", ylim=(low - 0.1 * (high - low), high + 0.5 * (high - low)))
     axes.legend()
     axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return path

@@ -14,6 +14,9 @@ class Table(Callback):
         folder = Path(config.hydra.sweep.dir)
         if lines := table(folder):
             print("\n" + "\n".join(lines) + f"\nsweep    {folder}")
+        elif [path.name for path in folder.glob("*")] == ["multirun.yaml"]:  # nothing was run: a mistake leaves nothing behind
+            (folder / "multirun.yaml").unlink()
+            folder.rmdir()
 
 
 def results(folder):

@@ -1,0 +1,36 @@
+"""An autoencoder: a Trainer with another loss.
+
+python train.py model._target_=examples.autoencoder.Autoencoder trainer._target_=examples.autoencoder.AutoencoderTrainer loss=mse
+"""
+
+import math
+
+from torch import nn
+
+from trainer import Trainer
+
+
+class Autoencoder(nn.Module):
+    """(N, *in_shape) -> the same shape, through `code` numbers a sample."""
+
+    def __init__(self, in_shape, code=16, width=128):
+        super().__init__()
+        size = math.prod(in_shape)
+        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(size, width), nn.ReLU(), nn.Linear(width, code))
+        self.decoder = nn.Sequential(nn.Linear(code, width), nn.ReLU(), nn.Linear(width, size), nn.Unflatten(1, in_shape))
+
+    def forward(self, inputs):
+        return self.decoder(self.encoder(inputs))
+
+
+class AutoencoderTrainer(Trainer):
+    """The inputs are the targets; the labels of the data set are not looked at."""
+
+    def compute_loss(self, batch):
+        inputs, _ = batch
+        outputs = self.model(inputs)
+        return self.loss(outputs, inputs), outputs
+
+    def update_metrics(self, outputs, batch):
+        inputs, _ = batch
+        super().update_metrics(outputs, (inputs, inputs))

@@ -1,0 +1,167 @@
+"""The fused augmentation against one written sample by sample and pixel by pixel; mixing; Beta draws; and what is refused."""
+
+import math
+
+import pytest
+import torch
+
+from data.augment import Augment, sample_beta
+from trainer.errors import UserError
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def reference(inputs, spec, seed):
+    """The same draws in the same order, then the four operations one after the other on each sample."""
+    g, n, (height, width) = generator(seed), len(inputs), inputs.shape[2:]
+
+    def draw(low, high):
+        return torch.randint(low, high + 1, (n, 1), generator=g).view(-1).tolist()
+
+    flips = (torch.rand((n, 1), generator=g) < 0.5).view(-1).tolist() if "flip" in spec else [False] * n
+    crops, shifts = [], []
+    for _ in range(2):
+        crops.append(draw(-spec["crop"], spec["crop"]) if "crop" in spec else [0] * n)
+        shifts.append(draw(-spec["shift"], spec["shift"]) if "shift" in spec else [0] * n)
+    squares = [draw(0, size - 1) for size in (height, width)] if "cutout" in spec else None
+    results = []
+    for i, image in enumerate(inputs):
+        image = image.flip(2) if flips[i] else image
+        moved = torch.zeros_like(image)
+        for y in range(height):
+            for x in range(width):
+                from_y, from_x = y - shifts[0][i], x - shifts[1][i]
+                if 0 <= from_y < height and 0 <= from_x < width:
+                    moved[:, y, x] = image[:, from_y, from_x]
+        if "crop" in spec:
+            k = spec["crop"]
+            padded = torch.nn.functional.pad(moved.double().unsqueeze(0), (k, k, k, k), mode="reflect")[0].to(image.dtype)
+            moved = padded[:, k + crops[0][i] : k + crops[0][i] + height, k + crops[1][i] : k + crops[1][i] + width].clone()
+        if squares:
+            top, left = (square[i] - spec["cutout"] // 2 for square in squares)
+            moved[:, max(top, 0) : max(top + spec["cutout"], 0), max(left, 0) : max(left + spec["cutout"], 0)] = 0
+        results.append(moved)
+    return torch.stack(results)
+
+
+SPECS = [{"flip": True}, {"shift": 2}, {"crop": 4}, {"cutout": 3}, {"flip": True, "crop": 3}, {"flip": True, "shift": 3, "crop": 2, "cutout": 5}]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 7, 10)])
+@pytest.mark.parametrize("spec", SPECS)
+def test_geometry_equals_the_slow_reference(spec, shape, dtype):
+    inputs, targets = torch.randint(1, 256, (16, *shape), generator=generator(9)).to(dtype), torch.arange(16)
+    before = inputs.clone()
+    for seed in range(3):
+        outputs, same = Augment([{name: value} for name, value in reversed(spec.items())])(inputs, targets, generator(seed))
+        assert outputs.dtype == dtype and torch.equal(outputs, reference(inputs, spec, seed)) and same is targets
+    assert torch.equal(inputs, before)
+
+
+def test_samples_differ_and_seeds_repeat():
+    inputs, targets = torch.randint(0, 256, (1, 3, 16, 16), dtype=torch.uint8).repeat(64, 1, 1, 1), torch.zeros(64, dtype=torch.int64)
+    augment = Augment(["flip", "shift", "crop", "cutout"])
+    outputs = augment(inputs, targets, generator(1))[0]
+    assert len({image.numpy().tobytes() for image in outputs}) > 60
+    assert torch.equal(outputs, augment(inputs, targets, generator(1))[0])
+    assert not torch.equal(outputs, augment(inputs, targets, generator(2))[0])
+
+
+def test_nothing_is_drawn_from_the_global_generator():
+    inputs, state = torch.rand(8, 3, 16, 16), torch.get_rng_state()
+    Augment(["flip", "shift", "crop", "cutout", "mixup", "cutmix"], 10)(inputs, torch.arange(8), generator())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_geometry_then_normalize_then_the_rest_in_the_order_of_the_list():
+    seen = []
+
+    def double(inputs, targets, generator):
+        seen.append(inputs.clone())
+        return inputs * 2, targets + 1
+
+    inputs, targets = torch.randint(1, 256, (6, 1, 8, 8), dtype=torch.uint8), torch.zeros(6, dtype=torch.int64)
+    augment = Augment([double, {"shift": 1}, lambda inputs, targets, generator: (inputs + 1, targets)], 3, lambda x: x.float() / 255)
+    outputs, labels = augment(inputs, targets, generator(4))
+    assert torch.equal(seen[0], reference(inputs, {"shift": 1}, 4).float() / 255)
+    assert torch.equal(outputs, seen[0] * 2 + 1) and labels.tolist() == [1] * 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mixup_mixes_inputs_and_targets_by_one_share(dtype):
+    inputs, targets = torch.randn(5, 3, 4, 4, dtype=dtype), torch.tensor([0, 1, 2, 1, 0])
+    outputs, soft = Augment([{"mixup": 0.7}], 3)(inputs, targets, generator(3))
+    share = sample_beta(0.7, generator(3))
+    hot = torch.nn.functional.one_hot(targets, 3).to(dtype)
+    torch.testing.assert_close(outputs, share * inputs + (1 - share) * inputs[[4, 0, 1, 2, 3]])
+    torch.testing.assert_close(soft, share * hot + (1 - share) * hot[[4, 0, 1, 2, 3]])
+    flat, mixed = Augment(["mixup"])(torch.ones(5, 2, dtype=dtype), torch.arange(5, dtype=dtype).unsqueeze(1), generator(3))
+    torch.testing.assert_close(flat, torch.ones_like(flat))
+    torch.testing.assert_close(mixed.sum(), torch.tensor(10, dtype=dtype))
+
+
+def test_cutmix_shares_are_the_areas():
+    """With image i filled by i and class i, each output's mean has to be the expectation of its soft targets."""
+    inputs, targets = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 2, 9, 12), torch.arange(6)
+    pasted = 0
+    for seed in range(30):
+        outputs, soft = Augment(["cutmix"], 6)(inputs, targets, generator(seed))
+        torch.testing.assert_close(outputs.mean((1, 2, 3)), soft @ torch.arange(6.0))
+        torch.testing.assert_close(soft.sum(1), torch.ones(6))
+        changed = (outputs[1, 0] == 0).nonzero()  # image 1 gets a rectangle of image 0
+        if len(changed):
+            height, width = (changed.amax(0) - changed.amin(0) + 1).tolist()
+            assert len(changed) == height * width
+            pasted += 1
+    assert pasted > 20
+
+
+@pytest.mark.parametrize("a", [0.1, 0.5, 1.0, 3.0])
+def test_beta_has_the_moments_of_beta(a):
+    g = generator(5)
+    draws = torch.stack([sample_beta(a, g) for _ in range(4000)]).double()
+    variance = 1 / (4 * (2 * a + 1))
+    fourth = variance**2 * (3 - 6 / (2 * a + 3))
+    assert draws.isfinite().all() and draws.min() >= 0 and draws.max() <= 1
+    assert abs(draws.mean() - 0.5) < 4 * math.sqrt(variance / 4000)
+    assert abs(draws.var() - variance) < 4 * math.sqrt((fourth - variance**2) / 4000)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (["flop"], "Did you mean 'flip'"),
+        ([{"crop": 0}], "augment.crop"),
+        ([{"shift": 1.5}], "augment.shift"),
+        ([{"mixup": 0}], "augment.mixup"),
+        ([{"flip": 3}], "flip takes no value"),
+        ([3], "no such augmentation"),
+        (["mixup"], "num_classes"),
+    ],
+)
+def test_refused(spec, words):
+    with pytest.raises(UserError, match=words):
+        Augment(spec)(torch.rand(4, 3, 8, 8), torch.arange(4), generator())
+
+
+@pytest.mark.parametrize("name", ["flip", "shift", "crop", "cutout", "cutmix"])
+def test_flat_inputs_are_refused(name):
+    with pytest.raises(UserError, match=name):
+        Augment([name], 4).check((10,))
+    with pytest.raises(UserError, match=name):
+        Augment([name], 4)(torch.rand(4, 10), torch.arange(4), generator())
+
+
+def test_a_crop_as_wide_as_the_image_is_refused():
+    Augment([{"crop": 7}]).check((1, 8, 8))
+    with pytest.raises(UserError, match="less than the 8 pixels"):
+        Augment([{"crop": 8}]).check((1, 8, 9))
+
+
+def test_torchvision_transforms_are_refused():
+    transforms = pytest.importorskip("torchvision.transforms.v2")
+    with pytest.raises(UserError, match="one value for a whole batch"):
+        Augment([transforms.RandomHorizontalFlip()])

@@ -1,0 +1,230 @@
+"""The same batches from every loader, for every number of workers, after every seek; and the global random generator left alone."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from data.datasets import Data, TensorSplit
+from data.loader import DeviceLoader, HostLoader, IterableLoader, make_loaders, permutation, seekable
+from trainer.errors import UserError
+
+
+def images(n=50, **changes):
+    """Every pixel of image i is i, so that a batch tells which samples are in it."""
+    inputs = torch.arange(n, dtype=torch.uint8).view(n, 1, 1, 1).expand(n, 1, 8, 8).contiguous()
+    split = TensorSplit(inputs, torch.arange(n) % 5)
+    return Data("images", split, split, None, (1, 8, 8), 5, **{"mean": [0.5], "std": [0.25], **changes})
+
+
+def table(n=23, dtype=torch.float64):
+    split = TensorSplit(torch.randn(n, 3, dtype=dtype), torch.randn(n, 2))
+    return Data("table", split, None, split, (3,), 2, kind="regression")
+
+
+def same(first, second):
+    first, second = list(first), list(second)
+    assert len(first) == len(second)
+    for (inputs, targets), (others, labels) in zip(first, second, strict=True):
+        assert inputs.dtype == others.dtype and torch.equal(inputs, others) and targets.dtype == labels.dtype and torch.equal(targets, labels)
+    return True
+
+
+def test_permutation_is_a_function_of_seed_and_epoch():
+    orders = [permutation(100, seed, epoch).tolist() for seed in range(5) for epoch in range(5)]
+    assert all(sorted(order) == list(range(100)) for order in orders) and len({tuple(order) for order in orders}) == 25
+    assert orders[7] == permutation(100, 1, 2).tolist()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("augment", [[], ["flip", "crop", "cutout", "mixup"]])
+def test_streamed_equals_resident(workers, augment, drop_last):
+    options = {"seed": 3, "shuffle": True, "augment": augment, "drop_last": drop_last}
+    resident, streamed = DeviceLoader(images(), "train", 7, **options), HostLoader(images(), "train", 7, workers=workers, **options)
+    for _ in range(2):
+        assert same(resident, streamed)
+    for epoch, position in [(1, 3), (0, 0), (4, 7), (2, len(resident))]:
+        resident.seek(epoch, position)
+        streamed.seek(epoch, position)
+        assert same(resident, streamed)
+
+
+@pytest.mark.parametrize(
+    "loader", [lambda data, **o: DeviceLoader(data, "train", 6, **o), lambda data, **o: HostLoader(data, "train", 6, workers=2, **o)]
+)
+def test_a_seek_gives_the_tail_of_the_epoch(loader):
+    loader = loader(images(), shuffle=True, augment=["shift"])
+    epochs = [list(loader) for _ in range(3)]
+    assert [len(epoch) for epoch in epochs] == [9] * 3 == [len(loader)] * 3
+    assert len({epoch[0][0].numpy().tobytes() for epoch in epochs}) == 3
+    for epoch, position in [(2, 0), (0, 4), (1, 8), (1, 9)]:
+        loader.seek(epoch, position)
+        assert same(loader, epochs[epoch][position:])
+        if epoch < 2:
+            assert same(loader, epochs[epoch + 1])
+    # A stop in the middle: the next iter() is the next epoch, and a seek goes back.
+    loader.seek(0, 2)
+    for number, _ in enumerate(loader):
+        if number == 1:
+            break
+    assert same(loader, epochs[1])
+    loader.seek(0, 4)
+    assert same(loader, epochs[0][4:])
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_is_every_sample_once(drop_last):
+    loader = DeviceLoader(images(mean=[0.0], std=[1.0]), "train", 8, shuffle=True, drop_last=drop_last)
+    seen = torch.cat([(inputs[:, 0, 0, 0] * 255).round().long() for inputs, _ in loader]).tolist()
+    assert len(seen) == len(set(seen)) == (48 if drop_last else 50) and seen != sorted(seen)
+    assert seen == permutation(50, 0, 0).tolist()[: len(seen)]
+
+
+def test_only_what_is_needed_is_read():
+    class Counted(TensorSplit):
+        def __getitem__(self, index):
+            read.extend(index)
+            return super().__getitem__(index)
+
+    read, data = [], images()
+    data.train = Counted(data.train.inputs, data.train.targets)
+    loader = HostLoader(data, "train", 6, seed=1, shuffle=True)
+    loader.seek(2, 5)
+    batches = iter(loader)
+    next(batches)
+    assert read == permutation(50, 1, 2)[30:36].tolist()
+    assert len(list(batches)) == 3 and read == permutation(50, 1, 2)[30:].tolist()
+
+
+@pytest.mark.parametrize("kind", [DeviceLoader, HostLoader])
+def test_evaluation_keeps_file_order_and_normalises(kind):
+    data = images()
+    loader = kind(data, "val", 100)
+    for _ in range(2):
+        ((inputs, targets),) = loader
+        torch.testing.assert_close(inputs, (data.val.inputs.float() / 255 - 0.5) / 0.25)
+        assert torch.equal(targets, data.val.targets)
+    next(iter(loader))
+    assert len(next(iter(loader))[0]) == 50
+
+
+@pytest.mark.parametrize("kind", [DeviceLoader, HostLoader])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_floats_keep_their_type_and_are_copies(kind, dtype):
+    data = table(dtype=dtype)
+    before = data.test.inputs.clone()
+    for inputs, targets in kind(data, "test", 10):
+        assert inputs.dtype == dtype and targets.dtype == torch.float32 and targets.shape[1:] == (2,)
+        inputs.zero_()
+    assert torch.equal(data.test.inputs, before)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_global_generators_are_left_alone(workers):
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    loader = HostLoader(images(), "train", 7, workers=workers, shuffle=True, augment=["flip", "cutmix"])
+    list(loader), list(loader)
+    list(DeviceLoader(images(), "train", 7, shuffle=True, augment=["flip", "mixup"]))
+    assert torch.equal(torch.get_rng_state(), torch_state) and random.getstate() == python_state
+
+
+def test_batches_do_not_depend_on_the_global_generator():
+    torch.manual_seed(1)
+    first = list(DeviceLoader(images(), "train", 7, shuffle=True, augment=["flip", "shift"]))
+    torch.manual_seed(2)
+    assert same(first, HostLoader(images(), "train", 7, shuffle=True, augment=["flip", "shift"]))
+
+
+class Refusing(TensorSplit):
+    def __getitem__(self, index):
+        raise UserError("cat/7.jpg: this image cannot be read.\nReplace or remove the file.")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_users_mistake_in_a_worker_stays_two_lines(workers):
+    data = images()
+    data.train = Refusing(data.train.inputs, data.train.targets)
+    with pytest.raises(UserError) as caught:
+        list(HostLoader(data, "train", 7, workers=workers))
+    assert str(caught.value) == "cat/7.jpg: this image cannot be read.\nReplace or remove the file."
+
+
+def test_make_loaders_chooses_and_says_why(monkeypatch):
+    data = images()
+    (train, val, test), why = make_loaders(data, batch_size=10, eval_batch_size=25, seed=4)
+    assert isinstance(train, DeviceLoader) and test is None and why.startswith("resident on cpu, 0.0 MiB of ")
+    assert (len(train), len(val), val.batch_size, train.samples, train.nbytes) == (5, 2, 25, 50, 3200)
+    monkeypatch.setattr("data.loader.free_memory", lambda device: 2 * 6400 - 1)
+    (streamed, _, _), why = make_loaders(data, batch_size=10, seed=4)
+    assert isinstance(streamed, HostLoader) and why.startswith("streamed with 0 workers, 0.0 MiB of")
+    assert same(train, streamed)
+    (forced, _, _), why = make_loaders(data, batch_size=10, seed=4, resident=True)
+    assert isinstance(forced, DeviceLoader) and why == "resident on cpu, as asked"
+    (asked, _, _), why = make_loaders(data, batch_size=10, resident=False, workers=1)
+    assert asked.loader.num_workers == 1 and why == "streamed with 1 worker, as asked"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 51}, "batch_size=51.* only 50 "),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 5, "eval_batch_size": -1}, "eval_batch_size=-1"),
+        ({"batch_size": 5, "resident": "yes"}, "dataset.resident=yes"),
+        ({"batch_size": 5, "workers": -1}, "dataset.workers=-1"),
+        ({"batch_size": 5, "workers": 2, "resident": True}, "no use for workers"),
+        ({"batch_size": 5, "augment": ["crop"]}, None),
+        ({"batch_size": 5, "augment": [{"crop": 8}]}, "less than the 8 pixels"),
+    ],
+)
+def test_refused(options, words):
+    if words is None:
+        assert make_loaders(images(), **options)
+        return
+    with pytest.raises(UserError, match=words):
+        make_loaders(images(), **options)
+
+
+class Noisy(Dataset):
+    """A data set that draws from torch's global generator, as torchvision's transforms do."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.tensor(index) + torch.rand(())
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"generator": torch.Generator()}])
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(20.0)), Noisy()])
+def test_a_plain_dataloader_becomes_seekable(dataset, options):
+    def epoch(loader, number, position=0):
+        loader.seek(number, position)
+        return [(batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader]
+
+    loader = seekable(DataLoader(dataset, batch_size=6, shuffle=True, **options), seed=3)
+    assert isinstance(loader, IterableLoader) and (len(loader), loader.batch_size, loader.samples) == (4, 6, 20)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    epochs = [epoch(loader, number) for number in range(3)]
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert len({str(batches) for batches in epochs}) == 3
+    assert epoch(loader, 1, 2) == epochs[1][2:] and epoch(loader, 0) == epochs[0] and epoch(loader, 2, 4) == []
+    other = seekable(DataLoader(dataset, batch_size=6, shuffle=True, **options), seed=3)
+    draws = []
+    other.seek(2)
+    for _ in other:  # a model that draws in between changes nothing, and is not changed
+        draws.append(torch.rand(()).item())
+    torch.manual_seed(2)
+    assert draws == [torch.rand(()).item() for _ in range(4)] and epoch(other, 2) == epochs[2]
+
+
+def test_seekable_keeps_what_can_seek_and_refuses_what_has_no_length():
+    loader = DeviceLoader(images(), "train", 7)
+    assert seekable(loader, 0) is loader
+    assert list(seekable([1, 2, 3], 0)) == [1, 2, 3]
+    with pytest.raises(UserError, match="no len"):
+        seekable((i for i in range(3)), 0)
