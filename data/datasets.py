@@ -45,7 +45,7 @@ class Data:
             values = getattr(self, key)
             if values is not None and (isinstance(values, (str, float, int)) or len(values) != self.in_shape[0]):
                 raise UserError(f"dataset.{key}={values}: give a list of {self.in_shape[0]} numbers, one a channel.")
-            setattr(self, key, values and [check_number(f"dataset.{key}", value) for value in values])
+            setattr(self, key, values and [float(check_number(f"dataset.{key}", value, above=0 if key == "std" else None)) for value in values])
         for part in (self.train, self.val, self.test) if self.kind == "classification" else ():
             labels = part.targets if part is not None else torch.zeros(1, dtype=torch.int64)
             if labels.dtype != torch.int64 or labels.ndim != 1:
@@ -137,7 +137,7 @@ def split_indices(targets, fractions, seed, stratified=True):
     n = targets if isinstance(targets, int) else len(targets)
     generator = torch.Generator().manual_seed(mix_seed(seed, "split"))
     if stratified and not isinstance(targets, int):
-        groups = [(targets == label).nonzero().view(-1) for label in targets.unique()]
+        groups = [(targets == label).nonzero().view(-1) for label in targets.unique()] or [torch.arange(0)]
     else:
         groups = [torch.arange(n)]
     parts = [[] for _ in range(len(fractions) + 1)]

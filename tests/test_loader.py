@@ -1,6 +1,7 @@
 """The same batches from every loader, for every number of workers, after every seek; and the global random generator left alone."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -82,6 +83,12 @@ def test_an_epoch_is_every_sample_once(drop_last):
     assert seen == permutation(50, 0, 0).tolist()[: len(seen)]
 
 
+def test_epochs_are_augmented_differently():
+    loader = DeviceLoader(images(), "train", 25, augment=["shift"])
+    first, second = list(loader), list(loader)
+    assert torch.equal(first[0][1], second[0][1]) and not torch.equal(first[0][0], second[0][0])
+
+
 def test_only_what_is_needed_is_read():
     class Counted(TensorSplit):
         def __getitem__(self, index):
@@ -151,6 +158,16 @@ def test_a_users_mistake_in_a_worker_stays_two_lines(workers):
     assert str(caught.value) == "cat/7.jpg: this image cannot be read.\nReplace or remove the file."
 
 
+def test_workers_end_with_the_loader():
+    """A cycle of references would leave them to the garbage collector, which takes 5 s a worker to end them."""
+    loader = HostLoader(images(), "train", 7, workers=1, shuffle=True, augment=["flip", "mixup"])
+    list(loader)
+    (worker,) = loader.loader._iterator._workers
+    gone = weakref.ref(loader)
+    del loader
+    assert gone() is None and not worker.is_alive() and worker.exitcode == 0
+
+
 def test_make_loaders_chooses_and_says_why(monkeypatch):
     data = images()
     (train, val, test), why = make_loaders(data, batch_size=10, eval_batch_size=25, seed=4)
@@ -212,6 +229,8 @@ def test_a_plain_dataloader_becomes_seekable(dataset, options):
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
     assert len({str(batches) for batches in epochs}) == 3
+    if isinstance(dataset, Noisy):  # every sample has its own noise
+        assert len({round(value % 1, 5) for batch in epochs[0] for value in batch}) == 20
     assert epoch(loader, 1, 2) == epochs[1][2:] and epoch(loader, 0) == epochs[0] and epoch(loader, 2, 4) == []
     other = seekable(DataLoader(dataset, batch_size=6, shuffle=True, **options), seed=3)
     draws = []

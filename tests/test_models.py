@@ -50,6 +50,17 @@ def test_a_last_batch_of_one_sample_trains(model, knobs, in_shape):
     assert model(in_shape, 3, **knobs).train()(torch.randn(1, *in_shape)).isfinite().all()
 
 
+def test_mlp_is_what_its_knobs_say():
+    torch.manual_seed(0)
+    network, inputs = MLP((2, 3), 4, hidden=[5], activation="tanh", norm="layer").double(), torch.randn(7, 2, 3, dtype=torch.float64)
+    first, norm, last = (layer for layer in network.layers if list(layer.parameters()))
+    assert first.bias is None
+    hidden = torch.tanh(torch.nn.functional.layer_norm(inputs.flatten(1) @ first.weight.T, (5,), norm.weight, norm.bias))
+    torch.testing.assert_close(network(inputs), hidden @ last.weight.T + last.bias)
+    assert any(isinstance(layer, torch.nn.BatchNorm1d) for layer in MLP((3,), 2, norm="batch").layers)
+    assert [layer.p for layer in MLP((3,), 2, dropout=0.3).layers if isinstance(layer, torch.nn.Dropout)] == [0.3, 0.3]
+
+
 def test_resnet_is_resnet_18():
     """11.17 million parameters at 10 classes, and maps of 32, 16, 8 and 4 pixels."""
     network = ResNet((3, 32, 32), 10)

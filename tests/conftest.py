@@ -1,0 +1,61 @@
+"""What the tests of the Trainer share: small data, small models, and how two trainings are compared."""
+
+import functools
+
+import pytest
+import torch
+
+from data.datasets import Data, TensorSplit
+from trainer import Trainer, schedules
+
+
+def make_data(train=60, val=25, features=6, classes=3, dtype=torch.float32, seed=0):
+    """A Data with a train and a val split of random inputs (features,), with classes that a linear model can learn in part."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(train + val, features, generator=generator, dtype=dtype)
+    targets = (inputs[:, :classes] + 0.5 * torch.randn(train + val, classes, generator=generator, dtype=dtype)).argmax(1)
+    return Data("small", TensorSplit(inputs[:train], targets[:train]), TensorSplit(inputs[train:], targets[train:]), None, (features,), classes)
+
+
+def make_model(features=6, classes=3, dropout=0.0, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(features, 16), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(16, classes)]
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def make_trainer(model=None, **settings):
+    """A Trainer with AdamW and a per-step cosine schedule on the CPU, unless the settings say otherwise."""
+    defaults = {
+        "loss": torch.nn.CrossEntropyLoss(),
+        "optimizer": functools.partial(torch.optim.AdamW, lr=1e-2),
+        "scheduler": functools.partial(schedules.cosine, warmup=3),
+        "device": "cpu",
+        "epochs": 3,
+    }
+    return Trainer(make_model() if model is None else model, **(defaults | settings))
+
+
+def assert_same(state, other, where="state"):
+    """Bit-identical, for any nesting of dicts, lists, tensors and values."""
+    assert type(state) is type(other), where
+    if isinstance(state, torch.Tensor):
+        assert state.dtype == other.dtype, where
+        assert torch.equal(state, other), where
+    elif isinstance(state, dict):
+        assert list(state) == list(other), where
+        for key in state:
+            assert_same(state[key], other[key], f"{where}/{key}")
+    elif isinstance(state, (list, tuple)):
+        assert len(state) == len(other), where
+        for i, (item, same) in enumerate(zip(state, other, strict=True)):
+            assert_same(item, same, f"{where}/{i}")
+    else:
+        assert state == other, where
+
+
+@pytest.fixture(autouse=True)
+def one_world():
+    """Each test begins with the same global generator and leaves deterministic mode off."""
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,478 @@
+"""The Trainer against loops written by hand: what it computes, what a resume gives, and what cannot change a training."""
+
+import functools
+import gc
+import math
+
+import pytest
+import torch
+from conftest import assert_same, make_data, make_model, make_trainer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from data.loader import DeviceLoader, HostLoader
+from trainer import checkpoint, schedules
+from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping
+from trainer.device import mix_seed, move, seed_generators
+from trainer.errors import TrainingError, UserError
+from trainer.metrics import Accuracy
+
+
+def loaders(data=None, batch_size=8, kind=DeviceLoader, **options):
+    data = data or make_data()
+    return kind(data, "train", batch_size, shuffle=True, **options), kind(data, "val", 7)
+
+
+def weights(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.module.state_dict().items()}
+
+
+def trained(val=True, model=None, loader_options=None, **settings):
+    """The weights after a fit."""
+    train_loader, val_loader = loaders(**(loader_options or {}))
+    trainer = make_trainer(model, **settings)
+    trainer.fit(train_loader, val_loader if val else None)
+    return weights(trainer)
+
+
+# What a fit computes
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_fit_is_the_loop_one_would_have_written(clip):
+    train_loader, _ = loaders()
+    model = make_model(dropout=0.3)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+    scheduler = schedules.cosine(optimizer, total_steps=3 * 8, warmup=3)
+    criterion, step = torch.nn.CrossEntropyLoss(), 0
+    for epoch in range(3):
+        train_loader.seek(epoch)
+        for inputs, targets in train_loader:
+            seed_generators(torch.device("cpu"), mix_seed(0, "step", step))
+            criterion(model(inputs), targets).backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            step += 1
+    assert_same(trained(model=make_model(dropout=0.3), max_grad_norm=clip), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("samples", [56, 60])  # the last batch of 60 has 4 samples, and cannot be cut into 7
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_accumulation_changes_memory_and_not_the_mathematics(samples, clip):
+    data = make_data(samples, dtype=torch.float64)
+    results = [
+        trained(model=make_model(dtype=torch.float64), loader_options={"data": data}, grad_accum_steps=parts, max_grad_norm=clip) for parts in (1, 2, 4, 7)
+    ]
+    for other in results[1:]:
+        for name, tensor in results[0].items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(results[0]["0.weight"], make_model(dtype=torch.float64)[0].weight)
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_samples():
+    batch = next(iter(loaders(make_data(dtype=torch.float64))[0]))
+    losses = []
+    for parts in (1, 3):
+        trainer = make_trainer(make_model(dtype=torch.float64), grad_accum_steps=parts)
+        trainer.scheduler = schedules.constant(trainer.optimizer, 1)
+        losses.append(trainer.train_step(batch))
+    expected = torch.nn.functional.cross_entropy(make_model(dtype=torch.float64)(batch[0]), batch[1])
+    torch.testing.assert_close(losses[0], expected.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-12)
+
+
+def test_biases_and_norms_do_not_decay_unless_asked():
+    for decay_all in (False, True):
+        model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3))
+        torch.nn.init.ones_(model[0].bias)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        trainer = make_trainer(model, optimizer=functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.5), decay_all=decay_all)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        trainer.optimizer.step()
+        for name, p in model.named_parameters():
+            decays = decay_all or p.ndim > 1
+            assert torch.equal(p, before[name] * 0.75 if decays else before[name]), name
+
+
+def test_max_steps_is_the_length_instead_of_epochs():
+    train_loader, _ = loaders()
+    for max_steps, epochs in ((5, 3), (20, 1), (5, None)):
+        trainer = make_trainer(max_steps=max_steps, epochs=epochs)
+        trainer.fit(train_loader)
+        assert trainer.step == trainer.total_steps == max_steps
+
+
+def test_a_step_that_the_fp16_scaler_skips_does_not_advance_the_schedule():
+    train_loader, _ = loaders()
+    trainer = make_trainer(precision="fp16", max_steps=2)
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)  # its first gradients are infinite in float16
+    before, seen = weights(trainer), []
+
+    class Watch(Callback):
+        def on_step_end(self, trainer):
+            seen.append((trainer.step, trainer.scheduler.last_epoch, trainer.scaler.get_scale()))
+
+    trainer.callbacks = [Watch()]
+    trainer.fit(train_loader)
+    assert seen == [(1, 0, 2.0**59), (2, 0, 2.0**58)]
+    assert_same(weights(trainer), before)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_is_what_torch_does(precision):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    _, val_loader = loaders()
+    trainer = make_trainer(precision=precision)
+    with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+        expected = torch.cat([trainer.module(inputs) for inputs, _ in val_loader])
+    outputs = trainer.predict(val_loader)
+    assert outputs.dtype == dtype
+    assert torch.equal(outputs, expected)
+
+
+# What cannot change a training
+
+
+@pytest.mark.parametrize("change", [{"log_every": 1}, {"eval_every": 3}, {"eval_every": 1, "log_every": 7}, {"val": False}])
+def test_neither_logging_nor_validation_changes_a_weight(change):
+    assert_same(trained(model=make_model(dropout=0.5), **change), trained(model=make_model(dropout=0.5)))
+
+
+def test_global_generators_do_not_reach_a_training():
+    torch.manual_seed(1)
+    first = trained(model=make_model(dropout=0.5, seed=3))
+    torch.manual_seed(2)
+    assert_same(trained(model=make_model(dropout=0.5, seed=3)), first)
+    assert not torch.equal(trained(model=make_model(dropout=0.5, seed=3), seed=1)["0.weight"], first["0.weight"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streamed_training_is_resident_training(workers):
+    streamed = trained(model=make_model(dropout=0.5), loader_options={"kind": functools.partial(HostLoader, workers=workers)})
+    assert_same(streamed, trained(model=make_model(dropout=0.5)))
+
+
+def test_evaluation_leaves_everything_as_it_was():
+    train_loader, val_loader = loaders()
+    trainer = make_trainer(make_model(dropout=0.5), metrics={"acc": Accuracy()})
+    trainer.fit(train_loader)
+    before = trainer.state_dict()
+    modes = [module.training for module in trainer.module.modules()]
+    assert trainer.evaluate(val_loader) == trainer.evaluate(val_loader)
+    assert_same(trainer.state_dict(), before)
+    assert [module.training for module in trainer.module.modules()] == modes
+
+
+# Evaluation and prediction
+
+
+def test_evaluation_in_small_batches_is_that_of_one_full_batch():
+    data = make_data(dtype=torch.float64)
+    model = make_model(dtype=torch.float64)
+    outputs = model(data.val.inputs)
+    for batch_size in (1, 7, 25):
+        results = make_trainer(model, metrics={"acc": Accuracy()}).evaluate(DeviceLoader(data, "val", batch_size), "test")
+        assert results["test/acc"] == (outputs.argmax(1) == data.val.targets).double().mean().item()
+        assert math.isclose(results["test/loss"], torch.nn.functional.cross_entropy(outputs, data.val.targets).item(), rel_tol=1e-12)
+
+
+def test_predict_gives_the_outputs_in_order():
+    data = make_data()
+    trainer = make_trainer(make_model(dropout=0.5))
+    trainer.module.eval()
+    expected = trainer.module(data.val.inputs).detach()
+    trainer.module.train()
+    torch.testing.assert_close(trainer.predict(DeviceLoader(data, "val", 7)), expected)
+    torch.testing.assert_close(trainer.predict(data.val.inputs.split(7)), expected)  # inputs alone
+    assert trainer.module.training
+
+
+def test_no_samples_and_no_optimizer_are_explained():
+    with pytest.raises(UserError, match="no samples"):
+        make_trainer().evaluate([])
+    with pytest.raises(UserError, match="optimizer"):
+        make_trainer(optimizer=None).fit(loaders()[0])
+    with pytest.raises(UserError, match="no batch"):
+        make_trainer().fit([])
+
+
+# Resume
+
+
+def all_that_can_differ(folder, stop_at=None):
+    """A trainer with everything that has a state: dropout, accumulation, EMA, early stopping, a per-step schedule, checkpoints at every third step."""
+
+    class Stop(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == stop_at:
+                raise KeyboardInterrupt  # as a kill would: nothing after this line happens
+
+    callbacks = [EMA(0.9), EarlyStopping(patience=50), Checkpoint(folder, every=3, keep=100), Stop()]
+    return make_trainer(make_model(dropout=0.5), metrics={"acc": Accuracy()}, callbacks=callbacks, grad_accum_steps=2, log_every=5, eval_every=6)
+
+
+def plain(workers):
+    """A DataLoader as everybody writes it: shuffled by the global generator, with random augmentation in the main process's or the workers' batches."""
+
+    def make(data, split, batch_size, shuffle=False):
+        part = getattr(data, split)
+        dataset = torch.utils.data.TensorDataset(part.inputs, part.targets)
+        return torch.utils.data.DataLoader(dataset, batch_size, shuffle=shuffle, num_workers=workers)
+
+    return make
+
+
+KINDS = {
+    "resident": DeviceLoader,
+    "streamed": functools.partial(HostLoader, workers=0),
+    "2 workers": functools.partial(HostLoader, workers=2),
+    "DataLoader": plain(0),
+    "DataLoader, 2 workers": plain(2),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop_at", [7, 8, 17])  # in an epoch, at its end, in a later one; the checkpoint before is up to two steps older
+def test_a_killed_and_continued_run_ends_bit_identical(tmp_path, kind, stop_at):
+    whole = all_that_can_differ(tmp_path / "whole")
+    whole.fit(*loaders(kind=KINDS[kind]))
+    killed = all_that_can_differ(tmp_path / "killed", stop_at)
+    with pytest.raises(KeyboardInterrupt):
+        killed.fit(*loaders(kind=KINDS[kind]))
+    path, _ = checkpoint.newest(tmp_path / "killed")
+    continued = all_that_can_differ(tmp_path / "killed")
+    continued.fit(*loaders(kind=KINDS[kind]), resume=path)
+    assert continued.step == whole.step == 24
+    assert_same(continued.state_dict(), whole.state_dict())
+    assert_same(checkpoint.load(tmp_path / "killed" / "step_00000024.ckpt"), checkpoint.load(tmp_path / "whole" / "step_00000024.ckpt"))
+
+
+def test_a_resume_is_a_seek(tmp_path):
+    """One batch is read before the first new step, however far the run has come."""
+
+    class Counting(torch.utils.data.Dataset):
+        def __init__(self, split):
+            self.split, self.targets, self.nbytes, self.read = split, split.targets, split.nbytes, 0
+
+        def __len__(self):
+            return len(self.split)
+
+        def __getitem__(self, indices):
+            self.read += 1
+            return self.split[indices]
+
+    data = make_data()
+    trainer = make_trainer(callbacks=[Checkpoint(tmp_path, every=1, keep=100)], max_steps=21)
+    trainer.fit(HostLoader(data, "train", 8, shuffle=True))
+    data.train = Counting(data.train)
+    reads = []
+
+    class Watch(Callback):
+        def on_step_end(self, trainer):
+            reads.append(data.train.read)
+
+    trainer = make_trainer(callbacks=[Watch()], max_steps=21)
+    trainer.fit(HostLoader(data, "train", 8, shuffle=True), resume=tmp_path / "step_00000019.ckpt")
+    assert reads == [1, 2]
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    trainer = make_trainer(callbacks=[Checkpoint(tmp_path)], max_steps=2)
+    trainer.fit(loaders()[0])
+    other = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Identity(), torch.nn.Linear(5, 3))
+    with pytest.raises(UserError, match="does not fit this model"):
+        make_trainer(other).fit(loaders()[0], resume=tmp_path / "step_00000002.ckpt")
+
+
+# The course of a fit
+
+
+class Recorder(Callback):
+    """Writes down every call."""
+
+    def __init__(self):
+        self.calls = []
+        for hook in ("on_fit_start", "on_step_end", "on_epoch_end", "on_eval_start", "on_eval_end", "on_log", "on_fit_end"):
+            setattr(self, hook, functools.partial(self.record, hook))
+
+    def record(self, hook, trainer, *row):
+        self.calls.append((hook.removeprefix("on_"), trainer.step, *(sorted(name for name in entry if "/" in name)[0] for entry in row)))
+
+
+def test_the_order_of_the_hooks():
+    recorder = Recorder()
+    trainer = make_trainer(callbacks=[recorder], max_steps=3, log_every=2)
+    trainer.fit(*loaders(make_data(16)))
+    assert recorder.calls == [
+        ("fit_start", 0),
+        ("step_end", 1),
+        ("log", 2, "train/loss"), ("eval_start", 2), ("eval_end", 2), ("log", 2, "val/loss"), ("epoch_end", 2), ("step_end", 2),
+        ("log", 3, "train/loss"), ("eval_start", 3), ("eval_end", 3), ("log", 3, "val/loss"), ("step_end", 3),  # the end, and not an epoch's
+        ("fit_end", 3),
+    ]  # fmt: skip
+
+
+def test_a_failure_ends_the_hooks_and_keeps_the_error():
+    class Fails(Recorder):
+        def record(self, hook, trainer, *row):
+            super().record(hook, trainer, *row)
+            if hook == "on_eval_start":
+                raise ZeroDivisionError
+
+    recorder = Fails()
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(callbacks=[recorder]).fit(*loaders(make_data(8)))
+    assert [call[0] for call in recorder.calls] == ["fit_start", "log", "eval_start", "fit_end"]
+
+
+def test_rows_hold_the_mean_over_their_window():
+    rows, losses = [], []
+
+    class Watch(Callback):
+        def on_log(self, trainer, row):
+            rows.append(row)
+
+    trainer = make_trainer(callbacks=[Watch()], epochs=1, log_every=3)
+    step = trainer.train_step
+
+    def watched(batch):
+        loss = step(batch)
+        losses.append((loss.item(), len(batch[1])))
+        return loss
+
+    trainer.train_step = watched
+    trainer.fit(loaders(make_data(60))[0])  # 7 batches of 8 and one of 4
+    windows = [losses[0:3], losses[3:6], losses[6:8]]
+    assert [row["step"] for row in rows] == [3, 6, 8]
+    assert [row["train/samples"] for row in rows] == [24, 24, 12]
+    for row, window in zip(rows, windows, strict=True):
+        assert math.isclose(row["train/loss"], sum(loss * n for loss, n in window) / sum(n for _, n in window), rel_tol=1e-12)
+
+
+def test_a_step_does_not_wait_for_the_device():
+    """Counts what would make a GPU wait: reading a number back. Only the logged windows do."""
+
+    class Syncs(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.is_nonzero.default)
+            return func(*args, **(kwargs or {}))
+
+    for steps in (1, 20):
+        trainer = make_trainer(max_steps=steps, log_every=1000, max_grad_norm=1.0, grad_accum_steps=2, callbacks=[EMA(0.9)])
+        train_loader, _ = loaders(batch_size=3, data=make_data(60))
+        with Syncs() as syncs:
+            trainer.fit(train_loader)
+        assert syncs.count == 1  # the row at the end
+
+
+# Strategies, compilation, memory
+
+
+def test_dp_without_gpus_says_so_once_and_changes_nothing(caplog):
+    assert_same(trained(strategy="dp"), trained())
+    assert [record.getMessage() for record in caplog.records] == ["strategy=dp: no GPU in this run, so it changes nothing."]
+
+
+def test_data_parallel_state_has_plain_names(tmp_path):
+    """torch's own wrapper passes through where there is no GPU: a checkpoint written under it goes into a plain trainer."""
+    wrapped = make_trainer(callbacks=[Checkpoint(tmp_path)], epochs=1)
+    wrapped.model = torch.nn.DataParallel(wrapped.module)
+    wrapped.fit(*loaders())
+    other = make_trainer(epochs=1)
+    other.load(tmp_path / "step_00000008.ckpt")
+    assert_same(weights(other), weights(wrapped))
+    assert list(weights(wrapped)) == ["0.weight", "0.bias", "3.weight", "3.bias"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "dp:x", "dp:0,1", "single:0", "fast"])
+def test_a_strategy_that_there_is_not_is_refused(strategy):
+    with pytest.raises(UserError, match=f"strategy={strategy}"):
+        make_trainer(strategy=strategy)
+
+
+def test_compile_keeps_names_and_numbers(tmp_path):
+    trainer = make_trainer(compile=True, max_steps=4, callbacks=[Checkpoint(tmp_path)])
+    trainer.fit(loaders(make_data(32))[0])
+    eager = make_trainer(max_steps=4)
+    eager.fit(loaders(make_data(32))[0])
+    assert list(checkpoint.load(tmp_path / "step_00000004.ckpt")["model"]) == list(weights(eager))
+    for name, tensor in weights(eager).items():
+        torch.testing.assert_close(weights(trainer)[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_compile_without_a_compiler_says_what_is_missing(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(UserError, match="compiler"):
+        make_trainer(compile=True)
+
+
+def test_memory_report_counts_every_element():
+    train_loader, val_loader = loaders()
+    trainer = make_trainer(torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 3)))
+    trainer.fit(train_loader, val_loader)
+    trainer.module(train_loader.inputs).sum().backward()
+    report = {name: value * 2**20 for name, value in trainer.memory_report().items()}
+    parameters = 6 * 10 + 10 + 10 + 10 + 10 * 3 + 3
+    assert report["parameters"] == report["gradients"] == 4 * parameters
+    assert report["optimizer"] == 2 * 4 * parameters + 6 * 4  # two means, and a step count for each of the six tensors
+    assert report["buffers"] == 4 * (10 + 10) + 8
+    assert report["data"] == (60 + 25) * 6 * 4
+    assert report["peak"] > report["data"]
+
+
+def test_where_says_what_lies_where(capsys):
+    trainer = make_trainer(epochs=1)
+    trainer.where()
+    trainer.fit(loaders()[0])
+    trainer.where()
+    trainer.where(move({"image": torch.zeros(2**18, dtype=torch.float64), "name": "x"}, torch.device("cpu")))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "model      float32 on cpu; 0.00 MiB"
+    assert lines[1:3] == ["optimizer  nothing", "batch      nothing yet"]
+    assert lines[5] == "batch      float32 on cpu, int64 on cpu; 0.00 MiB"
+    assert lines[8] == "batch      float64 on cpu; 2.00 MiB"
+
+
+def test_fit_and_close_give_memory_back():
+    train_loader, val_loader = loaders(make_data(features=11))
+    with make_trainer(make_model(features=11)) as trainer:
+        trainer.fit(train_loader, val_loader)
+        assert all(p.grad is None for p in trainer.module.parameters())
+    del train_loader, val_loader
+    gc.collect()
+    assert trainer.module is trainer.model is trainer.optimizer is None
+    # The first layer, its gradient, its means: nothing else in this file has this shape.
+    assert not [tensor for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.shape == (16, 11)]
+
+
+def test_running_out_of_memory_is_explained():
+    class Hungry(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(6, 3)
+
+        def forward(self, inputs):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(TrainingError, match="batch of 8"):
+        make_trainer(Hungry()).fit(loaders()[0])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"epochs": 0}, {"epochs": -1}, {"epochs": 1.5}, {"epochs": None}, {"max_steps": 0}, {"grad_accum_steps": 0}, {"max_grad_norm": 0}]
+    + [{"log_every": 0}, {"eval_every": 0}, {"seed": -1}, {"precision": "fp8"}, {"device": "tpu"}],
+)
+def test_impossible_settings_are_named(setting):
+    (key,) = setting
+    with pytest.raises(UserError, match=f"{key}="):
+        make_trainer(**setting)
