@@ -1,0 +1,286 @@
+"""Callbacks and loggers: what they keep, when they stop a run, what they write."""
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+from conftest import assert_same, make_data, make_model, make_trainer
+
+from data.loader import DeviceLoader
+from trainer import checkpoint
+from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard, Progress, TimeLimit
+from trainer.errors import TrainingError, UserError
+from trainer.loggers import JSONL, TensorBoard
+from trainer.lr_find import draw, lr_find
+from trainer.metrics import Accuracy, Confusion
+
+
+def loaders(batch_size=8, **options):
+    data = make_data(**options)
+    return DeviceLoader(data, "train", batch_size, shuffle=True), DeviceLoader(data, "val", 7)
+
+
+class Feed(Callback):
+    """Adds a number of the test's choice to each validation row, so that what watches it is told what to see."""
+
+    def __init__(self, values, name="val/score"):
+        self.values, self.name = iter(values), name
+        self.higher_is_better = True
+
+    def on_log(self, trainer, row):
+        if "val/loss" in row:
+            row[self.name] = next(self.values)
+
+
+class Score(Accuracy):
+    """A metric of the name that Feed writes over."""
+
+
+def scored(values, *callbacks, **settings):
+    """A fitted trainer with an evaluation after each of 3 * 8 steps whose val/score is what `values` says."""
+    trainer = make_trainer(metrics={"score": Score()}, callbacks=[Feed(values), *callbacks], eval_every=1, **settings)
+    trainer.fit(*loaders())
+    return trainer
+
+
+# EMA
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.999])
+def test_ema_is_the_average_by_its_formula(decay):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+    expected, seen = {name: t.clone() for name, t in model.state_dict().items()}, {}
+
+    class Watch(Callback):
+        def on_step_end(self, trainer):
+            share = min(decay, (1 + trainer.step) / (10 + trainer.step))
+            for name, tensor in trainer.module.state_dict().items():
+                if tensor.is_floating_point():
+                    expected[name] += (tensor - expected[name]) * (1 - share)
+
+        def on_eval_end(self, trainer):
+            pass
+
+        def on_eval_start(self, trainer):
+            seen.update({name: t.clone() for name, t in trainer.module.state_dict().items()})
+
+    ema = EMA(decay)
+    trainer = make_trainer(model, callbacks=[ema, Watch()], epochs=2)
+    train_loader, val_loader = loaders()
+    trainer.fit(train_loader)
+    raw = {name: t.clone() for name, t in trainer.module.state_dict().items()}
+    trainer.evaluate(val_loader)
+    for name, tensor in ema.average.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+        assert torch.equal(seen[name], tensor), name  # evaluated with the average
+        assert not torch.equal(raw[name], tensor), name
+    assert_same(dict(trainer.module.state_dict()), raw)  # and back again
+
+
+def test_an_evaluation_within_the_fit_has_the_average_of_its_own_step(tmp_path):
+    """Or the numbers in the log would not be those that the checkpoint of that step gives."""
+    train_loader, val_loader = loaders()
+    rows = []
+
+    class Watch(Callback):
+        def on_log(self, trainer, row):
+            rows.extend([row] if "val/loss" in row else [])
+
+    trainer = make_trainer(callbacks=[EMA(0.9), Watch(), Checkpoint(tmp_path, every=1, keep=100)], eval_every=3)
+    trainer.fit(train_loader, val_loader)
+    assert len(rows) == 8
+    for row in rows:
+        other = make_trainer(make_model(seed=5), callbacks=[EMA(0.9)], scheduler=None, optimizer=None)
+        state = checkpoint.load(checkpoint.path_of(tmp_path, row["step"]))
+        other.load_state_dict(state)
+        assert other.evaluate(val_loader)["val/loss"] == row["val/loss"]
+
+
+def test_ema_is_taken_back_when_an_evaluation_fails():
+    trainer = make_trainer(callbacks=[EMA(0.9)], epochs=1)
+    trainer.fit(loaders()[0])
+    before = {name: t.clone() for name, t in trainer.module.state_dict().items()}
+    with pytest.raises(ValueError, match="unpack"):
+        trainer.evaluate([(torch.zeros(2, 6), torch.zeros(2), "too much")])
+    assert_same(dict(trainer.module.state_dict()), before)
+
+
+# Early stopping, time limit, NaN guard
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "stopped_at"),
+    [
+        ([1, 2, 3, 3, 2, 1, 9], {"patience": 3}, 6),
+        ([1, 2, 3, 4, 5, 4, 5, 9], {"patience": 3}, 8),  # 9 comes in time, and then the feed ends
+        ([5, 4, 3, 3, 4, 5], {"patience": 2, "mode": "min"}, 5),
+        ([1, 1.05, 1.09, 1.15, 1.2, 1.25], {"patience": 2, "min_delta": 0.1}, 3),
+        ([math.nan, math.nan, 1], {"patience": 2}, 2),
+    ],
+)
+def test_early_stopping_waits_for_patience_evaluations(values, settings, stopped_at):
+    trainer = scored(values, EarlyStopping(monitor="val/score", **settings), max_steps=max(stopped_at, len(values)) if stopped_at == len(values) else None)
+    assert trainer.step == stopped_at
+    assert bool(trainer.stop_reason) == (values[stopped_at - 1] != 9)
+
+
+def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
+    callbacks = [EarlyStopping(2, monitor="val/score"), Checkpoint(tmp_path)]
+    assert scored([3, 2, 1, 0], *callbacks).step == 3
+    path, _ = checkpoint.newest(tmp_path)
+    trainer = make_trainer(metrics={"score": Score()}, callbacks=[EarlyStopping(2, monitor="val/score"), Checkpoint(tmp_path)], eval_every=1)
+    trainer.fit(*loaders(), resume=path)
+    assert trainer.step == 3
+
+
+def test_a_time_limit_stops_after_a_step_and_saves_it(tmp_path):
+    trainer = make_trainer(callbacks=[TimeLimit(1e-9), Checkpoint(tmp_path, every=100)])
+    trainer.fit(*loaders())
+    assert trainer.step == 1
+    assert list(checkpoint.files(tmp_path)) == [1]
+    whole = make_trainer()
+    whole.fit(*loaders())
+    continued = make_trainer()
+    continued.fit(*loaders(), resume=checkpoint.path_of(tmp_path, 1))
+    assert_same(dict(continued.module.state_dict()), dict(whole.module.state_dict()))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
+    data = make_data()
+    data.train.inputs[:] = math.inf
+    trainer = make_trainer(callbacks=[NaNGuard(), Checkpoint(tmp_path)], log_every=5)
+    with pytest.raises(TrainingError, match="train/loss is nan at step 5"):
+        trainer.fit(DeviceLoader(data, "train", 8, shuffle=True))
+    assert not checkpoint.files(tmp_path)
+
+
+# Checkpoints
+
+
+def test_the_last_and_the_best_are_kept(tmp_path):
+    values = [1, 5, 2, 3, 7, 4, 4, 4]
+    for count, kept in ((1, [1]), (3, [3, 2]), (4, [4, 3, 2]), (8, [8, 7, 5])):
+        folder = tmp_path / str(count)
+        saver = Checkpoint(folder, every=1, keep=2, monitor="val/score")
+        scored(values, saver, max_steps=count)
+        assert list(checkpoint.files(folder)) == kept
+        path, state = checkpoint.best(folder)
+        assert path == checkpoint.path_of(folder, saver.best["step"])
+        assert state["step"] == values.index(max(values[:count])) + 1
+
+
+@pytest.mark.parametrize(("every", "steps"), [(None, [24, 16, 8]), (5, [24, 20, 15, 10, 5]), (100, [24])])
+def test_checkpoints_come_at_epochs_or_steps_and_at_the_end(tmp_path, every, steps):
+    trainer = make_trainer(callbacks=[Checkpoint(tmp_path, every=every, keep=100)])
+    trainer.fit(loaders()[0])
+    # The training loss is watched, as there is no validation: its best rows are saved too.
+    assert sorted({*checkpoint.files(tmp_path)} - {8, 16}, reverse=True) == sorted({*steps} - {8, 16}, reverse=True)
+
+
+def test_a_new_best_in_the_middle_of_an_epoch_is_saved(tmp_path):
+    scored([1, 2, 9, 3, 3], Checkpoint(tmp_path, keep=1, monitor="val/score"), max_steps=5)
+    assert list(checkpoint.files(tmp_path)) == [5, 3]
+
+
+@pytest.mark.parametrize("watcher", [functools.partial(EarlyStopping, 3), functools.partial(Checkpoint, "nowhere")])
+def test_what_is_monitored_is_checked_before_the_first_step(watcher):
+    trainer = make_trainer(metrics={"acc": Accuracy(), "table": Confusion(3)}, callbacks=[watcher(monitor="val/ac")])
+    with pytest.raises(UserError, match="Did you mean 'val/acc'") as error:
+        trainer.fit(*loaders())
+    assert trainer.step == 0
+    assert "val/loss" in str(error.value)
+    trainer.callbacks = [watcher(monitor="val/table")]
+    with pytest.raises(UserError, match="monitor_mode=max"):
+        trainer.fit(*loaders())
+    trainer.callbacks = [watcher(monitor="val/loss")]
+    with pytest.raises(UserError, match="one of: train/loss"):
+        trainer.fit(loaders()[0])  # nothing is validated
+
+
+@pytest.mark.parametrize(("metrics", "val", "name", "sign"), [({"acc": Accuracy()}, True, "val/acc", 1), ({}, True, "val/loss", -1), ({}, False, "train/loss", -1)])
+def test_auto_watches_what_there_is(metrics, val, name, sign):
+    watcher = EarlyStopping(100)
+    train_loader, val_loader = loaders()
+    make_trainer(metrics=metrics, callbacks=[watcher]).fit(train_loader, val_loader if val else None)
+    assert (watcher.name, watcher.sign) == (name, sign)
+
+
+# Progress and loggers
+
+
+def test_one_plain_line_an_epoch_where_there_is_no_terminal(capsys):
+    trainer = make_trainer(metrics={"acc": Accuracy()}, callbacks=[Progress()], log_every=3)
+    rows = []
+
+    class Watch(Callback):
+        def on_log(self, trainer, row):
+            rows.append(row)
+
+    trainer.callbacks.append(Watch())
+    trainer.fit(*loaders())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["device", "model", "plan", "epoch", "epoch", "epoch"]
+    last = [row for row in rows if 16 < row["step"] <= 24 and "train/loss" in row]
+    mean = sum(row["train/loss"] * row["train/samples"] for row in last) / 60
+    assert lines[-1].startswith(f"epoch 3/3  loss {mean:.4f}  val/loss {rows[-1]['val/loss']:.4f}  val/acc {rows[-1]['val/acc']:.4f}  ")
+    assert "3 epochs of 8 steps = 24 steps, batch 8, AdamW (fused) lr 0.01, cosine after 3 steps of warmup" in lines[2]
+
+
+def test_jsonl_has_one_row_an_event_and_a_continued_run_none_twice(tmp_path):
+    def run(folder, resume=None):
+        trainer = make_trainer(metrics={"acc": Accuracy()}, callbacks=[JSONL(folder / "metrics.jsonl"), Checkpoint(folder, every=5, keep=9)], log_every=2)
+        trainer.fit(*loaders(), resume=resume)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{name: value for name, value in row.items() if name != "train/seconds"} for row in rows]
+
+    whole = run(tmp_path / "whole")
+    assert [row["step"] for row in whole] == [2, 4, 6, 8, 8, 10, 12, 14, 16, 16, 18, 20, 22, 24, 24]
+    run(tmp_path / "again")
+    with open(tmp_path / "again" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 25, "train')  # as a kill in the middle of a line would leave it
+    assert run(tmp_path / "again", resume=tmp_path / "again" / "step_00000010.ckpt") == whole
+    assert run(tmp_path / "again") == whole  # anew, not appended
+
+
+def test_tensorboard_has_the_same_numbers(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = make_trainer(metrics={"acc": Accuracy()}, callbacks=[TensorBoard(tmp_path / "tb"), JSONL(tmp_path / "metrics.jsonl")])
+    trainer.fit(*loaders())
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for name in ("train/loss", "val/loss", "val/acc"):
+        expected = [(row["step"], row[name]) for row in rows if name in row]
+        assert [(event.step, pytest.approx(event.value, rel=1e-6)) for event in events.Scalars(name)] == expected
+
+
+# The learning-rate finder
+
+
+def test_lr_find_sets_all_back_and_suggests_a_tenth_of_the_lowest(tmp_path):
+    trainer = make_trainer(make_model(dropout=0.1))
+    before = trainer.state_dict()
+    train_loader, _ = loaders()
+    found = lr_find(trainer, train_loader, steps=40)
+    assert_same(trainer.state_dict(), before)
+    assert found.suggestion == found.rates[found.losses.index(min(found.losses))] / 10
+    assert math.isclose(found.rates[1] / found.rates[0], 1e6 ** (1 / 39))
+    first = make_trainer(make_model(dropout=0.1), optimizer=functools.partial(torch.optim.AdamW, lr=1e-6), scheduler=functools.partial(schedule_constant), max_steps=1)
+    rows = []
+
+    class Watch(Callback):
+        def on_log(self, trainer, row):
+            rows.append(row)
+
+    first.callbacks = [Watch()]
+    first.fit(train_loader)
+    assert math.isclose(found.losses[0], rows[0]["train/loss"], rel_tol=1e-6)
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    assert draw(found, tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def schedule_constant(optimizer, total_steps):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

@@ -1,0 +1,466 @@
+"""Devices, precisions, seeds and fused optimizers on any machine; what a wrong device is told; and the rules that keep backends in one file."""
+
+import ast
+import functools
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from trainer import Trainer
+from trainer import device as devices
+from trainer.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda")
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
+needs_no_accelerator = pytest.mark.skipif(ACCELERATOR is not None, reason="this machine has an accelerator; without one every other device is absent")
+
+
+# choose
+
+
+def test_auto_is_the_best_that_is_there():
+    there = devices.available()
+    assert there[0] == "cpu" and there == list(dict.fromkeys(there))
+    assert devices.choose("auto").type == (ACCELERATOR.type if ACCELERATOR else "cpu") == devices.choose().type
+    for name in there:
+        assert devices.choose(name).type == name.partition(":")[0]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:0", torch.device("cpu")])
+def test_cpu(name):
+    assert devices.choose(name) == CPU
+
+
+@pytest.mark.parametrize("name", ["cud", "gpu", "cpu:x", "", "cuda:99", "meta", "vulkan", None, 7.5])
+def test_a_device_that_is_not_there_says_what_is_and_what_to_type(name):
+    with pytest.raises(UserError) as caught:
+        devices.choose(name)
+    text = str(caught.value)
+    assert f"device={name}:" in text and " and ".join(devices.available()) in text and "Type device=auto" in text and len(text.splitlines()) <= 3
+
+
+@needs_no_accelerator
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:1", "mps", "xpu", "xpu:0", 0, 3])
+def test_on_a_machine_with_cpu_only(name):
+    assert devices.available() == ["cpu"]
+    with pytest.raises(UserError, match=rf"^device={name}: this machine has cpu\. Type device=auto or device=cpu\.$"):
+        devices.choose(name)
+
+
+def test_describe():
+    text = devices.describe(CPU)
+    threads = torch.get_num_threads()
+    assert text == f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+
+
+# precision
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((6, 1), None), ((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((8, 9), torch.bfloat16), ((9, 0), torch.bfloat16),
+        ((12, 0), torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_precision_auto_on_cuda_is_what_the_architecture_has(monkeypatch, capability, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    dtype, why = devices.choose_precision("auto", CUDA)
+    assert dtype is expected and why
+    if capability < (8, 0):
+        assert f"sm_{capability[0]}{capability[1]}" in why
+    assert devices.choose_precision("fp32", CUDA)[0] is None  # what is asked for is what there is
+    assert devices.choose_precision("bf16", CUDA)[0] is torch.bfloat16
+
+
+def test_precision_auto_on_rocm_is_bf16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert devices.choose_precision("auto", CUDA)[0] is torch.bfloat16
+
+
+def test_precision_elsewhere():
+    assert devices.choose_precision("auto", CPU) == (None, "the default on cpu")
+    assert devices.choose_precision("auto", torch.device("mps"))[0] is None
+    assert devices.choose_precision("auto", torch.device("xpu"))[0] is torch.bfloat16
+    for device in (CPU, CUDA, torch.device("mps")):
+        found = [devices.choose_precision(name, device) for name in ("fp32", "bf16", "fp16")]
+        assert found == [(None, "as asked"), (torch.bfloat16, "as asked"), (torch.float16, "as asked")]
+    with pytest.raises(
+        UserError, match=r"precision=fb16: there is no such choice\. Did you mean 'bf16'\?\nType precision= one of: auto, fp32, bf16, fp16"
+    ):
+        devices.choose_precision("fb16", CPU)
+
+
+@pytest.mark.parametrize(("dtype", "enabled"), [(None, False), (torch.bfloat16, False), (torch.float16, True)])
+def test_the_scaler_and_autocast_do_nothing_where_they_are_not_wanted(dtype, enabled):
+    assert devices.grad_scaler(CPU, dtype).is_enabled() is enabled
+    context = devices.autocast(CPU, dtype)
+    inputs = torch.randn(3, 4)
+    for _ in range(3):  # entered again and again
+        with context:
+            assert (inputs @ inputs.T).dtype == (dtype or torch.float32)
+        assert (inputs @ inputs.T).dtype == torch.float32
+
+
+# seeds
+
+
+def test_mix_seed_is_a_known_hash():
+    """These numbers are in every run that was ever made: a change of them changes all results."""
+    assert devices.mix_seed(0, "model") == 1689353482259370465
+    assert devices.mix_seed(0, "step", 1) == 4238720567276977853
+    assert devices.mix_seed() == 2847183694713211083
+
+
+def test_mix_seed_separates_neighbours():
+    seeds = {devices.mix_seed(seed, "step", step) for seed in range(60) for step in range(60)}
+    assert len(seeds) == 3600 and all(0 <= seed < 2**63 for seed in seeds)
+    assert devices.mix_seed(1, 2) != devices.mix_seed(2, 1) != devices.mix_seed(12) != devices.mix_seed("1", 2)
+    assert devices.mix_seed(0, 1) != devices.mix_seed(1, 0) and devices.mix_seed(1, 23) != devices.mix_seed(12, 3)
+    differing = [(devices.mix_seed(0, i) ^ devices.mix_seed(0, i + 1)).bit_count() for i in range(200)]
+    assert 27 < sum(differing) / 200 < 36  # half of 63 bits
+
+
+def test_seed_generators_repeats_draws_and_touches_nothing_else():
+    import random
+
+    import numpy
+
+    own = torch.Generator().manual_seed(5)
+    before = random.getstate(), numpy.random.get_state()[1].tolist(), own.get_state()
+    devices.seed_generators(CPU, 123)
+    first = torch.rand(5), torch.randn(3), torch.randperm(9), torch.nn.functional.dropout(torch.ones(20))
+    devices.seed_generators(CPU, 123)
+    second = torch.rand(5), torch.randn(3), torch.randperm(9), torch.nn.functional.dropout(torch.ones(20))
+    assert all(map(torch.equal, first, second))
+    devices.seed_generators(CPU, 124)
+    assert not torch.equal(torch.rand(5), first[0])
+    assert random.getstate() == before[0] and numpy.random.get_state()[1].tolist() == before[1] and torch.equal(own.get_state(), before[2])
+    devices.seed_generators(CPU, 123)
+    assert torch.equal(torch.rand(5), torch.rand(5, generator=torch.Generator().manual_seed(123)))  # as if it were a generator of one's own
+
+
+# moving
+
+
+class Pair(typing.NamedTuple):
+    inputs: torch.Tensor
+    name: str
+
+
+def test_move_moves_every_tensor_and_nothing_else():
+    thing = object()
+    batch = {
+        "x": torch.ones(2),
+        "list": [torch.ones(1), 3, "text", None, thing],
+        "pair": Pair(torch.ones(2), "a"),
+        "tuple": (torch.ones(1, dtype=torch.int64),),
+        "packed": pack_sequence([torch.ones(2)]),
+    }
+    moved = devices.move(batch, META)
+    assert all(tensor.device == META for tensor in (moved["x"], moved["list"][0], moved["pair"].inputs, moved["tuple"][0], moved["packed"].data))
+    assert moved["list"][1:] == [3, "text", None, thing] and moved["list"][4] is thing and type(moved["pair"]) is Pair and moved["pair"].name == "a"
+    assert moved["tuple"][0].dtype == torch.int64
+    assert batch["x"].device == CPU and batch["list"][0].device == CPU  # the batch itself stays where it was
+
+
+def test_move_to_where_it_is_copies_nothing():
+    x = torch.ones(2)
+    assert devices.move([x], CPU)[0] is x
+    assert devices.move("text", CPU) == "text"
+
+
+# optimizers
+
+
+def parameters():
+    return [{"params": [torch.nn.Parameter(torch.ones(2, 2))]}]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+def test_the_fused_form_where_nothing_was_chosen(name):
+    optimizer = devices.build_optimizer(functools.partial(getattr(torch.optim, name), lr=0.1), parameters(), CPU)
+    assert optimizer.defaults["fused"] is True and optimizer.defaults["lr"] == 0.1
+    assert devices.build_optimizer(getattr(torch.optim, name), parameters(), CPU).defaults["fused"] is True
+    on_meta = devices.build_optimizer(getattr(torch.optim, name), parameters(), META)
+    assert not on_meta.defaults["fused"]
+
+
+@pytest.mark.parametrize("chosen", [{"foreach": False}, {"foreach": True}, {"fused": False}])
+def test_not_where_something_was(chosen):
+    optimizer = devices.build_optimizer(functools.partial(torch.optim.AdamW, lr=0.1, **chosen), parameters(), CPU)
+    assert not optimizer.defaults["fused"] and {name: optimizer.defaults[name] for name in chosen} == chosen
+
+
+def test_not_where_there_is_none():
+    assert "fused" not in devices.build_optimizer(torch.optim.RMSprop, parameters(), CPU).defaults
+    optimizer = devices.build_optimizer(lambda groups: torch.optim.AdamW(groups, lr=0.2), parameters(), CPU)
+    assert not optimizer.defaults["fused"] and optimizer.defaults["lr"] == 0.2
+
+
+def test_fused_and_plain_steps_agree():
+    results = []
+    for chosen in ({}, {"foreach": False}):
+        groups = parameters()
+        optimizer = devices.build_optimizer(functools.partial(torch.optim.AdamW, lr=0.1, **chosen), groups, CPU)
+        for _ in range(5):
+            groups[0]["params"][0].grad = torch.tensor([[1.0, -2.0], [0.5, 0.1]])
+            optimizer.step()
+        results.append(groups[0]["params"][0].detach())
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("options", [{"lr": -1}, {"lr": 0.1, "weight_decay": -1}, {"lr": 0.1, "betas": (2, 0.9)}])
+def test_a_value_that_torch_refuses_is_the_users_mistake(options):
+    with pytest.raises(UserError, match="^optimizer: Invalid"):
+        devices.build_optimizer(functools.partial(torch.optim.AdamW, **options), parameters(), CPU)
+
+
+# memory
+
+
+def test_memory_is_plausible():
+    import os
+
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**50
+    assert 2**20 < devices.free_memory(CPU) <= installed
+    before = devices.peak_memory(CPU)
+    block = torch.ones(2**25)  # 128 MiB, written
+    after = devices.peak_memory(CPU)
+    assert 10 * 2**20 < before <= after <= installed and after >= block.nbytes
+    del block
+    assert devices.peak_memory(CPU) >= after  # the most that there was
+
+
+def test_release_collects_cycles_and_may_be_called_again():
+    import weakref
+
+    class Node:
+        pass
+
+    node = Node()
+    node.itself, gone = node, weakref.ref(node)
+    del node
+    devices.release()
+    assert gone() is None
+    devices.release()
+    devices.synchronize(CPU)
+
+
+# a wrong device
+
+
+class Net(torch.nn.Module):
+    """Adds a buffer and a plain attribute to a linear layer's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.inner = torch.nn.Module()
+        self.register_buffer("offset", torch.zeros(2))
+        self.inner.scale = torch.ones(2)
+
+    def forward(self, inputs):
+        return self.linear(inputs) * self.inner.scale + self.offset
+
+
+def wrong_parameter(net):
+    net.linear.bias = torch.nn.Parameter(torch.zeros(2, device="meta"))
+
+
+def wrong_buffer(net):
+    net.offset = torch.zeros(2, device="meta")
+
+
+def wrong_attribute(net):
+    net.inner.scale = torch.ones(2, device="meta")
+
+
+WRONG = {
+    "parameter 'linear.bias' is on meta": wrong_parameter,
+    "buffer 'offset' is on meta": wrong_buffer,
+    "attribute 'inner.scale' (make it a buffer: self.register_buffer) is on meta": wrong_attribute,
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_explain_names_what_is_in_the_wrong_place(text):
+    """torch's own error for such a model, on the way forward."""
+    net, batch = Net(), (torch.ones(4, 3), torch.zeros(4))
+    WRONG[text](net)
+    with pytest.raises(RuntimeError) as caught:
+        net(batch[0]).sum().item()
+    explained = devices.explain(caught.value, net, batch, CPU)
+    assert isinstance(explained, UserError) and str(explained) == f"Tensors on two devices: the Trainer works on cpu, but {text}."
+
+
+def test_explain_names_the_batch_entry():
+    net = Net()
+    batch = {"x": [torch.ones(4, 3, device="meta")], "y": torch.zeros(4)}
+    with pytest.raises(RuntimeError) as caught:
+        net(batch["x"][0])
+    assert str(devices.explain(caught.value, net, batch, CPU)).endswith("but batch entry \"batch['x'][0]\" is on meta.")
+
+
+def test_explain_names_three_and_counts_the_rest():
+    net = Net()
+    for wrong in WRONG.values():
+        wrong(net)
+    batch = (torch.ones(4, 3, device="meta"), torch.zeros(4, device="meta"))
+    text = str(devices.explain(RuntimeError("Expected all tensors to be on the same device, but found two"), net, batch, CPU))
+    assert all(part in text for part in WRONG) and text.endswith(", and 2 more.") and "\n" not in text
+
+
+def test_explain_where_everything_is_in_its_place():
+    text = str(devices.explain(RuntimeError("Expected all tensors to be on the same device, but found two"), Net(), (torch.ones(1, 3),), CPU))
+    assert "made inside forward" in text and "device=inputs.device" in text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("device"), RuntimeError("")])
+def test_explain_leaves_other_errors_alone(error):
+    assert devices.explain(error, Net(), None, CPU) is None
+
+
+def loader():
+    return [(torch.ones(4, 3), torch.zeros(4, 2))] * 2
+
+
+def trainer(net=None, kind=Trainer):
+    return kind(net or Net(), torch.nn.MSELoss(), functools.partial(torch.optim.SGD, lr=0.1), device="cpu")
+
+
+@pytest.mark.parametrize("doing", ["fit", "evaluate"])
+@pytest.mark.parametrize("text", WRONG)
+def test_the_trainer_explains_it(text, doing):
+    """The model is right when it is built, as it has to be, and wrong afterwards."""
+    with trainer() as own:
+        WRONG[text](own.module)
+        with pytest.raises(UserError) as caught:
+            getattr(own, doing)(loader())
+        assert str(caught.value) == f"Tensors on two devices: the Trainer works on cpu, but {text}."
+        assert "device" in str(caught.value.__cause__)  # torch's own words are not lost
+
+
+@pytest.mark.parametrize("doing", ["fit", "evaluate"])
+def test_the_trainer_explains_a_batch_entry(doing):
+    class Misplaced(Trainer):
+        def compute_loss(self, batch):
+            batch["x"] = batch["x"].to("meta")
+            outputs = self.model(batch["x"])
+            return self.loss(outputs, batch["y"]), outputs
+
+    batches = [{"x": torch.ones(4, 3), "y": torch.zeros(4, 2)}]
+    with trainer(kind=Misplaced) as own, pytest.raises(UserError, match=r"but batch entry \"batch\['x'\]\" is on meta\.$"):
+        getattr(own, doing)(batches)
+
+
+@pytest.mark.parametrize("doing", ["fit", "evaluate"])
+def test_the_trainer_leaves_other_errors_alone(doing):
+    with trainer() as own, pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        getattr(own, doing)([(torch.ones(4, 7), torch.zeros(4, 2))])
+
+
+# the rules
+
+SOURCES = sorted([ROOT / "train.py", *(path for folder in ("trainer", "data", "models", "examples") for path in (ROOT / folder).rglob("*.py"))])
+
+
+def docstrings(tree):
+    """The ids of the nodes that are docstrings."""
+    owners = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body]
+    first = [owner.body[0] for owner in owners]
+    return {id(node.value) for node in first if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+
+
+def backend_names(tree):
+    """The lines that know a backend: an attribute or a name such as `torch.cuda`, or a string with "cuda" in it.
+
+    Not so: docstrings, and strings that are only shown, which are those inside a `raise` and inside a list that holds nothing but help lines ("  ...").
+    """
+    shown = docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.List) and any(is_help(item) for item in node.elts)):
+            shown |= {id(inner) for inner in ast.walk(node) if not isinstance(node, ast.List) or is_help(inner)}
+    for node in ast.walk(tree):
+        text = (
+            node.value
+            if isinstance(node, ast.Constant)
+            else node.attr
+            if isinstance(node, ast.Attribute)
+            else node.id
+            if isinstance(node, ast.Name)
+            else ""
+        )
+        if isinstance(text, str) and "cuda" in text.lower() and id(node) not in shown:
+            yield node.lineno
+
+
+def is_help(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("  python train.py ")
+
+
+def dangers(tree):
+    """The lines that could run code out of a file: pickle and its like, torch.load, eval, exec, compile, yaml.load."""
+    modules = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+    calls = {"torch.load", "eval", "exec", "compile", "__import__", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "torch.hub.load"}
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        names += [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        if {name.split(".")[0] for name in names} & modules or set(names) & calls:
+            yield node.lineno
+        elif isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in calls:
+            yield node.lineno
+        elif (
+            isinstance(node, ast.keyword)
+            and node.arg in ("allow_pickle", "weights_only")
+            and ast.unparse(node.value) != str(node.arg == "weights_only")
+        ):
+            yield node.value.lineno
+
+
+def test_the_sources_are_all_looked_at():
+    names = {path.relative_to(ROOT).as_posix() for path in SOURCES}
+    assert {"train.py", "trainer/trainer.py", "trainer/cli.py", "data/loader.py", "models/mlp.py"} <= names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_only_device_py_knows_a_backend(path):
+    lines = list(backend_names(ast.parse(path.read_text(encoding="utf-8"))))
+    assert lines == [] if path.name != "device.py" else lines != []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_nothing_runs_code_from_a_file(path):
+    assert list(dangers(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("x = 'cuda'", backend_names), ("torch.cuda.synchronize()", backend_names), ("x.cuda()", backend_names), ("f(device=f'cuda:{i}')", backend_names),
+        ("import pickle", dangers), ("from pickle import load", dangers), ("torch.load(f)", dangers), ("from torch import load", dangers), ("eval('1')", dangers),
+        ("yaml.load(f)", dangers), ("numpy.load(f, allow_pickle=True)", dangers), ("exec(s)", dangers),
+    ],
+)  # fmt: skip
+def test_the_rules_see_what_they_forbid(source, rule):
+    assert list(rule(ast.parse(f"def f():\n    '''cuda'''\n    {source}"))) == [3]
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("raise UserError('Type device=cuda')", backend_names),
+        ("model.eval()", dangers),
+        ("self.module.compile()", dangers),
+        ("re.compile(x)", dangers),
+    ],
+)
+def test_and_nothing_else(source, rule):
+    assert list(rule(ast.parse(source))) == []

@@ -1,0 +1,159 @@
+"""What only a GPU can show: skipped, with the reason, where there is none."""
+
+import functools
+import gc
+
+import pytest
+import torch
+from conftest import assert_same, make_data, make_model, make_trainer
+
+from data.loader import DeviceLoader, HostLoader
+from trainer import checkpoint
+from trainer.callbacks import EMA, Callback, Checkpoint
+from trainer.device import choose, move
+from trainer.errors import TrainingError, UserError
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+
+
+def loaders(kind=DeviceLoader, batch_size=8, device="cuda", **options):
+    data = make_data(**options)
+    return kind(data, "train", batch_size, shuffle=True, device=device), kind(data, "val", 7, device=device)
+
+
+def test_auto_is_the_gpu_and_everything_is_on_it():
+    trainer = make_trainer(device="auto", epochs=1)
+    trainer.fit(*loaders())
+    assert trainer.device == torch.device("cuda", 0)
+    tensors = [*trainer.module.state_dict().values()]
+    tensors += [value for state in trainer.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    assert {tensor.device for tensor in tensors} == {torch.device("cuda", 0)}
+    assert trainer.optimizer.defaults["fused"]
+
+
+def test_auto_precision_follows_the_architecture():
+    major, _ = torch.cuda.get_device_capability()
+    expected = torch.bfloat16 if major >= 8 else torch.float16 if major == 7 else None
+    assert make_trainer(device="cuda").dtype is expected
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_each_precision_learns_what_fp32_on_the_cpu_learns(precision):
+    def loss(device, precision):
+        trainer = make_trainer(device=device, precision=precision, epochs=20)
+        train_loader, val_loader = loaders(device=device, train=400)
+        trainer.fit(train_loader)
+        return trainer.evaluate(val_loader)["val/loss"]
+
+    assert loss("cuda", precision) == pytest.approx(loss("cpu", "fp32"), abs=0.02)
+
+
+def test_pinned_batches_move_without_waiting_and_arrive_whole():
+    source = torch.arange(2**22, dtype=torch.float32).pin_memory()
+    moved = move({"inputs": [source], "name": "x"}, torch.device("cuda", 0))
+    assert moved["name"] == "x"
+    assert torch.equal(moved["inputs"][0].cpu(), source)
+
+
+def test_streamed_batches_are_resident_batches_on_the_gpu():
+    resident, streamed = (list(loaders(kind)[0]) for kind in (DeviceLoader, functools.partial(HostLoader, workers=2)))
+    assert_same(streamed, resident)
+    assert resident[0][0].is_cuda
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_step_waits_for_the_gpu(precision):
+    """Any synchronisation between two logged rows raises; fp16's GradScaler waits by itself, so it is not among these."""
+
+    class Guard(Callback):
+        def on_step_end(self, trainer):
+            torch.cuda.set_sync_debug_mode("error" if 2 <= trainer.step < 18 else "default")
+
+    trainer = make_trainer(device="cuda", precision=precision, max_steps=20, log_every=1000, grad_accum_steps=2, max_grad_norm=1.0)
+    trainer.callbacks = [EMA(0.9), Guard()]
+    train_loader, _ = loaders(train=200)  # 25 steps an epoch: the guard sees one epoch
+    try:
+        trainer.fit(train_loader)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.step == 20
+
+
+def test_memory_is_returned():
+    def job():
+        with make_trainer(make_model(features=4096), device="cuda", epochs=1) as trainer:
+            trainer.fit(*loaders(features=4096, train=512))
+
+    job()  # what the libraries keep for themselves
+    gc.collect()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(20):
+        job()
+    gc.collect()
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) <= before
+
+
+def test_memory_is_returned_after_an_error():
+    class Fails(Callback):
+        def on_step_end(self, trainer):
+            raise ZeroDivisionError
+
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(ZeroDivisionError), make_trainer(make_model(features=4096), device="cuda", callbacks=[Fails()]) as trainer:
+        trainer.fit(*loaders(features=4096, train=512))
+    del trainer
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def test_a_resume_is_bit_identical_with_deterministic_kernels(tmp_path):
+    def trainer(folder):
+        callbacks = [EMA(0.9), Checkpoint(folder, every=10, keep=9)]
+        return make_trainer(make_model(dropout=0.5), device="cuda", deterministic=True, callbacks=callbacks, precision="bf16")
+
+    whole, continued = trainer(tmp_path / "a"), trainer(tmp_path / "b")
+    whole.fit(*loaders())
+    continued.fit(*loaders(), resume=checkpoint.path_of(tmp_path / "a", 10))
+    assert_same(continued.state_dict(), whole.state_dict())
+
+
+def test_a_tensor_left_on_the_cpu_is_named():
+    class Mask(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.mask = torch.ones(3)  # not a buffer
+
+        def forward(self, inputs):
+            return super().forward(inputs) * self.mask
+
+    with pytest.raises(UserError, match=r"attribute 'mask'.*is on cpu"):
+        make_trainer(Mask(), device="cuda").fit(*loaders())
+
+
+def test_out_of_memory_names_the_batch():
+    class Hungry(torch.nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) + torch.ones(2**42, device=inputs.device).sum()
+
+    with pytest.raises(TrainingError, match="batch of 8"):
+        make_trainer(Hungry(6, 3), device="cuda").fit(*loaders())
+
+
+@two_gpus
+def test_a_chosen_gpu_leaves_the_others_empty():
+    assert choose("cuda:1") == torch.device("cuda", 1)
+    make_trainer(device="cuda:1", epochs=1).fit(*loaders(device="cuda:1"))
+    assert torch.cuda.memory_allocated(0) == 0
+
+
+@two_gpus
+def test_data_parallel_gives_what_one_gpu_gives():
+    results = []
+    for strategy in ("single", "dp"):
+        trainer = make_trainer(device="cuda:0", strategy=strategy, precision="fp32", epochs=1)
+        trainer.fit(*loaders())
+        results.append(trainer.module.state_dict())
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(results[1][name], tensor, rtol=1e-5, atol=1e-6)

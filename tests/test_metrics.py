@@ -1,0 +1,240 @@
+"""Every metric in ragged batches equals one batch, and torchmetrics where it has the same one."""
+
+import functools
+import importlib.util
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import one_hot
+
+from trainer.errors import UserError
+from trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, Mean, TopK, default_metrics
+
+N, CLASSES, TARGETS = 100, 6, 3
+CLASSIFIERS = {
+    "accuracy": Accuracy,
+    "top1": functools.partial(TopK, 1),
+    "top3": functools.partial(TopK, 3),
+    "confusion": functools.partial(Confusion, CLASSES),
+}
+REGRESSORS = {"mse": MSE, "mae": MAE, "r2": R2, "scaled mse": functools.partial(MSE, 2.5), "scaled mae": functools.partial(MAE, 2.5)}
+needs_torchmetrics = pytest.mark.skipif(
+    importlib.util.find_spec("torchmetrics") is None, reason="torchmetrics is not installed: pip install -e '.[metrics]'"
+)
+
+
+def scores(n=N, seed=0):
+    """(outputs (N, C), classes (N,)), some of them right."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(CLASSES, (n,), generator=generator)
+    return torch.randn(n, CLASSES, generator=generator) + one_hot(targets, CLASSES), targets
+
+
+def numbers(n=N, seed=0):
+    """(outputs (N, T), targets (N, T)), related, far from 0."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randn(n, TARGETS, generator=generator) * torch.tensor([1.0, 3.0, 0.1]) + torch.tensor([5.0, -2.0, 100.0])
+    return targets + 0.3 * torch.randn(n, TARGETS, generator=generator), targets
+
+
+def data_for(name):
+    return numbers() if name in REGRESSORS else scores()
+
+
+def evaluated(metric, outputs, targets, sizes):
+    for part in zip(outputs.split(sizes), targets.split(sizes), strict=True):
+        metric.update(*part)
+    return metric.compute()
+
+
+def same(first, second):
+    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [*CLASSIFIERS, *REGRESSORS])
+def test_batches_of_seven_give_what_one_batch_gives(name):
+    make = {**CLASSIFIERS, **REGRESSORS}[name]
+    outputs, targets = data_for(name)
+    same(evaluated(make(), outputs, targets, 7), evaluated(make(), outputs, targets, N))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([*CLASSIFIERS, *REGRESSORS]), st.lists(st.integers(1, N - 1), max_size=12, unique=True))
+def test_any_partition_gives_the_same(name, cuts):
+    make = {**CLASSIFIERS, **REGRESSORS}[name]
+    outputs, targets = data_for(name)
+    bounds = [0, *sorted(cuts), N]
+    sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+    same(evaluated(make(), outputs, targets, sizes), evaluated(make(), outputs, targets, N))
+
+
+@pytest.mark.parametrize("name", [*CLASSIFIERS, *REGRESSORS])
+def test_reset_forgets_and_nothing_is_nan(name):
+    metric = {**CLASSIFIERS, **REGRESSORS}[name]()
+    assert metric.compute().isnan()
+    outputs, targets = data_for(name)
+    first = evaluated(metric, outputs[:30], targets[:30], 7)
+    same(metric.compute(), first)  # asking changes nothing
+    metric.reset()
+    assert metric.compute().isnan()
+    same(evaluated(metric, outputs[30:] * 2, targets[30:], 7), evaluated({**CLASSIFIERS, **REGRESSORS}[name](), outputs[30:] * 2, targets[30:], 7))
+
+
+@pytest.mark.parametrize("name", [*CLASSIFIERS, *REGRESSORS])
+def test_the_sums_are_wide_and_on_the_device(name):
+    metric = {**CLASSIFIERS, **REGRESSORS}[name]()
+    outputs, targets = data_for(name)
+    metric.update(outputs.to(torch.bfloat16), targets)
+    assert metric.compute().dtype == (torch.int64 if name == "confusion" else torch.float64)
+    on_meta = {**CLASSIFIERS, **REGRESSORS}[name]()
+    on_meta.update(outputs.to("meta"), targets.to("meta"))  # nothing in an update may ask for a value: the meta device has none
+    on_meta.update(outputs.to("meta"), targets.to("meta"))
+    assert on_meta.compute().device.type == "meta"
+
+
+def test_float32_sums_would_be_wrong():
+    """2**24 + 1 is no float32: a float32 sum of so many samples stands still."""
+    metric = Accuracy()
+    metric.add(torch.tensor([2.0**24, 2.0**24], dtype=torch.float64))
+    metric.update(torch.tensor([[0.0, 1.0]] * 3), torch.tensor([0, 0, 1]))
+    assert metric.sums.tolist() == [2**24 + 1, 2**24 + 3]
+
+
+# what each one is
+
+
+def test_accuracy_and_top_k_by_hand():
+    outputs = torch.tensor([[3.0, 2.0, 1.0], [1.0, 3.0, 2.0], [1.0, 2.0, 3.0], [2.0, 1.0, 3.0]])
+    targets = torch.tensor([0, 2, 0, 2])
+    for metric, expected in [(Accuracy(), 0.5), (TopK(1), 0.5), (TopK(2), 0.75), (TopK(3), 1.0), (TopK(50), 1.0)]:
+        metric.update(outputs, targets)
+        assert metric.compute().item() == expected
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_soft_targets_count_as_their_largest(name):
+    outputs, targets = scores()
+    soft = 0.7 * one_hot(targets, CLASSES).float() + 0.3 * one_hot((targets + 1) % CLASSES, CLASSES).float()
+    same(evaluated(CLASSIFIERS[name](), outputs, soft, 7), evaluated(CLASSIFIERS[name](), outputs, targets, 7))
+
+
+def test_confusion_against_a_slow_loop():
+    outputs, targets = scores()
+    counts = [[0] * CLASSES for _ in range(CLASSES)]
+    for row, target in zip(outputs.tolist(), targets.tolist(), strict=True):
+        counts[target][row.index(max(row))] += 1
+    found = evaluated(Confusion(CLASSES), outputs, targets, 7)
+    assert found.tolist() == counts and found.sum() == N
+    accuracy = evaluated(Accuracy(), outputs, targets, N)
+    same(found.diagonal().sum() / found.sum(), accuracy.float())
+
+
+def test_regression_by_hand():
+    outputs, targets = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[1.0], [3.0], [4.0]])
+    for metric, expected in [(MSE(), 5 / 3), (MAE(), 1.0), (R2(), 1 - 5 / (14 / 3)), (MSE(10.0), 500 / 3), (MAE(10.0), 10.0)]:
+        metric.update(outputs, targets)
+        assert metric.compute().item() == pytest.approx(expected, rel=1e-14)
+
+
+def test_scale_gives_the_targets_own_units():
+    outputs, targets = numbers()
+    same(evaluated(MSE(3.0), outputs, targets, 7), evaluated(MSE(), 3.0 * outputs.double(), 3.0 * targets.double(), 7))
+    same(evaluated(MAE(3.0), outputs, targets, 7), evaluated(MAE(), 3.0 * outputs.double(), 3.0 * targets.double(), 7))
+
+
+def test_r2_of_targets_far_from_zero():
+    """Sums of squares about 0 would lose 1e-10 of 1e10: nothing would be left of the variance."""
+    outputs, targets = (part.double() for part in numbers())
+    expected = evaluated(R2(), outputs, targets, N)
+    torch.testing.assert_close(evaluated(R2(), outputs + 1e5, targets + 1e5, 7), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_r2_of_the_mean_is_zero_and_of_the_targets_one():
+    _, targets = (part.double() for part in numbers())
+    same(evaluated(R2(), targets, targets, 7), torch.tensor(1.0, dtype=torch.float64))
+    same(evaluated(R2(), targets.mean(0).expand_as(targets), targets, 7), torch.tensor(0.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("make", [MSE, MAE, R2])
+def test_shapes_that_would_broadcast_are_refused(make):
+    with pytest.raises(UserError, match=r"\(4, 1\) for targets of shape \(4,\)"):
+        make().update(torch.zeros(4, 1), torch.zeros(4))
+
+
+@pytest.mark.parametrize("make", [lambda: TopK(0), lambda: TopK(1.5), lambda: Confusion(1), lambda: Confusion("a")])
+def test_impossible_settings(make):
+    with pytest.raises(UserError, match="metrics"):
+        make()
+
+
+def test_default_metrics():
+    assert {name: type(metric) for name, metric in default_metrics("classification").items()} == {"acc": Accuracy}
+    found = default_metrics("regression", 2.0)
+    assert {name: type(metric) for name, metric in found.items()} == {"r2": R2, "mae": MAE, "mse": MSE}
+    assert found["mae"].scale == found["mse"].scale == 2.0
+    assert (
+        [found[name].higher_is_better for name in found] == [True, False, False]
+        and Accuracy().higher_is_better
+        and Confusion(2).higher_is_better is None
+    )
+
+
+# Mean
+
+
+def test_mean_weighs_by_samples_and_in_float64():
+    values, weights = torch.rand(20), torch.randint(1, 9, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+    metric = Mean()
+    assert metric.compute().isnan()
+    for value, weight in zip(values, weights, strict=True):
+        metric.update(value.requires_grad_(), weight)
+    expected = sum(value * weight for value, weight in zip(values.tolist(), weights, strict=True)) / sum(weights)
+    assert metric.compute().dtype == torch.float64 and not metric.compute().requires_grad
+    assert metric.compute().item() == pytest.approx(expected, rel=1e-14)
+    other = Mean()
+    other.load_state_dict(metric.state_dict())
+    assert other.compute().equal(metric.compute()) and other.samples == sum(weights)
+    metric.reset()
+    assert metric.compute().isnan() and not other.compute().isnan()
+
+
+def test_mean_of_bfloat16_losses_is_not_summed_in_bfloat16():
+    metric = Mean()
+    for _ in range(1000):
+        metric.update(torch.tensor(1.0078125, dtype=torch.bfloat16), 3)  # the number after 1
+    assert metric.compute().item() == 1.0078125
+
+
+# torchmetrics
+
+
+@needs_torchmetrics
+@pytest.mark.parametrize("name", [*CLASSIFIERS, *REGRESSORS])
+def test_equals_torchmetrics(name):
+    import torchmetrics
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+    theirs = {
+        "accuracy": lambda: MulticlassAccuracy(CLASSES, average="micro"),
+        "top1": lambda: MulticlassAccuracy(CLASSES, average="micro", top_k=1),
+        "top3": lambda: MulticlassAccuracy(CLASSES, average="micro", top_k=3),
+        "confusion": lambda: MulticlassConfusionMatrix(CLASSES),
+        "mse": torchmetrics.MeanSquaredError,
+        "mae": torchmetrics.MeanAbsoluteError,
+        "r2": torchmetrics.R2Score,
+        "scaled mse": torchmetrics.MeanSquaredError,
+        "scaled mae": torchmetrics.MeanAbsoluteError,
+    }[name]()
+    outputs, targets = data_for(name)
+    scale = 2.5 if name.startswith("scaled") else 1
+    if name in REGRESSORS:
+        theirs = theirs.set_dtype(torch.float64)
+        outputs, targets = outputs.double(), targets.double()
+    expected = evaluated(theirs, outputs * scale, targets * scale, 7)
+    found = evaluated({**CLASSIFIERS, **REGRESSORS}[name](), outputs, targets, 7)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, check_dtype=False)
+    if name == "confusion":
+        assert torch.equal(found, expected)

@@ -1,0 +1,37 @@
+"""The shipped defaults and recipes on real data: MNIST and CIFAR-10 photographs below DATA_ROOT."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DATA = os.environ.get("DATA_ROOT", "")
+needs_mnist = pytest.mark.skipif(not Path(DATA, "MNIST", "raw").is_dir(), reason="needs MNIST below DATA_ROOT")
+needs_photographs = pytest.mark.skipif(not Path(DATA, "cifar10_jpeg").is_dir(), reason="needs the folder cifar10_jpeg below DATA_ROOT")
+
+
+def train(tmp_path, *settings):
+    """result.json of a run."""
+    command = [sys.executable, str(ROOT / "train.py"), f"run_dir={tmp_path / 'run'}", *settings]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads((tmp_path / "run" / "result.json").read_text())
+
+
+@needs_mnist
+@pytest.mark.parametrize(("model", "accuracy"), [("linear", 0.92), ("mlp", 0.975), ("cnn", 0.985)])
+def test_three_epochs_of_mnist_with_the_defaults(tmp_path, model, accuracy):
+    assert train(tmp_path, "dataset=mnist", f"model={model}", "epochs=3")["test/acc"] >= accuracy
+
+
+@needs_photographs
+@pytest.mark.parametrize(("model", "accuracy"), [("cnn", 0.4), ("resnet", 0.3)])
+def test_a_folder_of_photographs_trains(tmp_path, model, accuracy):
+    """A tenth of an epoch: four and three times what chance gives."""
+    narrow = ["model.widths=[16,32,64,128]"] if model == "resnet" else []
+    settings = ["dataset=image_folder", f"dataset.root={DATA}/cifar10_jpeg", f"model={model}", "max_steps=150", *narrow]
+    assert train(tmp_path, *settings)["test/acc"] >= accuracy

@@ -1,0 +1,205 @@
+"""The schedules against their formulas, against torch's own, and continued from a saved state."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import OneCycleLR
+
+from trainer import schedules
+from trainer.errors import UserError
+
+ALL = {
+    "constant": schedules.constant,
+    "linear": schedules.linear,
+    "cosine": schedules.cosine,
+    "step": schedules.step,
+    "onecycle": schedules.onecycle,
+}
+LR = 0.5
+
+
+def optimizer(lr=LR):
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def rates(make, total_steps, lr=1.0, **options):
+    """The rate of each step 0 ... total_steps; the last is what would come after the training."""
+    sgd = optimizer(lr)
+    scheduler = make(sgd, total_steps=total_steps, **options)
+    found = [sgd.param_groups[0]["lr"]]
+    for _ in range(total_steps):
+        sgd.step()
+        scheduler.step()
+        found.append(sgd.param_groups[0]["lr"])
+    return found
+
+
+def close(first, second):
+    assert first == pytest.approx(second, abs=1e-12)
+
+
+# closed forms
+
+
+def test_constant():
+    assert rates(schedules.constant, 7, lr=LR) == [LR] * 8
+
+
+@pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("total", [1, 2, 10, 33])
+def test_linear_and_cosine(total, final):
+    close(rates(schedules.linear, total, final=final), [1 - (1 - final) * t / total for t in range(total + 1)])
+    close(rates(schedules.cosine, total, final=final), [final + (1 - final) * 0.5 * (1 + math.cos(math.pi * t / total)) for t in range(total + 1)])
+
+
+def test_cosine_is_torchs_own():
+    sgd = optimizer()
+    theirs, expected = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=20, eta_min=0.1 * LR), [LR]
+    for _ in range(20):
+        sgd.step()
+        theirs.step()
+        expected.append(sgd.param_groups[0]["lr"])
+    close(rates(schedules.cosine, 20, lr=LR, final=0.1), expected)
+
+
+@pytest.mark.parametrize("total", [4, 8, 100, 101])
+def test_step(total):
+    close(rates(schedules.step, total), [0.1 ** ((2 * t >= total) + (4 * t >= 3 * total)) for t in range(total + 1)])
+    found = rates(schedules.step, total, milestones=[0.3, 0.6, 0.9], gamma=0.5)
+    close(found, [0.5 ** sum(10 * t >= k * total for k in (3, 6, 9)) for t in range(total + 1)])  # 0.3 * 10 is not 3 in floats, 3 / 10 is 0.3
+
+
+def test_onecycle():
+    found = rates(schedules.onecycle, 100, peak=0.25, start=0.1, final=0.02)
+    up = [0.1 + 0.9 * 0.5 * (1 - math.cos(math.pi * t / 25)) for t in range(25)]
+    down = [0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (t - 25) / 75)) for t in range(25, 101)]
+    close(found, up + down)
+    assert max(found) == found[25] == 1.0
+    assert rates(schedules.onecycle, 10, peak=1.0)[-1] == 1.0  # never down again
+
+
+def test_onecycle_is_torchs_own_to_within_a_step():
+    """torch counts total_steps - 1 intervals and puts the peak at peak * total_steps - 1, so that its last step has the final rate; here there are
+    total_steps intervals, and the final rate would come after the last step. So torch's rate at t lies between ours at t and at t + 1, and on the way
+    down, where both have (1 - peak) * total_steps intervals, it is exactly ours at t + 1.
+    """
+    total, peak = 200, 0.3
+    sgd = optimizer()
+    theirs = OneCycleLR(sgd, max_lr=LR, total_steps=total, pct_start=peak, div_factor=25, final_div_factor=1e12, cycle_momentum=False)
+    expected = [sgd.param_groups[0]["lr"]]
+    for _ in range(total - 1):
+        sgd.step()
+        theirs.step()
+        expected.append(sgd.param_groups[0]["lr"])
+    ours = rates(schedules.onecycle, total, lr=LR, peak=peak, start=1 / 25, final=0.0)
+    top = round(peak * total) - 1
+    for t in range(top):
+        assert ours[t] - 1e-12 <= expected[t] <= ours[t + 1] + 1e-12
+    close(ours[top + 1 :], expected[top:])
+    close([ours[0], max(ours)], [expected[0], max(expected)])
+
+
+# warmup
+
+WITH_WARMUP = [name for name in ALL if name != "onecycle"]
+
+
+@pytest.mark.parametrize("name", WITH_WARMUP)
+@pytest.mark.parametrize(("warmup", "steps"), [(0.1, 5), (0.25, 12), (10, 10), (1, 1), (0, 0), (0.0, 0), (7.0, 7), (0.001, 0)])
+def test_warmup_as_share_and_as_steps(name, warmup, steps):
+    """(t + 1) / (steps + 1): the first step does something, and the whole rate comes with the first step after the warmup."""
+    total = 50
+    found = rates(ALL[name], total, warmup=warmup)
+    close(found[:steps], [(t + 1) / (steps + 1) for t in range(steps)])
+    close(found[steps:], rates(ALL[name], total - steps))
+    assert found[steps] == 1.0
+
+
+def test_the_description_says_how_long_the_warmup_is():
+    assert schedules.cosine(optimizer(), total_steps=200, warmup=0.05).description == "cosine after 10 steps of warmup"
+    assert schedules.cosine(optimizer(), total_steps=200).description == "cosine"
+
+
+# all of them
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_one_step(name):
+    found = rates(ALL[name], 1)
+    assert len(found) == 2 and all(math.isfinite(rate) and rate >= 0 for rate in found) and found[0] > 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["linear", "cosine", "onecycle"]),
+    st.integers(1, 300),
+    st.floats(0, 1),
+    st.floats(0, 0.99),
+    st.floats(0.01, 0.99),
+    st.floats(0, 1),
+)
+def test_between_zero_and_the_rate_and_final_at_the_end(name, total, final, warmup, peak, start):
+    options = {"final": final} | ({"peak": peak, "start": start} if name == "onecycle" else {"warmup": warmup})
+    found = rates(ALL[name], total, lr=LR, **options)
+    assert all(-1e-15 <= rate <= LR * (1 + 1e-12) for rate in found) and min(found) >= 0
+    if name == "onecycle" or round(warmup * total) < total:  # else all of it is warmup, of which at least the rate comes
+        assert found[-1] == pytest.approx(final * LR, abs=1e-12)
+    if name != "onecycle":
+        assert max(found) == pytest.approx(LR)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_each_group_keeps_its_own_rate(name):
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1.0, 0.25)]
+    sgd = torch.optim.SGD(groups, lr=1.0)
+    scheduler = ALL[name](sgd, total_steps=9)
+    for _ in range(9):
+        assert sgd.param_groups[0]["lr"] == 4 * sgd.param_groups[1]["lr"]
+        sgd.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("stop", [0, 1, 6, 19, 20])
+def test_a_saved_state_goes_on_where_it_was(name, stop):
+    options = {} if name == "onecycle" else {"warmup": 4}
+    expected = rates(ALL[name], 20, **options)
+    first = optimizer(1.0)
+    scheduler = ALL[name](first, total_steps=20, **options)
+    for _ in range(stop):
+        first.step()
+        scheduler.step()
+    states = first.state_dict(), scheduler.state_dict()
+
+    second = optimizer(1.0)
+    again = ALL[name](second, total_steps=20, **options)
+    second.load_state_dict(states[0])
+    again.load_state_dict(states[1])
+    found = [second.param_groups[0]["lr"]]
+    for _ in range(20 - stop):
+        second.step()
+        again.step()
+        found.append(second.param_groups[0]["lr"])
+    assert found == expected[stop:]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "key"),
+    [
+        ("cosine", {"warmup": -1}, "scheduler.warmup=-1"),
+        ("cosine", {"warmup": "1"}, "scheduler.warmup=1"),
+        ("linear", {"final": -0.1}, "scheduler.final=-0.1"),
+        ("cosine", {"final": -0.1}, "scheduler.final=-0.1"),
+        ("step", {"milestones": [0.5, 2]}, "scheduler.milestones=2"),
+        ("step", {"gamma": 0}, "scheduler.gamma=0"),
+        ("onecycle", {"peak": 0}, "scheduler.peak=0"),
+        ("onecycle", {"peak": 1.5}, "scheduler.peak=1.5"),
+        ("onecycle", {"start": -1}, "scheduler.start=-1"),
+    ],
+)
+def test_an_impossible_value_names_its_key(name, options, key):
+    with pytest.raises(UserError, match=key):
+        ALL[name](optimizer(), total_steps=10, **options)
