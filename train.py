@@ -1,5 +1,6 @@
 """The one entry point, and the only file that reads the config: `python train.py --help` shows what can be set."""
 
+import contextlib
 import datetime
 import inspect
 import json
@@ -57,9 +58,7 @@ def train(cfg):
     resume = to_resume(cfg, folder)
     record = RunRecord(folder / "config.yaml", OmegaConf.to_yaml(cfg))  # interpolations stay as they are: nothing from the environment gets into the file
     saver = Checkpoint(folder / "checkpoints", **cfg.checkpoint, monitor=cfg.monitor, mode=cfg.monitor_mode)
-    trainer, _, loaders = build_trainer(cfg, [record, saver])
-    with trainer:
-        train_loader, val_loader, test_loader = loaders
+    with building(cfg, [record, saver]) as (trainer, (train_loader, val_loader, test_loader)):
         trainer.fit(train_loader, val_loader, resume=resume)
         best = checkpoint.best(folder / "checkpoints")
         if best is not None and saver.best:
@@ -99,8 +98,7 @@ def evaluate(cfg):
     best = checkpoint.best(folder / "checkpoints")
     if best is None:
         raise UserError(f"run={folder}: there is no checkpoint in it. Type the command that made it, with run_dir={folder}.")
-    trainer, _, (_, val_loader, test_loader) = build_trainer(run_cfg)
-    with trainer:
+    with building(run_cfg) as (trainer, (_, val_loader, test_loader)):
         trainer.load_state_dict(best[1])
         split, loader = ("test", test_loader) if test_loader is not None else ("val", val_loader)
         if loader is None:
@@ -114,8 +112,7 @@ def lr_find(cfg):
     """Raises the learning rate from step to step, shows where the loss falls fastest, and draws the curve."""
     from trainer.lr_find import draw, lr_find
 
-    trainer, _, (train_loader, _, _) = build_trainer(cfg)
-    with trainer:
+    with building(cfg) as (trainer, (train_loader, _, _)):
         found = lr_find(trainer, train_loader)
     picture = draw(found, Path(run_directory(cfg)) / "lr_find.png")
     print(f"lr       {found.suggestion:.2g}, a tenth of where the loss was lowest in {len(found.rates)} steps from {found.rates[0]:.1g} to {found.rates[-1]:.1g}")
@@ -127,8 +124,9 @@ def lr_find(cfg):
 TASKS = {"train": train, "evaluate": evaluate, "lr_find": lr_find}
 
 
-def build_trainer(cfg, more_callbacks=()):
-    """(trainer, data, (train, val, test) loaders) of a config: the data first, since the model's shapes come from it."""
+@contextlib.contextmanager
+def building(cfg, more_callbacks=()):
+    """(trainer, (train, val, test) loaders) of a config: the data first, since the model's shapes come from it. All is let go of at the end."""
     from data.loader import make_loaders
     from trainer import device as devices
     from trainer.metrics import default_metrics
@@ -152,7 +150,10 @@ def build_trainer(cfg, more_callbacks=()):
     callbacks = [build(f"callbacks.{name}", node) for name, node in on.items()]
     parts = {"model": model, "loss": loss, "metrics": metrics, "callbacks": [*callbacks, *more_callbacks]}
     parts |= {"optimizer": build("optimizer", cfg.optimizer), "scheduler": build("scheduler", cfg.scheduler)}
-    return build("trainer", cfg.trainer, **parts, device=str(device)), data, loaders
+    with contextlib.ExitStack() as stack:
+        for loader in filter(None, loaders):
+            stack.callback(loader.close)
+        yield stack.enter_context(build("trainer", cfg.trainer, **parts, device=str(device))), loaders
 
 
 def build(key, node, **offered):

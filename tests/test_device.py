@@ -63,10 +63,11 @@ def test_describe():
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [
-        ((6, 1), None), ((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((8, 9), torch.bfloat16), ((9, 0), torch.bfloat16),
-        ((12, 0), torch.bfloat16),
+        *[(old, None) for old in ((5, 2), (6, 0), (6, 1))],
+        *[(volta, torch.float16) for volta in ((7, 0), (7, 2), (7, 5))],
+        *[(new, torch.bfloat16) for new in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))],
     ],
-)  # fmt: skip
+)
 def test_precision_auto_on_cuda_is_what_the_architecture_has(monkeypatch, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "hip", None)
@@ -92,9 +93,9 @@ def test_precision_elsewhere():
         found = [devices.choose_precision(name, device) for name in ("fp32", "bf16", "fp16")]
         assert found == [(None, "as asked"), (torch.bfloat16, "as asked"), (torch.float16, "as asked")]
     with pytest.raises(
-        UserError, match=r"precision=fb16: there is no such choice\. Did you mean 'bf16'\?\nType precision= one of: auto, fp32, bf16, fp16"
+        UserError, match=r"precision=bf6: there is no such choice\. Did you mean 'bf16'\?\nType precision= one of: auto, fp32, bf16, fp16"
     ):
-        devices.choose_precision("fb16", CPU)
+        devices.choose_precision("bf6", CPU)
 
 
 @pytest.mark.parametrize(("dtype", "enabled"), [(None, False), (torch.bfloat16, False), (torch.float16, True)])
@@ -381,12 +382,14 @@ def docstrings(tree):
 def backend_names(tree):
     """The lines that know a backend: an attribute or a name such as `torch.cuda`, or a string with "cuda" in it.
 
-    Not so: docstrings, and strings that are only shown, which are those inside a `raise` and inside a list that holds nothing but help lines ("  ...").
+    Not so: docstrings, and strings that are only shown: those inside a `raise`, and the help's lines, which begin with "  python train.py ".
     """
     shown = docstrings(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) or (isinstance(node, ast.List) and any(is_help(item) for item in node.elts)):
-            shown |= {id(inner) for inner in ast.walk(node) if not isinstance(node, ast.List) or is_help(inner)}
+        if isinstance(node, ast.Raise):
+            shown |= {id(inner) for inner in ast.walk(node)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("  python train.py "):
+            shown.add(id(node))
     for node in ast.walk(tree):
         text = (
             node.value
@@ -401,28 +404,18 @@ def backend_names(tree):
             yield node.lineno
 
 
-def is_help(node):
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("  python train.py ")
-
-
 def dangers(tree):
-    """The lines that could run code out of a file: pickle and its like, torch.load, eval, exec, compile, yaml.load."""
+    """The lines that could run code out of a file: pickle and its like, torch.load, eval, exec, yaml.load."""
     modules = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-    calls = {"torch.load", "eval", "exec", "compile", "__import__", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "torch.hub.load"}
+    calls = {"torch.load", "eval", "exec", "__import__", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "torch.hub.load"}
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         names += [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
-        if {name.split(".")[0] for name in names} & modules or set(names) & calls:
-            yield node.lineno
-        elif isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in calls:
-            yield node.lineno
-        elif (
-            isinstance(node, ast.keyword)
-            and node.arg in ("allow_pickle", "weights_only")
-            and ast.unparse(node.value) != str(node.arg == "weights_only")
-        ):
-            yield node.value.lineno
+        called = ast.unparse(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
+        unsafe = isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False"
+        if {name.split(".")[0] for name in names} & modules or {*names, called} & calls or unsafe:
+            yield node.lineno if not unsafe else node.value.lineno
 
 
 def test_the_sources_are_all_looked_at():
@@ -442,14 +435,17 @@ def test_nothing_runs_code_from_a_file(path):
 
 
 @pytest.mark.parametrize(
-    ("source", "rule"),
+    ("rule", "source"),
     [
-        ("x = 'cuda'", backend_names), ("torch.cuda.synchronize()", backend_names), ("x.cuda()", backend_names), ("f(device=f'cuda:{i}')", backend_names),
-        ("import pickle", dangers), ("from pickle import load", dangers), ("torch.load(f)", dangers), ("from torch import load", dangers), ("eval('1')", dangers),
-        ("yaml.load(f)", dangers), ("numpy.load(f, allow_pickle=True)", dangers), ("exec(s)", dangers),
+        *[(backend_names, source) for source in ("x = 'cuda'", "torch.cuda.synchronize()", "x.cuda()", "f(device=f'cuda:{i}')")],
+        *[
+            (dangers, source)
+            for source in ("import pickle", "from pickle import load", "import pickle as p", "from torch import load", "torch.load(f)")
+        ],
+        *[(dangers, source) for source in ("eval('1')", "exec(s)", "yaml.load(f)", "numpy.load(f, allow_pickle=True)")],
     ],
-)  # fmt: skip
-def test_the_rules_see_what_they_forbid(source, rule):
+)
+def test_the_rules_see_what_they_forbid(rule, source):
     assert list(rule(ast.parse(f"def f():\n    '''cuda'''\n    {source}"))) == [3]
 
 
