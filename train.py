@@ -134,6 +134,8 @@ def building(cfg, more_callbacks=()):
     device = devices.choose(cfg.device)
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
     loading = {key: dataset.pop(key) for key in LOADING}
+    # A function of the user's own among the augmentations comes as a _target_ with _partial_.
+    loading["augment"] = [build("dataset.augment", item) if "_target_" in item else item for item in loading["augment"]]
     data = build("dataset", dataset)
     sizes = {"batch_size": cfg.batch_size, "eval_batch_size": cfg.eval_batch_size, "drop_last": cfg.drop_last}
     loaders, why = make_loaders(data, **sizes, device=device, seed=cfg.seed, **loading)

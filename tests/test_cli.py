@@ -1,0 +1,611 @@
+"""What is typed and what comes of it: mistakes answered in three lines, runs that repeat themselves, sweeps, resumes, and every config."""
+
+import concurrent.futures
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import hydra
+import pytest
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf, open_dict
+
+import train
+from trainer import Trainer, checkpoint, cli
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs"
+TRAIN = str(ROOT / "train.py")
+# One thread: sums have one order whatever else the machine does, and two runs fit beside each other. No GPU: what is expected is what a CPU gives.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+PATIENCE = 300  # seconds for one command: for a hang, no limit to be near to
+
+
+def run(folder, *arguments, python=(TRAIN,), **environment):
+    """`python train.py ...` in `folder`: its exit code, its output, and what lies in the folder afterwards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, *python, *arguments]
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr, files=listing(folder))
+
+
+def listing(folder):
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*"))
+
+
+def at_once(*calls):
+    """The results of functions without arguments, two at a time."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def read(path):
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def rows(folder):
+    """The rows of metrics.jsonl, without what a clock says."""
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{name: value for name, value in line.items() if name != "train/seconds"} for line in lines]
+
+
+def equal(first, second):
+    """Whether two checkpoints are the same, tensors bit for bit."""
+    if isinstance(first, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(equal, first, second))
+    return first == second
+
+
+# mistakes
+
+EARLY = [  # what is typed; what the answer names; what it suggests
+    ("seeed=1", "error: seeed: there is no such key.", "Did you mean 'seed'?"),
+    ("modle=mlp", "error: modle: there is no such key.", "Did you mean 'model'?"),
+    ("model.hiden=[3]", "error: model.hiden: there is no such key.", "Did you mean 'model.hidden'?"),
+    ("hidden=[3]", "error: hidden: there is no such key.", "Did you mean 'model.hidden'?"),
+    ("lr=0.1", "error: lr: there is no such key.", "Did you mean 'optimizer.lr'?"),
+    ("checkpoint.evry=3", "error: checkpoint.evry: there is no such key.", "Did you mean 'checkpoint.every'?"),
+    ("+typo=1", "error: typo: there is no such key.", "python train.py --help"),
+    ("model=ccn", "error: model=ccn: there is no such choice. Did you mean 'cnn'?", "Type model= one of: cnn, linear, mlp, resnet"),
+    ("optimizer=adamm", "error: optimizer=adamm: there is no such choice.", "Did you mean 'adam'?"),
+    ("dataset=minst", "error: dataset=minst: there is no such choice.", "Did you mean 'mnist'?"),
+    ("task=tarin", "error: task=tarin: there is no such choice. Did you mean 'train'?", "Type task= one of: train, evaluate, lr_find."),
+    ("model=null", "model", "Type model= one of"),
+    ("-m model=mlp,ccn", "error: model=ccn: there is no such choice. Did you mean 'cnn'?", "Type model= one of"),
+    ("-m seeed=1,2", "error: seeed: there is no such key.", "Did you mean 'seed'?"),
+    ("batch_size=", "error: batch_size='': give a whole number", "as in batch_size=64."),
+    ("optimizer.lr=abc", "error: optimizer.lr='abc': give a number", "as in optimizer.lr=0.003."),
+    ("epochs=2.5", "error: epochs=2.5: give a whole number", "as in epochs=10."),
+    ("epochs=true", "error: epochs=True: give a whole number", "as in epochs=10."),
+    ("compile=yes", "error: compile='yes': give true or false", "as in compile=false."),
+    ("model.hidden=abc", "error: model.hidden='abc': give a list", "as in model.hidden=[256,256]."),
+    ("model.activation=3", "error: model.activation=3: give a text", "as in model.activation=relu."),
+    ("dataset.augment=flip", "error: dataset.augment='flip': give a list", "as in dataset.augment=[]."),
+    ("checkpoint=3", "error: checkpoint=3: give a group of keys", "checkpoint={...}"),
+    ("callbacks.ema=3", "error: callbacks.ema=3: give a group of keys", "callbacks.ema={...}"),
+    ("seed=[1", "error: seed=[1: this is not understood.", "key=value, as in epochs=3"),
+    ("model", "error: model: this is not understood.", "key=value, as in epochs=3"),
+    ("epochs=${nope}", "error: epochs:", "'nope' not found"),
+    ("~model", "error: model: a run cannot do without it.", "Leave out ~model."),
+    ("~seed", "error: seed: a run cannot do without it.", "Leave out ~seed."),
+    ("--bogus", "error: --bogus: there is no such option.", "type bogus=..."),
+    ("--epochs=3", "error: --epochs=3: there is no such option.", "type epochs=3."),
+    ("-c", "-c", "--cfg"),
+    ("dataset=csv dataset.path=x", "error: dataset.target: this has no default.", "Type dataset.target=..."),
+    ("dataset=digits,synthetic", "dataset=digits,synthetic", ""),
+]
+LATE = [
+    ("+model.typo=1", "error: model.typo: models.mlp.MLP has no such argument.", "It has hidden, activation, dropout, norm."),
+    ("+optimizer.typo=1", "error: optimizer.typo: torch.optim.AdamW has no such argument.", "It has"),
+    ("batch_size=0", "error: batch_size=0: give a whole number at least 1.", ""),
+    ("batch_size=99999", "error: batch_size=99999: digits has only 1259 training samples.", "Type a batch_size of at most that."),
+    ("eval_batch_size=0", "error: eval_batch_size=0: give a whole number at least 1", ""),
+    ("epochs=-1", "error: epochs=-1: give a whole number at least 1.", ""),
+    ("max_steps=0", "error: max_steps=0: give a whole number at least 1", "or null"),
+    ("seed=-1", "error: seed=-1: give a whole number at least 0.", ""),
+    ("eval_every=0", "error: eval_every=0:", "or null"),
+    ("log_every=0", "error: log_every=0:", "at least 1"),
+    ("grad_accum_steps=0", "error: grad_accum_steps=0:", "at least 1"),
+    ("max_grad_norm=0", "error: max_grad_norm=0:", "above 0, or null"),
+    ("max_minutes=0", "error: max_minutes=0:", "above 0"),
+    ("patience=0", "error: patience=0:", "at least 1"),
+    ("ema=2", "error: ema=2:", "above 0 and at most 1"),
+    ("ema=abc", "error: ema=abc:", "above 0 and at most 1"),
+    ("checkpoint.keep=0", "error: checkpoint.keep=0:", "at least 1"),
+    ("checkpoint.every=0", "error: checkpoint.every=0:", "or null"),
+    ("scheduler.warmup=-1", "error: scheduler.warmup=-1:", "at least 0"),
+    ("optimizer.lr=-1", "error: optimizer: Invalid learning rate: -1", "optimizer.lr=0.001"),
+    ("model.hidden=[a]", "error: model.hidden=a: give a whole number at least 1.", ""),
+    ("model.dropout=2", "error: model.dropout=2:", "at most 0.95"),
+    ("model.activation=rleu", "error: model.activation=rleu: there is no such choice. Did you mean 'relu'?", "Type model.activation= one of"),
+    ("device=cuda", "error: device=cuda: this machine has cpu", "Type device=auto"),
+    ("device=cud", "error: device=cud: this machine has cpu", "Type device=auto"),
+    ("precision=fp8", "error: precision=fp8: there is no such choice.", "Type precision= one of: auto, fp32, bf16, fp16."),
+    ("strategy=ddp", "error: strategy=ddp: there is no such strategy. Did you mean 'dp'?", "Type strategy=single, dp"),
+    ("strategy=dp:0,1", "error: strategy=dp:0,1: there is no GPU 0", "Type strategy=single"),  # typed as the help has it
+    ("monitor=val/accc", "error: monitor=val/accc: no such number is logged. Did you mean 'val/acc'?", "Type monitor= one of: val/acc"),
+    ("monitor_mode=maxx", "error: monitor_mode=maxx: there is no such choice.", "Did you mean 'max'?"),
+    ("loss=mse", "error: loss=MSELoss is for numbers, and digits has 10 classes.", "Type loss=cross_entropy."),
+    ("dataset=synthetic dataset.kind=regression", "error: loss=CrossEntropyLoss is for classes", "Type loss=mse"),
+    ("model=cnn dataset=synthetic", "error: model=cnn looks at images", "Type model=mlp or model=linear."),
+    ("dataset.augment=[flop]", "error: dataset.augment=flop: there is no such augmentation. Did you mean 'flip'?", "Type a list of flip"),
+    ("dataset.augment=[3]", "error: dataset.augment", ""),
+    ("dataset.val_fraction=2", "error: dataset.val_fraction=2:", "at most 0.95"),
+    ("dataset.workers=-1", "error: dataset.workers=-1:", "at least 0"),
+    ("dataset.resident=maybe", "error: dataset.resident=maybe:", "true, false or auto"),
+    ("dataset=csv dataset.path=nope.csv dataset.target=y", "error: dataset.path=nope.csv: there is no such file.", ""),
+    ("dataset=mnist dataset.root=/nope", "error: MNIST is not in /nope.", "Type dataset.download=true"),
+    ("dataset=image_folder dataset.root=/nope", "error: dataset.root=/nope: there is no such folder.", "Type dataset.root=DIR"),
+    ("task=evaluate", "error: task=evaluate needs a run directory.", "Type run=DIR."),
+    ("task=evaluate run=nope", "error: run=nope: there is no config.yaml", ""),
+    ("resume=nope", "error: resume=nope: there is no such file.", "Type auto, never, or a checkpoint file."),
+    ("model._target_=os.system", "error: model._target_=os.system: not among what may be built", ""),
+    ("trainer._target_=examples.nope.X", "error: trainer._target_=examples.nope.X: No module named 'examples.nope'", ""),
+    ("optimizer._target_=torch.optim.Nope", "error: optimizer._target_=torch.optim.Nope:", ""),
+    ("+metrics.a=3", "error: metrics.a: this needs a _target_", "Type metrics.a._target_=..."),
+]
+
+# One process imports torch, and a fork of it answers each command: 0.1 s each and not 2.
+FORKS = """
+    import gc, json, os, runpy, sys
+    import torch, hydra
+    train, commands = sys.argv[1], json.load(open(sys.argv[2]))
+    sys.path.insert(0, os.path.dirname(train))
+    gc.freeze()
+    codes, running = {}, 0
+    for number, (folder, arguments) in enumerate(commands):
+        if running == 2:
+            child, status = os.wait()
+            codes[child], running = os.waitstatus_to_exitcode(status), 1
+        child = os.fork()
+        if child == 0:
+            os.chdir(folder)
+            for stream, name in ((1, ".out"), (2, ".err")):
+                os.dup2(os.open(folder + name, os.O_WRONLY | os.O_CREAT), stream)
+            sys.argv = [train, *arguments]
+            runpy.run_path(train, run_name="__main__")
+            os._exit(99)
+        commands[number], running = child, running + 1
+    while running:
+        child, status = os.wait()
+        codes[child], running = os.waitstatus_to_exitcode(status), running - 1
+    print(json.dumps([codes[child] for child in commands]))
+    """
+
+
+@pytest.fixture(scope="module")
+def no_torch(tmp_path_factory):
+    """A folder for PYTHONPATH whose torch cannot be imported: with it, what is answered is answered without torch."""
+    folder = tmp_path_factory.mktemp("no_torch")
+    for name in ("torch", "torchvision", "numpy"):
+        (folder / f"{name}.py").write_text(f"raise ImportError('{name} was imported')\n", encoding="utf-8")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def early(tmp_path_factory, no_torch):
+    folder = tmp_path_factory.mktemp("early")
+    calls = [lambda i=i, typed=typed: run(folder / str(i), *typed.split(), PYTHONPATH=no_torch) for i, (typed, _, _) in enumerate(EARLY)]
+    return dict(zip([typed for typed, _, _ in EARLY], at_once(*calls), strict=True))
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory):
+    if not hasattr(os, "fork"):
+        pytest.skip("os.fork is not on this platform")
+    folder = tmp_path_factory.mktemp("late")
+    commands = [(str(folder / str(i)), typed.split()) for i, (typed, _, _) in enumerate(LATE)]
+    for place, _ in commands:
+        os.mkdir(place)
+    (folder / "commands.json").write_text(json.dumps(commands), encoding="utf-8")
+    done = run(folder, TRAIN, str(folder / "commands.json"), python=("-c", textwrap.dedent(FORKS)))
+    assert done.code == 0, done.err
+    return {
+        typed: SimpleNamespace(code=code, out=Path(f"{place}.out").read_text(), err=Path(f"{place}.err").read_text(), files=listing(place))
+        for (typed, _, _), (place, _), code in zip(LATE, commands, json.loads(done.out), strict=True)
+    }
+
+
+def assert_answered(done, key, suggestion):
+    lines = done.err.splitlines()
+    assert "Traceback" not in done.err and done.code == 2, done.err
+    assert lines[0].startswith("error: ") and key in lines[0] and suggestion in done.err
+    assert 1 <= len(lines) <= 3 and all(line.strip() for line in lines)
+    assert done.files == []
+
+
+@pytest.mark.parametrize(("typed", "key", "suggestion"), EARLY, ids=[row[0] for row in EARLY])
+def test_a_mistake_is_answered_without_torch(early, typed, key, suggestion):
+    assert_answered(early[typed], key, suggestion)
+    assert early[typed].out == ""
+
+
+@pytest.mark.parametrize(("typed", "key", "suggestion"), LATE, ids=[row[0] for row in LATE])
+def test_a_mistake_that_a_constructor_finds_is_answered_too(late, typed, key, suggestion):
+    assert_answered(late[typed], key, suggestion)
+    assert all(line.startswith(("data ", "device ", "model ", "plan ")) for line in late[typed].out.splitlines())
+
+
+def test_help_has_every_group_and_every_key(tmp_path, no_torch):
+    asked = at_once(*(lambda flag=flag: run(tmp_path, flag, PYTHONPATH=no_torch) for flag in ("--help", "-h")))
+    assert [done.code for done in asked] == [0, 0] and asked[0].out == asked[1].out and asked[0].files == []
+    text = asked[0].out
+    keys = [key for key in OmegaConf.load(CONFIGS / "train.yaml") if key not in ("defaults", "hydra")]
+    assert "task" in keys and [key for key in keys if not re.search(rf"^ *{key}:", text, re.MULTILINE)] == []
+    for folder in (path for path in CONFIGS.iterdir() if path.is_dir()):
+        line = next(line for line in text.splitlines() if line.split()[:1] == [folder.name])
+        assert [path.stem for path in folder.glob("*.yaml") if path.stem not in line] == []
+    assert "hydra:" not in text and max(map(len, text.splitlines())) <= 150
+
+
+# the default run
+
+MODULES = """
+    import json, runpy, sys
+    out = sys.argv.pop(1)
+    train = sys.argv[0] = sys.argv.pop(1)
+    sys.path.insert(0, train.rpartition("/")[0])
+    try:
+        runpy.run_path(train, run_name="__main__")
+    finally:
+        json.dump(sorted(sys.modules), open(out, "w"))
+    """
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory):
+    """The default run, and beside it the same with a name, whose modules are listed; then what is asked of the first one."""
+    folder = tmp_path_factory.mktemp("default")
+    wrapper = ("-c", textwrap.dedent(MODULES), str(folder / "modules.json"), TRAIN)
+    first, second = at_once(lambda: run(folder / "a"), lambda: run(folder / "b", "run_dir=again", python=wrapper))
+    found = list((folder / "a" / "runs").iterdir())
+    name = f"runs/{found[0].name}"
+    before = {path.name: path.read_bytes() for path in found[0].iterdir() if path.is_file()}
+    other, never = at_once(
+        lambda: run(folder / "a", f"run_dir={name}", "optimizer.lr=0.1", "seed=3"),
+        lambda: run(folder / "a", f"run_dir={name}", "resume=never"),
+    )
+    after = {path.name: path.read_bytes() for path in found[0].iterdir() if path.is_file()}
+    asked, continued = at_once(lambda: run(folder / "a", "task=evaluate", f"run={name}"), lambda: run(folder / "b", "run_dir=again"))
+    return SimpleNamespace(**locals())
+
+
+def test_the_default_run_learns_the_digits(default):
+    assert (default.first.code, default.first.err) == (0, "")
+    assert len(default.first.out.splitlines()) <= 20
+    [run_directory] = default.found
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-mlp-digits", run_directory.name)
+    result = json.loads(default.before["result.json"])
+    assert result["test/acc"] >= 0.95 and result["best"]["name"] == "val/acc" and result["step"] == 200
+    assert {"test/loss", "seconds", "samples_per_second", "device", "versions", "parameters", "memory_mib", "overrides"} <= result.keys()
+    assert result["overrides"] == [] and result["stopped"] is None and result["device"] == "cpu"
+    for text in (
+        "10 classes",
+        "MLP, 85,002 parameters",
+        "AdamW (fused)",
+        f"acc {result['test/acc']:.4f}",
+        f"python train.py task=evaluate run={default.name}",
+    ):
+        assert text in default.first.out
+    assert len(re.findall(r"^epoch +\d+/10 .* samples/s$", default.first.out, re.MULTILINE)) == 10
+
+
+def test_the_run_directory(default):
+    [folder] = default.found
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl", "result.json"]
+    assert [name for name in default.first.files if not name.startswith("runs")] == []  # and nothing beside it
+    assert default.second.code == 0 and all(name.startswith("again") for name in default.second.files)
+    found = checkpoint.files(folder / "checkpoints")
+    best = json.loads(default.before["result.json"])["best"]["step"]
+    assert set(found) == {200, 180, best} and {path.name for path in found.values()} == set(os.listdir(folder / "checkpoints"))
+    config = OmegaConf.load(folder / "config.yaml")
+    assert set(config) == {*OmegaConf.load(CONFIGS / "train.yaml")} - {"defaults", "hydra"} | {
+        "dataset",
+        "model",
+        "loss",
+        "optimizer",
+        "scheduler",
+        "callbacks",
+        "trainer",
+    }
+
+
+def test_the_rows_of_the_metrics(default):
+    found = rows(default.found[0])
+    steps = [row["step"] for row in found]
+    assert steps == sorted(steps) and steps[-1] == 200 and all(row["epoch"] == row["step"] / 20 for row in found)
+    assert [row["step"] for row in found if "val/acc" in row] == list(range(20, 201, 20))
+    assert [row["step"] for row in found if "train/loss" in row] == sorted({*range(20, 201, 20), 50, 100, 150, 200})
+    assert sum(row.get("train/samples", 0) for row in found) == 10 * 1259  # no sample is missing and none is there twice
+    result = json.loads(default.before["result.json"])
+    assert result["val/acc"] == found[-1]["val/acc"] and result["best"]["value"] == max(row.get("val/acc", 0) for row in found)
+
+
+def test_the_same_command_gives_the_same_numbers(default):
+    """Also in another process, under another name, and beside another run."""
+    assert rows(default.found[0]) == rows(default.folder / "b" / "again")
+    first, second = (checkpoint.newest(folder / "checkpoints")[1] for folder in (default.found[0], default.folder / "b" / "again"))
+    assert first["step"] == 200 and equal(first, second)
+
+
+def test_the_default_run_imports_only_what_it_needs(default):
+    modules = set(read(default.folder / "modules.json"))
+    assert "torch" in modules and "hydra" in modules
+    unwanted = {"torchvision", "tensorboard", "matplotlib", "torchmetrics", "pandas", "sklearn", "PIL", "torch.utils.tensorboard"}
+    assert {name for name in unwanted if name in modules} == set()
+
+
+def test_evaluate_gives_the_same_numbers_to_the_last_digit(default):
+    assert default.asked.code == 0 and default.asked.err == ""
+    result = json.loads(default.before["result.json"])
+    [line] = [line for line in default.asked.out.splitlines() if line.startswith("test ")]
+    words = line.split()[1:]
+    assert dict(zip(words[::2], words[1::2], strict=True)) == {name: repr(result[f"test/{name}"]) for name in ("loss", "acc")}
+    best = checkpoint.best(default.found[0] / "checkpoints")[0].relative_to(default.folder / "a")
+    assert f"weights  {best}" in default.asked.out.splitlines()
+    assert default.asked.files == default.first.files  # and writes nothing
+
+
+def test_a_finished_run_continues_to_the_same_result(default):
+    """Nothing is left to train, so the result and the rows are what they were; only clocks and memory may differ."""
+    assert default.continued.code == 0 and default.continued.err == "" and default.continued.files == default.second.files
+    assert rows(default.folder / "b" / "again") == rows(default.found[0])
+    found, expected = read(default.folder / "b" / "again" / "result.json"), json.loads(default.before["result.json"])
+    volatile = ("seconds", "train/seconds", "samples_per_second", "memory_mib", "overrides")
+    assert {key: value for key, value in found.items() if key not in volatile} == {
+        key: value for key, value in expected.items() if key not in volatile
+    }
+
+
+def test_another_config_is_refused_with_the_differences(default):
+    assert default.other.code == 2 and len(default.other.err.splitlines()) <= 3 and "Traceback" not in default.other.err
+    assert default.other.err.startswith(
+        f"error: run_dir={default.name} holds a run with other settings: optimizer.lr=0.1 (was 0.003), seed=3 (was 0)."
+    )
+    assert default.never.code == 2 and "resume=never would overwrite" in default.never.err
+    assert default.before == default.after and default.other.files == default.first.files
+
+
+# a sweep
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    done = run(folder, "-m", "model=linear,mlp", "seed=0,1,-1", "epochs=2", "hydra.sweep.dir=all")
+    return SimpleNamespace(folder=folder / "all", **vars(done))
+
+
+def test_a_sweep_ends_with_a_table_the_best_first_and_the_failed_last(sweep):
+    assert sweep.code == 2 and "Traceback" not in sweep.err  # two jobs failed, by the user's mistake
+    assert sweep.err.splitlines() == ["error: seed=-1: give a whole number at least 0."] * 2
+    lines = sweep.out.splitlines()
+    start = next(i for i, line in enumerate(lines) if re.fullmatch(r"job +val/acc +test/acc +seconds +settings", line))
+    table = [line.split() for line in lines[start + 1 : start + 7]]
+    assert lines[start + 7] == "sweep    all" and len(lines) == start + 8
+    scores = [float(row[1]) for row in table[:4]]
+    assert scores == sorted(scores, reverse=True) and scores[0] > scores[-1]
+    assert [row[1] for row in table[4:]] == ["failed", "failed"]
+    assert {row[0] for row in table} == set("012345")
+    for row in table:
+        result = read(sweep.folder / row[0] / "result.json")
+        if row[1] == "failed":
+            assert result["error"].startswith("seed=-1") and "seed=-1" in row and os.listdir(sweep.folder / row[0]) == ["result.json"]
+        else:
+            assert row[1] == f"{result['best']['value']:.4f}" and row[2] == f"{result['test/acc']:.4f}" and row[4:] == result["overrides"]
+            assert {"config.yaml", "metrics.jsonl", "checkpoints", "result.json"} == set(os.listdir(sweep.folder / row[0]))
+
+
+def test_a_job_of_a_sweep_is_the_run_that_it_would_be_alone(sweep, tmp_path):
+    alone = run(tmp_path, "model=mlp", "seed=1", "epochs=2", "run_dir=alone")
+    assert alone.code == 0
+    [job] = [path.parent for path in sweep.folder.glob("*/result.json") if read(path)["overrides"][:2] == ["model=mlp", "seed=1"]]
+    assert rows(job) == rows(tmp_path / "alone")
+    assert equal(checkpoint.newest(job / "checkpoints")[1], checkpoint.newest(tmp_path / "alone" / "checkpoints")[1])
+
+
+# Ctrl-C
+
+LONG = ("dataset=synthetic", "dataset.n=8000", "epochs=20", "log_every=30")
+
+
+def interrupted(folder):
+    """The run with a SIGINT some time after its first checkpoint, and then the same command again."""
+    folder.mkdir()
+    command = [sys.executable, TRAIN, *LONG, "run_dir=here"]
+    process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + PATIENCE
+    while not checkpoint.files(folder / "here" / "checkpoints") and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE)
+    left = listing(folder)
+    at = max(checkpoint.files(folder / "here" / "checkpoints"))
+    return SimpleNamespace(code=process.returncode, out=out, err=err, files=left, at=at, continued=run(folder, *LONG, "run_dir=here"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="SIGINT is sent to a child process")
+def test_ctrl_c_and_the_same_command_again_end_where_the_whole_run_ends(tmp_path):
+    whole, cut = at_once(lambda: run(tmp_path / "whole", *LONG, "run_dir=here"), lambda: interrupted(tmp_path / "cut"))
+    assert whole.code == 0
+    assert cut.code == 130 and "Traceback" not in cut.err and len(cut.err.split("\n")) <= 3 and "interrupted" in cut.err
+    assert 0 < cut.at < 20 * 100 and "here/result.json" not in cut.files and not [name for name in cut.files if name.endswith(".part")]
+    assert cut.continued.code == 0 and f"continued at step {cut.at}" in cut.continued.out
+    first, second = (checkpoint.newest(tmp_path / name / "here" / "checkpoints")[1] for name in ("whole", "cut"))
+    assert first["step"] == 20 * 100 and equal(first, second)
+    assert rows(tmp_path / "whole" / "here") == rows(tmp_path / "cut" / "here")
+    first, second = (read(tmp_path / name / "here" / "result.json") for name in ("whole", "cut"))
+    assert all(first[name] == second[name] for name in ("test/loss", "test/acc", "best", "val/loss", "step"))
+
+
+# every config
+
+GROUPS = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in sorted(CONFIGS.iterdir()) if folder.is_dir()}
+OPTIONS = [(group, option) for group, options in GROUPS.items() for option in options]
+LOADING = {"augment", "resident", "workers"}
+
+
+@pytest.fixture
+def compose():
+    """A function from overrides to the config, as `main` gets it; checked as `main` checks it."""
+
+    def composed(*overrides):
+        cfg = hydra.compose("train", list(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        return cfg
+
+    with hydra.initialize_config_dir(str(CONFIGS)):
+        yield composed
+    HydraConfig.instance().cfg = None
+
+
+def trained(compose, tmp_path, *overrides):
+    """What was built, after two steps on 200 made-up samples (or what the overrides say), and an evaluation."""
+    cfg = compose("max_steps=2", "batch_size=32", "dataset=synthetic", "device=cpu", f"run_dir={tmp_path}", "log_every=1", *overrides)
+    with open_dict(cfg):
+        if cfg.dataset._target_.endswith(".synthetic"):
+            cfg.dataset.n = 200
+    cli.check_config(cfg)
+    with train.building(cfg) as (trainer, (train_loader, val_loader, test_loader)):
+        before = [p.detach().clone() for p in trainer.module.parameters()]
+        trainer.fit(train_loader, val_loader)
+        results = trainer.evaluate(test_loader, "test")
+        assert trainer.step == 2 and all(torch.isfinite(p).all() for p in trainer.module.parameters())
+        assert not all(map(torch.equal, before, trainer.module.parameters()))
+        assert results["test/loss"] == results["test/loss"]  # not nan
+        names = [type(callback).__name__ for callback in trainer.callbacks]
+        return SimpleNamespace(
+            optimizer=type(trainer.optimizer).__name__, schedule=trainer.scheduler.description, metrics=list(trainer.metrics), callbacks=names
+        )
+
+
+def test_there_are_options_to_compose():
+    assert {"callbacks", "dataset", "loss", "model", "optimizer", "scheduler", "trainer"} <= GROUPS.keys() and len(OPTIONS) > 20
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS])
+def test_every_option_composes(compose, group, option):
+    needed = ["dataset.path=x", "dataset.target=y"] if option == "csv" else []
+    cfg = compose(f"{group}={option}", "run_dir=here", *needed)
+    cli.check_config(cfg)
+    assert OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("scheduler", GROUPS["scheduler"])
+@pytest.mark.parametrize("optimizer", GROUPS["optimizer"])
+def test_every_optimizer_and_scheduler_trains(compose, tmp_path, optimizer, scheduler):
+    trainer = trained(compose, tmp_path, f"optimizer={optimizer}", f"scheduler={scheduler}")
+    assert trainer.optimizer.lower() == optimizer and trainer.schedule.startswith(scheduler)
+
+
+@pytest.mark.parametrize("loss", GROUPS["loss"])
+def test_every_loss_trains(compose, tmp_path, loss):
+    kind = "classification" if loss == "cross_entropy" else "regression"
+    trainer = trained(compose, tmp_path, f"loss={loss}", f"dataset.kind={kind}")
+    assert trainer.metrics == (["acc"] if kind == "classification" else ["r2", "mae", "mse"])
+
+
+@pytest.mark.parametrize("model", GROUPS["model"])
+def test_every_model_trains(compose, tmp_path, model):
+    trained(compose, tmp_path, f"model={model}", "dataset.in_shape=[3,8,8]")
+
+
+@pytest.mark.parametrize("callbacks", GROUPS["callbacks"])
+def test_every_set_of_callbacks_trains(compose, tmp_path, callbacks):
+    if callbacks == "tensorboard":
+        pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install -e '.[tensorboard]'")
+    trainer = trained(compose, tmp_path, f"callbacks={callbacks}", "ema=0.9", "patience=3", "max_minutes=5")
+    assert trainer.callbacks[:6] == ["Progress", "NaNGuard", "TimeLimit", "EMA", "EarlyStopping", "JSONL"] and (tmp_path / "metrics.jsonl").is_file()
+    assert (tmp_path / "tensorboard").exists() == (callbacks == "tensorboard")
+
+
+def test_callbacks_with_a_null_are_off(compose, tmp_path):
+    assert trained(compose, tmp_path).callbacks == ["Progress", "NaNGuard", "JSONL"]
+
+
+@pytest.mark.parametrize("dataset", ["digits", "synthetic", "csv"])
+def test_data_sets_of_numbers_train(compose, tmp_path, dataset):
+    table = tmp_path / "table.csv"
+    table.write_text("a,b,y\n" + "".join(f"{i},{i % 7},{'yes' if i % 3 else 'no'}\n" for i in range(120)), encoding="utf-8")
+    trained(compose, tmp_path, f"dataset={dataset}", *([f"dataset.path={table}", "dataset.target=y"] if dataset == "csv" else []))
+
+
+def nodes(config, name=""):
+    """(its place, itself) of each node with a _target_."""
+    if "_target_" in config:
+        yield name, config
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from nodes(value, f"{name}.{key}")
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS])
+def test_the_keys_are_the_constructors_arguments(group, option):
+    """All of them for what is ours; for torch's some of them. What the run itself hands over is not among them."""
+    config = OmegaConf.to_container(OmegaConf.load(CONFIGS / group / f"{option}.yaml"), resolve=False)
+    handed = {"model": {"in_shape", "num_classes"}, "scheduler": {"optimizer", "total_steps"}}.get(group, set())
+    if group == "trainer":
+        handed = {"model", "loss", "optimizer", "scheduler", "metrics", "callbacks"}
+    if group == "experiment":
+        return  # deltas of other groups, which test_every_option_composes checks
+    for _, node in nodes(config):
+        target = hydra.utils.get_object(node["_target_"])
+        arguments = set(inspect.signature(target).parameters) - handed
+        keys = {key for key in node if not key.startswith("_")} - (LOADING if group == "dataset" else set())
+        if node["_target_"].startswith("torch"):
+            assert keys <= arguments
+        else:
+            assert keys == arguments
+        assert (node.keys() >= LOADING) == (group == "dataset")
+        assert node.get("_partial_", False) == (group in ("optimizer", "scheduler"))
+
+
+def test_the_trainers_settings_are_top_level_keys():
+    top = OmegaConf.load(CONFIGS / "train.yaml")
+    keys = {
+        key: value
+        for key, value in OmegaConf.to_container(OmegaConf.load(CONFIGS / "trainer" / "default.yaml"), resolve=False).items()
+        if key != "_target_"
+    }
+    assert {key: f"${{{key}}}" for key in keys} == keys and set(keys) <= set(top)
+    defaults = {name: p.default for name, p in inspect.signature(Trainer).parameters.items()}
+    assert {key: top[key] for key in keys if key != "epochs"} == {
+        key: defaults[key] for key in keys if key != "epochs"
+    }  # a run is longer than an example
+
+
+@pytest.mark.parametrize(
+    "path", [CONFIGS / "train.yaml", *(CONFIGS / group / f"{option}.yaml" for group, option in OPTIONS)], ids=lambda path: path.stem
+)
+def test_every_key_has_a_comment(path):
+    """At the end of its line. Not so: _target_ and _partial_, which are Hydra's; a key that only passes another on (${...}), which has the comment; a key
+    that opens a group; a callback on one line, whose class says it; the block for Hydra. Each file of a group begins with what it is.
+    """
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    bare = []
+    for line in text.partition("\nhydra:")[0].splitlines():
+        found = re.match(r" *([\w.]+):\s+([^#\s].*)$", line)
+        if (
+            found
+            and not found[1].startswith("_")
+            and not re.match(r"\$\{\w+\}\s*$|\{_target_|\[default\]", found[2])
+            and not re.search(r"\s# \S", line)
+        ):
+            bare.append(line)
+    assert path.parent.name == "experiment" or bare == []
