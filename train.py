@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -20,9 +21,30 @@ from trainer.errors import TrainingError, UserError, check_choice, check_number,
 
 START = time.perf_counter()
 # Constructors that a `_target_` may name. Those of your own packages: a `_target_` typed on the command line is trusted, one in a file wants trusted=[mypackage].
-TRUSTED = ["trainer.*", "models.*", "data.*", "examples.*", "torch.nn.*", "torch.optim.*", "torchvision.models.*", "torchmetrics.*"]
+TRUSTED = [
+    "trainer.*",
+    "models.*",
+    "data.*",
+    "examples.*",
+    "torch.nn.*",
+    "torch.optim.*",
+    "torchvision.models.*",
+    "torchmetrics.*",
+]
 LOADING = ("augment", "resident", "workers")  # the loaders' settings, which stand beside the data set's
-HARMLESS = ("run_dir", "resume", "device", "strategy", "log_every", "task", "run", "trusted", "dataset.workers", "dataset.resident", "dataset.root")
+HARMLESS = (
+    "run_dir",
+    "resume",
+    "device",
+    "strategy",
+    "log_every",
+    "task",
+    "run",
+    "trusted",
+    "dataset.workers",
+    "dataset.resident",
+    "dataset.root",
+)
 
 
 @hydra.main(config_path="configs", config_name="train", execution_whitelist=TRUSTED + cli.trusted(sys.argv[1:]))
@@ -42,7 +64,9 @@ def main(cfg):
         code = cli.report(error)
         if not in_sweep() or code == cli.BUG:
             raise SystemExit(code) from error  # not the error itself: Hydra would print a line of its own above it
-        write_json(Path(job.runtime.output_dir) / "result.json", {"overrides": list(job.overrides.task), "error": str(error)})
+        write_json(
+            Path(job.runtime.output_dir) / "result.json", {"overrides": list(job.overrides.task), "error": str(error)}
+        )
 
 
 def train(cfg):
@@ -56,10 +80,17 @@ def train(cfg):
         cfg.run_dir = run_directory(cfg)
     folder = Path(cfg.run_dir)
     resume = to_resume(cfg, folder)
-    record = RunRecord(folder / "config.yaml", OmegaConf.to_yaml(cfg))  # interpolations stay as they are: nothing from the environment gets into the file
+    record = RunRecord(
+        folder / "config.yaml", OmegaConf.to_yaml(cfg)
+    )  # interpolations stay as they are: nothing from the environment gets into the file
     saver = Checkpoint(folder / "checkpoints", **cfg.checkpoint, monitor=cfg.monitor, mode=cfg.monitor_mode)
     with building(cfg, [record, saver]) as (trainer, (train_loader, val_loader, test_loader)):
-        trainer.fit(train_loader, val_loader, resume=resume)
+        try:
+            trainer.fit(train_loader, val_loader, resume=resume)
+        except KeyboardInterrupt:
+            print(f"\ninterrupted at step {trainer.step}. To go on:\n{again(folder)}", file=sys.stderr)
+            raise SystemExit(cli.INTERRUPTED) from None
+        steps = trainer.step
         best = checkpoint.best(folder / "checkpoints")
         if best is not None and saver.best:
             trainer.load_state_dict(best[1])
@@ -72,16 +103,27 @@ def train(cfg):
             "samples_per_second": round(record.samples / record.seconds) if record.seconds else None,
             "parameters": sum(p.numel() for p in trainer.module.parameters()), "memory_mib": trainer.memory_report(),
             "device": str(trainer.device), "precision": str(trainer.dtype or "torch.float32").removeprefix("torch."), "stopped": trainer.stop_reason,
+            "steps": steps, "total_steps": trainer.total_steps,
             "versions": versions(),
         }  # fmt: skip
     write_json(folder / "result.json", result)
 
     if saver.best:
-        print(f"best     {saver.name} {saver.best['value']:.4f} at step {saver.best['step']:,}")
+        print(f"best     {saver.name} {summary.number(saver.best['value'])} at step {saver.best['step']:,}")
     if test:
-        print("test     " + "  ".join(f"{name.removeprefix('test/')} {value:.4f}" for name, value in test.items() if isinstance(value, float)))
-    print(f"time     {summary.seconds(result['seconds'])}, with {result['samples_per_second'] or 0:,} samples/s in training")
+        print(
+            "test     "
+            + "  ".join(
+                f"{name.removeprefix('test/')} {summary.number(value)}"
+                for name, value in test.items()
+                if isinstance(value, float)
+            )
+        )
+    speed = f", with {result['samples_per_second']:,} samples/s in training" if result["samples_per_second"] else ""
+    print(f"time     {summary.seconds(result['seconds'])}{speed}")
     print(f"run      {folder}\n         python train.py task=evaluate run={folder}")
+    if result["steps"] < result["total_steps"]:
+        print(f"         {again(folder)}")
 
 
 def evaluate(cfg):
@@ -92,12 +134,16 @@ def evaluate(cfg):
         raise UserError("task=evaluate needs a run directory. Type run=DIR.")
     folder = Path(cfg.run)
     if not (folder / "config.yaml").is_file():
-        raise UserError(f"run={folder}: there is no config.yaml, so it is no run directory.{did_you_mean(folder, Path(folder.parent).glob('*'))}")
+        raise UserError(
+            f"run={folder}: there is no config.yaml, so it is no run directory.{did_you_mean(folder, Path(folder.parent).glob('*'))}"
+        )
     run_cfg = OmegaConf.load(folder / "config.yaml")
     run_cfg.device, run_cfg.run_dir = cfg.device, str(folder)
     best = checkpoint.best(folder / "checkpoints")
     if best is None:
-        raise UserError(f"run={folder}: there is no checkpoint in it. Type the command that made it, with run_dir={folder}.")
+        raise UserError(
+            f"run={folder}: there is no checkpoint in it. Type the command that made it, with run_dir={folder}."
+        )
     with building(run_cfg) as (trainer, (_, val_loader, test_loader)):
         trainer.load_state_dict(best[1])
         split, loader = ("test", test_loader) if test_loader is not None else ("val", val_loader)
@@ -115,10 +161,14 @@ def lr_find(cfg):
     with building(cfg) as (trainer, (train_loader, _, _)):
         found = lr_find(trainer, train_loader)
     picture = draw(found, Path(run_directory(cfg)) / "lr_find.png")
-    print(f"lr       {found.suggestion:.2g}, a tenth of where the loss was lowest in {len(found.rates)} steps from {found.rates[0]:.1g} to {found.rates[-1]:.1g}")
+    print(
+        f"lr       {found.suggestion:.2g}, a tenth of where the loss was lowest in {len(found.rates)} steps from {found.rates[0]:.1g} to {found.rates[-1]:.1g}"
+    )
     print(f"curve    {picture}")
-    typed = [override for override in HydraConfig.get().overrides.task if not override.startswith(("task=", "optimizer.lr="))]
-    print(f"use it   python train.py {' '.join([*typed, f'optimizer.lr={found.suggestion:.2g}'])}")
+    typed = [
+        override for override in HydraConfig.get().overrides.task if not override.startswith(("task=", "optimizer.lr="))
+    ]
+    print(f"use it   {shlex.join(['python', 'train.py', *typed, f'optimizer.lr={found.suggestion:.2g}'])}")
 
 
 TASKS = {"train": train, "evaluate": evaluate, "lr_find": lr_find}
@@ -139,14 +189,22 @@ def building(cfg, more_callbacks=()):
     data = build("dataset", dataset)
     sizes = {"batch_size": cfg.batch_size, "eval_batch_size": cfg.eval_batch_size, "drop_last": cfg.drop_last}
     loaders, why = make_loaders(data, **sizes, device=device, seed=cfg.seed, **loading)
-    counts = ", ".join(f"{loader.samples:,} {name}" for name, loader in zip(("train", "val", "test"), loaders, strict=True) if loader is not None)
-    print(f"data     {data.name}: {counts} samples of {'x'.join(map(str, data.in_shape))}, {what_to_predict(data)}; {why}")
+    counts = ", ".join(
+        f"{loader.samples:,} {name}"
+        for name, loader in zip(("train", "val", "test"), loaders, strict=True)
+        if loader is not None
+    )
+    print(
+        f"data     {data.name}: {counts} samples of {'x'.join(map(str, data.in_shape))}{' numbers' * (len(data.in_shape) == 1)}, {what_to_predict(data)}; {why}"
+    )
 
     devices.seed_generators(device, devices.mix_seed(check_number("seed", cfg.seed, whole=True, least=0), "model"))
     model = build("model", cfg.model, in_shape=data.in_shape, num_classes=data.num_classes)
     loss = build("loss", cfg.loss)
     metrics = default_metrics(data.kind, data.target_scale) if is_plain(cfg) else {}
-    metrics |= {name: build(f"metrics.{name}", node, num_classes=data.num_classes) for name, node in cfg.metrics.items()}
+    metrics |= {
+        name: build(f"metrics.{name}", node, num_classes=data.num_classes) for name, node in cfg.metrics.items()
+    }
     check_outputs(cfg, model, loss, data)
     on = {name: node for name, node in cfg.callbacks.items() if node is not None and None not in node.values()}
     callbacks = [build(f"callbacks.{name}", node) for name, node in on.items()]
@@ -168,7 +226,9 @@ def build(key, node, **offered):
     unknown = [name for name in node if not name.startswith("_") and name not in parameters]
     if unknown and not takes_more:
         settings = [name for name in parameters if name not in offered]
-        raise UserError(f"{key}.{unknown[0]}: {target} has no such argument.{did_you_mean(unknown[0], settings)}\nIt has {', '.join(settings)}.")
+        raise UserError(
+            f"{key}.{unknown[0]}: {target} has no such argument.{did_you_mean(unknown[0], settings)}\nIt has {', '.join(settings)}."
+        )
     # As a partial, which is called here: Hydra would copy the objects that it is handed.
     try:
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
@@ -177,7 +237,11 @@ def build(key, node, **offered):
     if node.get("_partial_"):
         return factory
     # A constructor that hands **kwargs on: a Trainer of one's own takes all of them, torchvision's models the number of classes.
-    passed = {name: value for name, value in offered.items() if name in parameters or (takes_more and (key == "trainer" or name == "num_classes"))}
+    passed = {
+        name: value
+        for name, value in offered.items()
+        if name in parameters or (takes_more and (key == "trainer" or name == "num_classes"))
+    }
     passed = {name: value for name, value in passed.items() if name not in node or key == "trainer"}
     if missing := [name for name, needed in parameters.items() if needed and name not in passed and name not in node]:
         raise UserError(f"{key}.{missing[0]}: {target} needs this argument. Type +{key}.{missing[0]}=...")
@@ -194,7 +258,9 @@ def locate(key, target):
     try:
         return hydra.utils.get_object(target)
     except InstantiationException:
-        raise UserError(f"{key}._target_={target}: not among what may be built. Type trusted=[{target.split('.')[0]}] if it is your own.") from None
+        raise UserError(
+            f"{key}._target_={target}: not among what may be built. Type trusted=[{target.split('.')[0]}] if it is your own."
+        ) from None
     except (ImportError, ValueError) as error:
         cause = error.__cause__ or error
         raise UserError(f"{key}._target_={target}: {str(cause).splitlines()[0]}.") from error
@@ -213,7 +279,9 @@ def retarget(cfg):
     for name in [name.removesuffix("._target_") for name in typed if name.endswith("._target_")]:
         node = OmegaConf.select(cfg, name)
         parameters, takes_more = arguments_of(name, node["_target_"])
-        own = [key for key in node if not key.startswith("_") and key not in parameters and f"{name}.{key}" not in typed]
+        own = [
+            key for key in node if not key.startswith("_") and key not in parameters and f"{name}.{key}" not in typed
+        ]
         for key in own if not (takes_more and name == "trainer") else []:
             if key not in LOADING or name != "dataset":
                 with open_dict(cfg):
@@ -229,20 +297,28 @@ def check_outputs(cfg, model, loss, data):
 
     kind = OmegaConf.select(cfg, "loss._target_", default="").split(".")[-1]
     if kind in ("MSELoss", "L1Loss", "HuberLoss", "SmoothL1Loss") and data.kind == "classification" and is_plain(cfg):
-        raise UserError(f"loss={kind} is for numbers, and {data.name} has {data.num_classes} classes. Type loss=cross_entropy.")
+        raise UserError(
+            f"loss={kind} is for numbers, and {data.name} has {data.num_classes} classes. Type loss=cross_entropy."
+        )
     if kind == "CrossEntropyLoss" and data.kind == "regression" and is_plain(cfg):
-        raise UserError(f"loss={kind} is for classes, and {data.name} has numbers to predict. Type loss=mse (or l1, huber).")
+        raise UserError(
+            f"loss={kind} is for classes, and {data.name} has numbers to predict. Type loss=mse (or l1, huber)."
+        )
     model.eval()
     try:
         with torch.no_grad():
             outputs = model(torch.zeros(2, *data.in_shape))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise UserError(f"model={cfg.model._target_} does not take inputs of shape {tuple(data.in_shape)}: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"model={cfg.model._target_} does not take inputs of shape {tuple(data.in_shape)}: {str(error).splitlines()[0]}"
+        ) from error
     finally:
         model.train()
     shape = tuple(getattr(outputs, "shape", ()))
     if is_plain(cfg) and shape != (2, data.num_classes):
-        raise UserError(f"model={cfg.model._target_} gives outputs of shape {shape[1:]}, and {data.name} needs ({data.num_classes},).")
+        raise UserError(
+            f"model={cfg.model._target_} gives outputs of shape {shape[1:]}, and {data.name} needs ({data.num_classes},)."
+        )
 
 
 def is_plain(cfg):
@@ -256,6 +332,12 @@ def what_to_predict(data):
     if data.kind == "classification":
         return f"{data.num_classes} classes"
     return "1 number" if data.num_classes == 1 else f"{data.num_classes} numbers"
+
+
+def again(folder):
+    """The command that continues a run."""
+    typed = [override for override in HydraConfig.get().overrides.task if not override.startswith("run_dir=")]
+    return shlex.join(["python", "train.py", *typed, f"run_dir={folder}"])
 
 
 def in_sweep():
@@ -287,12 +369,16 @@ def to_resume(cfg, folder):
     if not checkpoint.files(folder / "checkpoints"):
         return None
     if cfg.resume == "never":
-        raise UserError(f"run_dir={folder} has checkpoints, and resume=never would overwrite them. Type another run_dir.")
+        raise UserError(
+            f"run_dir={folder} has checkpoints, and resume=never would overwrite them. Type another run_dir."
+        )
     before, now = (cli.flat(config) for config in (OmegaConf.load(folder / "config.yaml"), cfg))
     other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not key.startswith(HARMLESS)]
     if other:
         differences = ", ".join(f"{key}={now.get(key)} (was {before.get(key)})" for key in other[:5])
-        raise UserError(f"run_dir={folder} holds a run with other settings: {differences}.\nType the settings it had to continue it, or another run_dir.")
+        raise UserError(
+            f"run_dir={folder} holds a run with other settings: {differences}.\nType the settings it had to continue it, or another run_dir."
+        )
     return checkpoint.newest(folder / "checkpoints")[0]
 
 
@@ -307,7 +393,12 @@ def write_json(path, contents):
 def versions():
     import torch
 
-    return {"python": platform.python_version(), "torch": torch.__version__, "hydra": hydra.__version__, "platform": platform.platform()}
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hydra": hydra.__version__,
+        "platform": platform.platform(),
+    }
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ class Augment:
     def _add(self, item, value):
         if type(item).__module__.startswith("torchvision.transforms"):
             name = type(item).__name__
-            raise UserError(f"dataset.augment: torchvision's {name} draws one value for a whole batch.\nType names instead: {', '.join(DEFAULTS)}.")
+            raise UserError(
+                f"dataset.augment: torchvision's {name} draws one value for a whole batch.\nType names instead: {', '.join(DEFAULTS)}."
+            )
         if callable(item):
             self.rest.append(item)
             return
@@ -45,7 +47,11 @@ class Augment:
         if item in MIXING:
             self.mixing.append(item)
             self.rest.append(
-                functools.partial(_mixup if item == "mixup" else _cutmix, a=check_number(key, value, above=0), num_classes=self.num_classes)
+                functools.partial(
+                    _mixup if item == "mixup" else _cutmix,
+                    a=check_number(key, value, above=0),
+                    num_classes=self.num_classes,
+                )
             )
         elif item != "flip":
             self.geometric[item] = check_number(key, value, whole=True, least=1)
@@ -62,7 +68,9 @@ class Augment:
                     f"dataset.augment: {name} moves pixels, and these inputs have the shape {tuple(in_shape)}.\nType dataset.augment=[] or [mixup]."
                 )
         if self.geometric.get("crop", 0) >= min(in_shape[1:], default=math.inf):
-            raise UserError(f"dataset.augment.crop={self.geometric['crop']}: give less than the {min(in_shape[1:])} pixels of the image.")
+            raise UserError(
+                f"dataset.augment.crop={self.geometric['crop']}: give less than the {min(in_shape[1:])} pixels of the image."
+            )
 
     def __call__(self, inputs, targets, generator):
         self.check(inputs.shape[1:])
@@ -106,7 +114,9 @@ class Augment:
         if cutout:
             inside = []
             for size in (height, width):
-                start = draw(0, size - 1) - cutout // 2  # the middle lies anywhere in the image, so the square may hang over the border
+                start = (
+                    draw(0, size - 1) - cutout // 2
+                )  # the middle lies anywhere in the image, so the square may hang over the border
                 place = torch.arange(size, device=device)
                 inside.append((place >= start) & (place < start + cutout))
             moved *= ~(inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(1)
@@ -128,8 +138,12 @@ def _soft(targets, num_classes, dtype):
     if targets.is_floating_point():
         return targets
     if num_classes is None:
-        raise UserError("Augment with mixup or cutmix: give num_classes, since class targets become (N, num_classes) probabilities.")
-    return torch.zeros(len(targets), num_classes, dtype=dtype, device=targets.device).scatter_(1, targets.unsqueeze(1), 1)
+        raise UserError(
+            "Augment with mixup or cutmix: give num_classes, since class targets become (N, num_classes) probabilities."
+        )
+    return torch.zeros(len(targets), num_classes, dtype=dtype, device=targets.device).scatter_(
+        1, targets.unsqueeze(1), 1
+    )
 
 
 def _mixup(inputs, targets, generator, *, a, num_classes):
@@ -144,7 +158,9 @@ def _cutmix(inputs, targets, generator, *, a, num_classes):
     targets = _soft(targets, num_classes, inputs.dtype if inputs.is_floating_point() else torch.float32)
     side = (1 - sample_beta(a, generator)).sqrt()
     inside = []
-    for size, middle in zip(inputs.shape[2:], torch.rand(2, generator=generator, device=inputs.device).unbind(), strict=True):
+    for size, middle in zip(
+        inputs.shape[2:], torch.rand(2, generator=generator, device=inputs.device).unbind(), strict=True
+    ):
         place = torch.arange(size, device=inputs.device)
         start, stop = ((middle - side / 2) * size).round(), ((middle + side / 2) * size).round()
         inside.append((place >= start) & (place < stop))

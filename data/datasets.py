@@ -45,14 +45,25 @@ class Data:
             values = getattr(self, key)
             if values is not None and (isinstance(values, (str, float, int)) or len(values) != self.in_shape[0]):
                 raise UserError(f"dataset.{key}={values}: give a list of {self.in_shape[0]} numbers, one a channel.")
-            setattr(self, key, values and [float(check_number(f"dataset.{key}", value, above=0 if key == "std" else None)) for value in values])
+            setattr(
+                self,
+                key,
+                values
+                and [
+                    float(check_number(f"dataset.{key}", value, above=0 if key == "std" else None)) for value in values
+                ],
+            )
         for part in (self.train, self.val, self.test) if self.kind == "classification" else ():
             labels = part.targets if part is not None else torch.zeros(1, dtype=torch.int64)
             if labels.dtype != torch.int64 or labels.ndim != 1:
-                raise UserError(f"{self.name}: labels are a vector of int64, and these are {labels.dtype} of shape {tuple(labels.shape)}.")
+                raise UserError(
+                    f"{self.name}: labels are a vector of int64, and these are {labels.dtype} of shape {tuple(labels.shape)}."
+                )
             wrong = labels[(labels < 0) | (labels >= self.num_classes)]
             if len(wrong):
-                raise UserError(f"{self.name}: the label {wrong[0].item()} is not one of the {self.num_classes} classes 0 to {self.num_classes - 1}.")
+                raise UserError(
+                    f"{self.name}: the label {wrong[0].item()} is not one of the {self.num_classes} classes 0 to {self.num_classes - 1}."
+                )
 
 
 class TensorSplit:
@@ -117,7 +128,9 @@ def decode_image(file, size, channels):
             image = image.convert("L" if channels == 1 else "RGB")
             if isinstance(size, int) and image.size != (size, size):
                 image = image.resize((size, size), Image.Resampling.BILINEAR)
-            pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, channels)
+            pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(
+                image.height, image.width, channels
+            )
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise UserError(f"{file}: this image cannot be read ({error}).\nReplace or remove the file.") from None
     if not isinstance(size, int) and pixels.shape[:2] != tuple(size):
@@ -167,7 +180,9 @@ def _check_fractions(**fractions):
     for key, value in fractions.items():
         check_number(f"dataset.{key}", value, least=0, most=0.95)
     if sum(fractions.values()) > 0.95:
-        raise UserError(f"{' + '.join(f'dataset.{key}={value}' for key, value in fractions.items())}: that leaves too little to train on.")
+        raise UserError(
+            f"{' + '.join(f'dataset.{key}={value}' for key, value in fractions.items())}: that leaves too little to train on."
+        )
     return list(fractions.values())
 
 
@@ -202,12 +217,26 @@ def kmnist(root="datasets", download=False, val_fraction=0.1, split_seed=0, mean
     return _torchvision("kmnist", "KMNIST", 21, root, download, val_fraction, split_seed, mean, std)
 
 
-def cifar10(root="datasets", download=False, val_fraction=0.1, split_seed=0, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)):
+def cifar10(
+    root="datasets",
+    download=False,
+    val_fraction=0.1,
+    split_seed=0,
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+):
     """50,000 + 10,000 photographs of 10 kinds, 3x32x32 (Krizhevsky 2009), from root/cifar-10-batches-py."""
     return _torchvision("cifar10", "CIFAR10", 170, root, download, val_fraction, split_seed, mean, std)
 
 
-def cifar100(root="datasets", download=False, val_fraction=0.1, split_seed=0, mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762)):
+def cifar100(
+    root="datasets",
+    download=False,
+    val_fraction=0.1,
+    split_seed=0,
+    mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762),
+):
     """50,000 + 10,000 photographs of 100 kinds, 3x32x32 (Krizhevsky 2009), from root/cifar-100-python."""
     return _torchvision("cifar100", "CIFAR100", 169, root, download, val_fraction, split_seed, mean, std)
 
@@ -218,7 +247,9 @@ def _torchvision(name, kind, megabytes, root, download, val_fraction, split_seed
 
     root = os.path.expanduser(root)
     try:
-        train, test = (getattr(torchvision.datasets, kind)(root, train=train, download=download) for train in (True, False))
+        train, test = (
+            getattr(torchvision.datasets, kind)(root, train=train, download=download) for train in (True, False)
+        )
     except (RuntimeError, OSError, ValueError, EOFError) as error:
         if "not found" in str(error):
             what = f"{kind} is not in {root}.\nType dataset.download=true to fetch it ({megabytes} MB), or dataset.root=DIR for where it lies."
@@ -230,7 +261,15 @@ def _torchvision(name, kind, megabytes, root, download, val_fraction, split_seed
     images, labels = zip(*(_images_and_labels(part) for part in (train, test)), strict=True)
     kept, val = _cut(images[0], labels[0], fractions, split_seed)
     return Data(
-        name, kept, val, TensorSplit(images[1], labels[1]), images[0].shape[1:], len(train.classes), classes=list(train.classes), mean=mean, std=std
+        name,
+        kept,
+        val,
+        TensorSplit(images[1], labels[1]),
+        images[0].shape[1:],
+        len(train.classes),
+        classes=list(train.classes),
+        mean=mean,
+        std=std,
     )
 
 
@@ -252,7 +291,9 @@ def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.
         raise UserError(f"dataset.channels={channels}: give 3 (colour) or 1 (grey).")
     root = os.path.expanduser(root)
     if not os.path.isdir(root):
-        raise UserError(f"dataset.root={root}: there is no such folder. Type dataset.root=DIR with one folder a class in it.")
+        raise UserError(
+            f"dataset.root={root}: there is no such folder. Type dataset.root=DIR with one folder a class in it."
+        )
     top = os.path.join(root, "train") if os.path.isdir(os.path.join(root, "train")) else root
     classes = sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and not entry.name.startswith("."))
     if len(classes) < 2:
@@ -277,12 +318,22 @@ def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.
     def split(files, targets):
         return ImageSplit(files, torch.as_tensor(targets), size, channels) if len(files) else None
 
-    given = {name: os.path.join(root, name) for name in ("val", "test") if top != root and os.path.isdir(os.path.join(root, name))}
+    given = {
+        name: os.path.join(root, name)
+        for name in ("val", "test")
+        if top != root and os.path.isdir(os.path.join(root, name))
+    }
     fractions = _check_fractions(
-        **{f"{name}_fraction": 0 if name in given else value for name, value in (("val", val_fraction), ("test", test_fraction))}
+        **{
+            f"{name}_fraction": 0 if name in given else value
+            for name, value in (("val", val_fraction), ("test", test_fraction))
+        }
     )
     targets = torch.tensor(targets)
-    train, val, test = (split([files[i] for i in part.tolist()], targets[part]) for part in split_indices(targets, fractions, split_seed))
+    train, val, test = (
+        split([files[i] for i in part.tolist()], targets[part])
+        for part in split_indices(targets, fractions, split_seed)
+    )
     for name, folder in given.items():
         part = split(*_list_images(folder, classes))
         if part is None:
@@ -291,7 +342,17 @@ def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.
     if mean is None or std is None:
         measured = _mean_and_std(train, split_seed)
         mean, std = (measured[0] if mean is None else mean), (measured[1] if std is None else std)
-    return Data(os.path.basename(os.path.abspath(root)), train, val, test, train.shape, len(classes), classes=classes, mean=mean, std=std)
+    return Data(
+        os.path.basename(os.path.abspath(root)),
+        train,
+        val,
+        test,
+        train.shape,
+        len(classes),
+        classes=classes,
+        mean=mean,
+        std=std,
+    )
 
 
 def _list_images(top, classes):
@@ -304,7 +365,11 @@ def _list_images(top, classes):
                 f"Rename or remove the folder; they have {', '.join(classes[:10])}{', ...' * (len(classes) > 10)}."
             )
         with os.scandir(os.path.join(top, name)) as entries:
-            found = sorted(e.name for e in entries if e.name.lower().endswith(IMAGE_ENDINGS) and not e.name.startswith(".") and e.is_file())
+            found = sorted(
+                e.name
+                for e in entries
+                if e.name.lower().endswith(IMAGE_ENDINGS) and not e.name.startswith(".") and e.is_file()
+            )
         files += [os.path.join(top, name, file) for file in found]
         labels += [numbers[name]] * len(found)
     return files, labels
@@ -312,17 +377,34 @@ def _list_images(top, classes):
 
 def _mean_and_std(split, seed, most=5000):
     """Each channel's mean and standard deviation, as lists, in units of 0..1."""
-    chosen = torch.randperm(len(split), generator=torch.Generator().manual_seed(mix_seed(seed, "mean and std")))[:most].sort().values
-    images, _ = ImageSplit([split.files[i] for i in chosen.tolist()], split.targets[chosen], split.size, split.channels).tensors()
+    chosen = (
+        torch.randperm(len(split), generator=torch.Generator().manual_seed(mix_seed(seed, "mean and std")))[:most]
+        .sort()
+        .values
+    )
+    images, _ = ImageSplit(
+        [split.files[i] for i in chosen.tolist()], split.targets[chosen], split.size, split.channels
+    ).tensors()
     # From histograms: 256 counts a channel are exact, and need no float copy of the images.
-    counts = torch.stack([torch.bincount(images[:, c].flatten(), minlength=256) for c in range(split.channels)]).double()
+    counts = torch.stack(
+        [torch.bincount(images[:, c].flatten(), minlength=256) for c in range(split.channels)]
+    ).double()
     levels = torch.arange(256).double() / 255
     mean = (counts * levels).sum(1) / counts.sum(1)
     std = ((counts * levels.square()).sum(1) / counts.sum(1) - mean.square()).clamp_min(0).sqrt()
     return mean.tolist(), std.clamp_min(1 / 255).tolist()
 
 
-def synthetic(kind="classification", n=10000, in_shape=(20,), num_classes=10, noise=1.0, val_fraction=0.1, test_fraction=0.1, split_seed=0):
+def synthetic(
+    kind="classification",
+    n=10000,
+    in_shape=(20,),
+    num_classes=10,
+    noise=1.0,
+    val_fraction=0.1,
+    test_fraction=0.1,
+    split_seed=0,
+):
     """Data of any size that can be learnt: random patterns, one a class or target, and noise of `noise` times their deviation.
 
     A sample of a class is its pattern plus noise; a regression's targets (standard normal, `num_classes` of them) are the amounts in which
@@ -332,7 +414,10 @@ def synthetic(kind="classification", n=10000, in_shape=(20,), num_classes=10, no
     check_number("dataset.n", n, whole=True, least=1)
     check_number("dataset.num_classes", num_classes, whole=True, least=2 if kind == "classification" else 1)
     check_number("dataset.noise", noise, least=0)
-    in_shape = tuple(check_number("dataset.in_shape", size, whole=True, least=1) for size in ([in_shape] if isinstance(in_shape, int) else in_shape))
+    in_shape = tuple(
+        check_number("dataset.in_shape", size, whole=True, least=1)
+        for size in ([in_shape] if isinstance(in_shape, int) else in_shape)
+    )
     if len(in_shape) not in (1, 3):
         raise UserError(f"dataset.in_shape={list(in_shape)}: give [features] or [channels,height,width].")
     fractions = _check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
@@ -346,15 +431,30 @@ def synthetic(kind="classification", n=10000, in_shape=(20,), num_classes=10, no
     inputs = torch.empty(n, *in_shape, dtype=torch.uint8 if image else torch.float32)
     for start in range(0, n, 4096):  # in pieces, so that large sets of images never exist as floats
         part = targets[start : start + 4096]
-        values = patterns[part] if classes else (part @ patterns.flatten(1) / math.sqrt(num_classes)).view(-1, *in_shape)
+        values = (
+            patterns[part] if classes else (part @ patterns.flatten(1) / math.sqrt(num_classes)).view(-1, *in_shape)
+        )
         values = values + noise * torch.randn(values.shape, generator=generator)
         inputs[start : start + 4096] = (values * 40 + 128).round().clamp(0, 255) if image else values
     train, val, test = _cut(inputs, targets, fractions, split_seed, stratified=classes)
-    scale = {"mean": [128 / 255] * in_shape[0], "std": [40 * math.sqrt(1 + noise**2) / 255] * in_shape[0]} if image else {}
+    scale = (
+        {"mean": [128 / 255] * in_shape[0], "std": [40 * math.sqrt(1 + noise**2) / 255] * in_shape[0]} if image else {}
+    )
     return Data("synthetic", train, val, test, in_shape, num_classes, kind, **scale)
 
 
-def csv(path, target, kind="auto", categorical=(), ignore=(), missing="error", delimiter=",", val_fraction=0.1, test_fraction=0.2, split_seed=0):
+def csv(
+    path,
+    target,
+    kind="auto",
+    categorical=(),
+    ignore=(),
+    missing="error",
+    delimiter=",",
+    val_fraction=0.1,
+    test_fraction=0.2,
+    split_seed=0,
+):
     """A table with a header line; one column is the target. Numbers are standardised, categories one-hot, both by the training part alone.
 
     A column in which every value is a finite number is numeric, unless named in `categorical`. A category that the training part lacks is
@@ -368,7 +468,9 @@ def csv(path, target, kind="auto", categorical=(), ignore=(), missing="error", d
     for key, names in (("target", [target]), ("categorical", categorical), ("ignore", ignore)):
         for name in [names] if isinstance(names, str) else names:
             if name not in columns:
-                raise UserError(f"dataset.{key}={name}: {path} has no such column.{did_you_mean(name, columns)}\nIt has {', '.join(columns)}.")
+                raise UserError(
+                    f"dataset.{key}={name}: {path} has no such column.{did_you_mean(name, columns)}\nIt has {', '.join(columns)}."
+                )
     ignore = {ignore} if isinstance(ignore, str) else set(ignore)
     columns = {name: values for name, values in columns.items() if name not in ignore or name == target}
     columns = _without_missing(columns, target, missing)
@@ -389,7 +491,18 @@ def csv(path, target, kind="auto", categorical=(), ignore=(), missing="error", d
         targets = ((targets - center) / scale).float()
     train, val, test = (TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts)
     outputs = len(classes) if classes else 1
-    return Data(Path(path).stem, train, val, test, inputs.shape[1:], outputs, kind, classes, target_mean=center, target_scale=scale)
+    return Data(
+        Path(path).stem,
+        train,
+        val,
+        test,
+        inputs.shape[1:],
+        outputs,
+        kind,
+        classes,
+        target_mean=center,
+        target_scale=scale,
+    )
 
 
 def _read_table(path, delimiter):
@@ -407,7 +520,9 @@ def _read_table(path, delimiter):
                 )
             for row in lines:
                 if len(row) != len(header) and row:
-                    raise UserError(f"{path}, line {lines.line_num}: {len(row)} values for the {len(header)} columns of the header.")
+                    raise UserError(
+                        f"{path}, line {lines.line_num}: {len(row)} values for the {len(header)} columns of the header."
+                    )
                 if row:  # a blank line is no row
                     rows.append(row)
     except FileNotFoundError:
@@ -418,25 +533,39 @@ def _read_table(path, delimiter):
         raise UserError(f"{path} is empty: it needs a header line and at least one row.")
     for name in header:
         if header.count(name) > 1 or not name:
-            raise UserError(f"{path}: the header has {f'the column {name!r} {header.count(name)} times' if name else 'a column without a name'}.")
-    return {name: [value.strip() for value in values] for name, values in zip(header, zip(*rows, strict=True), strict=True)}
+            raise UserError(
+                f"{path}: the header has {f'the column {name!r} {header.count(name)} times' if name else 'a column without a name'}."
+            )
+    return {
+        name: [value.strip() for value in values] for name, values in zip(header, zip(*rows, strict=True), strict=True)
+    }
 
 
 def _without_missing(columns, target, missing):
     """The columns with None for each missing value, or without the rows that have one."""
-    columns = {name: [None if value.lower() in MISSING else value for value in values] for name, values in columns.items()}
+    columns = {
+        name: [None if value.lower() in MISSING else value for value in values] for name, values in columns.items()
+    }
     counts = {name: values.count(None) for name, values in columns.items() if None in values}
     rows = len(columns[target])
     if counts and missing == "error":
-        found = ", ".join(f"{name!r} in {count}" for name, count in list(counts.items())[:3]) + f" and {len(counts) - 3} more" * (len(counts) > 3)
+        found = ", ".join(
+            f"{name!r} in {count}" for name, count in list(counts.items())[:3]
+        ) + f" and {len(counts) - 3} more" * (len(counts) > 3)
         fill = "" if target in counts else "dataset.missing=mean to fill them in, or "
-        raise UserError(f"Values are missing in these columns: {found} of {rows} rows.\nType {fill}dataset.missing=drop to leave those rows out.")
+        raise UserError(
+            f"Values are missing in these columns: {found} of {rows} rows.\nType {fill}dataset.missing=drop to leave those rows out."
+        )
     if target in counts and missing == "mean":
-        raise UserError(f"The target {target!r} is missing in {counts[target]} of {rows} rows, and cannot be filled in.\nType dataset.missing=drop.")
+        raise UserError(
+            f"The target {target!r} is missing in {counts[target]} of {rows} rows, and cannot be filled in.\nType dataset.missing=drop."
+        )
     if counts and missing == "drop":
         keep = [i for i, row in enumerate(zip(*columns.values(), strict=True)) if None not in row]
         if not keep:
-            raise UserError("dataset.missing=drop leaves no row: each has a missing value. Type dataset.missing=mean, or dataset.ignore=[COLUMN].")
+            raise UserError(
+                "dataset.missing=drop leaves no row: each has a missing value. Type dataset.missing=mean, or dataset.ignore=[COLUMN]."
+            )
         columns = {name: [values[i] for i in keep] for name, values in columns.items()}
     return columns
 
@@ -456,14 +585,23 @@ def _read_target(name, values, kind):
     numbers = _numbers(values)
     distinct = sorted(set(values if numbers is None else numbers))
     if len(distinct) < 2:
-        raise UserError(f"dataset.target={name}: all {len(values)} rows have the same value, {values[0]!r}. There is nothing to learn.")
+        raise UserError(
+            f"dataset.target={name}: all {len(values)} rows have the same value, {values[0]!r}. There is nothing to learn."
+        )
     if kind == "auto":
-        few = numbers is not None and len(distinct) <= 20 and len(distinct) < len(values) / 10 and all(value.is_integer() for value in distinct)
+        few = (
+            numbers is not None
+            and len(distinct) <= 20
+            and len(distinct) < len(values) / 10
+            and all(value.is_integer() for value in distinct)
+        )
         kind = "classification" if numbers is None or few else "regression"
     if kind == "regression":
         if numbers is None:
             wrong = next(value for value in values if _numbers([value]) is None)
-            raise UserError(f"dataset.target={name}: {wrong!r} is not a number.\nType dataset.kind=classification, or choose another column.")
+            raise UserError(
+                f"dataset.target={name}: {wrong!r} is not a number.\nType dataset.kind=classification, or choose another column."
+            )
         return kind, None, torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
     labels = {value: label for label, value in enumerate(distinct)}
     targets = torch.tensor([labels[value] for value in (values if numbers is None else numbers)])

@@ -16,7 +16,18 @@ def permutation(n, seed, epoch):
     return torch.randperm(n, generator=torch.Generator().manual_seed(mix_seed(seed, "order", epoch)))
 
 
-def make_loaders(data, *, batch_size, eval_batch_size=None, device="cpu", seed=0, augment=(), drop_last=False, resident="auto", workers="auto"):
+def make_loaders(
+    data,
+    *,
+    batch_size,
+    eval_batch_size=None,
+    device="cpu",
+    seed=0,
+    augment=(),
+    drop_last=False,
+    resident="auto",
+    workers="auto",
+):
     """((train, val, test), why): a loader for each split, None where there is none, and a sentence that says where the data lies and why.
 
     `resident` is true, false or auto: on the device if all splits fit in half of its free memory. `workers` (auto: 0 for tensors, up to 8
@@ -39,7 +50,11 @@ def make_loaders(data, *, batch_size, eval_batch_size=None, device="cpu", seed=0
         kind, options, why = DeviceLoader, {}, f"resident on {device}, {reason}"
     else:
         count = _default_workers(splits["train"]) if workers == "auto" else workers
-        kind, options, why = HostLoader, {"workers": count}, f"streamed with {count} worker{'s' * (count != 1)}, {reason}"
+        kind, options, why = (
+            HostLoader,
+            {"workers": count},
+            f"streamed with {count} worker{'s' * (count != 1)}, {reason}",
+        )
     options |= {"device": device, "seed": seed}
     loaders = {name: kind(data, name, eval_batch_size or batch_size, **options) for name in splits if name != "train"}
     train = kind(data, "train", batch_size, shuffle=True, augment=augment, drop_last=drop_last, **options)
@@ -60,7 +75,10 @@ def seekable(loader, seed):
 
 def normalizer(mean, std, device):
     """A function: uint8 -> float32, (pixel / 255 - mean) / std by channel; anything else as it is."""
-    mean, std = (torch.tensor([default] if x is None else x, device=device).view(-1, 1, 1) for x, default in ((mean, 0.0), (std, 1.0)))
+    mean, std = (
+        torch.tensor([default] if x is None else x, device=device).view(-1, 1, 1)
+        for x, default in ((mean, 0.0), (std, 1.0))
+    )
     scale, offset = 1 / (255 * std), -mean / std
     return lambda inputs: inputs.float().mul_(scale).add_(offset) if inputs.dtype == torch.uint8 else inputs
 
@@ -97,7 +115,9 @@ class Loader(Seekable):
         self.samples, self.nbytes = len(self.split), self.split.nbytes
         self.batch_size = check_number("batch_size" if shuffle else "eval_batch_size", batch_size, whole=True, least=1)
         if shuffle and batch_size > self.samples:
-            raise UserError(f"batch_size={batch_size}: {data.name} has only {self.samples} training samples. Type a batch_size of at most that.")
+            raise UserError(
+                f"batch_size={batch_size}: {data.name} has only {self.samples} training samples. Type a batch_size of at most that."
+            )
         self.device, self.seed, self.shuffle, self.drop_last = torch.device(device), seed, shuffle, drop_last
         # A function and no method: a cycle self -> augment -> self would leave the loader to the garbage collector, which ends
         # a DataLoader's workers in the wrong order and waits 5 s for each.
@@ -212,7 +232,9 @@ class IterableLoader(Seekable):
         try:
             len(loader)
         except TypeError:
-            raise UserError(f"{type(loader).__name__} has no len(), the number of batches in an epoch. Give it a __len__ method.") from None
+            raise UserError(
+                f"{type(loader).__name__} has no len(), the number of batches in an epoch. Give it a __len__ method."
+            ) from None
         self.loader, self.seed, self.nbytes = loader, seed, 0
         self.batch_size = getattr(loader, "batch_size", None)
         dataset = getattr(loader, "dataset", None)

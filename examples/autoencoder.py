@@ -17,7 +17,9 @@ class Autoencoder(nn.Module):
         super().__init__()
         size = math.prod(in_shape)
         self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(size, width), nn.ReLU(), nn.Linear(width, code))
-        self.decoder = nn.Sequential(nn.Linear(code, width), nn.ReLU(), nn.Linear(width, size), nn.Unflatten(1, in_shape))
+        self.decoder = nn.Sequential(
+            nn.Linear(code, width), nn.ReLU(), nn.Linear(width, size), nn.Unflatten(1, in_shape)
+        )
 
     def forward(self, inputs):
         return self.decoder(self.encoder(inputs))

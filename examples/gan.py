@@ -13,7 +13,9 @@ class GAN(nn.Module):
     def __init__(self, in_shape, noise=16):
         super().__init__()
         self.noise, size = noise, prod(in_shape)
-        self.generator = nn.Sequential(nn.Linear(noise, 128), nn.ReLU(), nn.Linear(128, size), nn.Unflatten(1, in_shape))
+        self.generator = nn.Sequential(
+            nn.Linear(noise, 128), nn.ReLU(), nn.Linear(128, size), nn.Unflatten(1, in_shape)
+        )
         self.judge = nn.Sequential(nn.Flatten(), nn.Linear(size, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
 
     def forward(self, inputs):  # as many fakes as there are inputs

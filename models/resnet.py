@@ -34,7 +34,9 @@ class ResNet(nn.Module):
         widths, blocks = check_sizes("model.widths", widths), check_sizes("model.blocks", blocks)
         if len(widths) != len(blocks):
             raise UserError(f"model.widths={widths} and model.blocks={blocks}: give both lists one number a stage.")
-        self.stem = nn.Sequential(nn.Conv2d(channels, widths[0], 3, padding=1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(channels, widths[0], 3, padding=1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True)
+        )
         stages, inputs, smallest = [], widths[0], min(size)
         for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
             # A 1x1 map would leave the norms one value a channel when the last batch of an epoch has one sample.

@@ -13,8 +13,17 @@ def make_data(train=60, val=25, features=6, classes=3, dtype=torch.float32, seed
     """A Data with a train and a val split of random inputs (features,), with classes that a linear model can learn in part."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(train + val, features, generator=generator, dtype=dtype)
-    targets = (inputs[:, :classes] + 0.5 * torch.randn(train + val, classes, generator=generator, dtype=dtype)).argmax(1)
-    return Data("small", TensorSplit(inputs[:train], targets[:train]), TensorSplit(inputs[train:], targets[train:]), None, (features,), classes)
+    targets = (inputs[:, :classes] + 0.5 * torch.randn(train + val, classes, generator=generator, dtype=dtype)).argmax(
+        1
+    )
+    return Data(
+        "small",
+        TensorSplit(inputs[:train], targets[:train]),
+        TensorSplit(inputs[train:], targets[train:]),
+        None,
+        (features,),
+        classes,
+    )
 
 
 def make_model(features=6, classes=3, dropout=0.0, dtype=torch.float32, seed=0):

@@ -37,8 +37,12 @@ def reference(inputs, spec, seed):
                     moved[:, y, x] = image[:, from_y, from_x]
         if "crop" in spec:
             k = spec["crop"]
-            padded = torch.nn.functional.pad(moved.double().unsqueeze(0), (k, k, k, k), mode="reflect")[0].to(image.dtype)
-            moved = padded[:, k + crops[0][i] : k + crops[0][i] + height, k + crops[1][i] : k + crops[1][i] + width].clone()
+            padded = torch.nn.functional.pad(moved.double().unsqueeze(0), (k, k, k, k), mode="reflect")[0].to(
+                image.dtype
+            )
+            moved = padded[
+                :, k + crops[0][i] : k + crops[0][i] + height, k + crops[1][i] : k + crops[1][i] + width
+            ].clone()
         if squares:
             top, left = (square[i] - spec["cutout"] // 2 for square in squares)
             moved[:, max(top, 0) : max(top + spec["cutout"], 0), max(left, 0) : max(left + spec["cutout"], 0)] = 0
@@ -46,7 +50,14 @@ def reference(inputs, spec, seed):
     return torch.stack(results)
 
 
-SPECS = [{"flip": True}, {"shift": 2}, {"crop": 4}, {"cutout": 3}, {"flip": True, "crop": 3}, {"flip": True, "shift": 3, "crop": 2, "cutout": 5}]
+SPECS = [
+    {"flip": True},
+    {"shift": 2},
+    {"crop": 4},
+    {"cutout": 3},
+    {"flip": True, "crop": 3},
+    {"flip": True, "shift": 3, "crop": 2, "cutout": 5},
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
@@ -56,13 +67,18 @@ def test_geometry_equals_the_slow_reference(spec, shape, dtype):
     inputs, targets = torch.randint(1, 256, (16, *shape), generator=generator(9)).to(dtype), torch.arange(16)
     before = inputs.clone()
     for seed in range(3):
-        outputs, same = Augment([{name: value} for name, value in reversed(spec.items())])(inputs, targets, generator(seed))
+        outputs, same = Augment([{name: value} for name, value in reversed(spec.items())])(
+            inputs, targets, generator(seed)
+        )
         assert outputs.dtype == dtype and torch.equal(outputs, reference(inputs, spec, seed)) and same is targets
     assert torch.equal(inputs, before)
 
 
 def test_samples_differ_and_seeds_repeat():
-    inputs, targets = torch.randint(0, 256, (1, 3, 16, 16), dtype=torch.uint8).repeat(64, 1, 1, 1), torch.zeros(64, dtype=torch.int64)
+    inputs, targets = (
+        torch.randint(0, 256, (1, 3, 16, 16), dtype=torch.uint8).repeat(64, 1, 1, 1),
+        torch.zeros(64, dtype=torch.int64),
+    )
     augment = Augment(["flip", "shift", "crop", "cutout"])
     outputs = augment(inputs, targets, generator(1))[0]
     assert len({image.numpy().tobytes() for image in outputs}) > 60
@@ -84,7 +100,9 @@ def test_geometry_then_normalize_then_the_rest_in_the_order_of_the_list():
         return inputs * 2, targets + 1
 
     inputs, targets = torch.randint(1, 256, (6, 1, 8, 8), dtype=torch.uint8), torch.zeros(6, dtype=torch.int64)
-    augment = Augment([double, {"shift": 1}, lambda inputs, targets, generator: (inputs + 1, targets)], 3, lambda x: x.float() / 255)
+    augment = Augment(
+        [double, {"shift": 1}, lambda inputs, targets, generator: (inputs + 1, targets)], 3, lambda x: x.float() / 255
+    )
     outputs, labels = augment(inputs, targets, generator(4))
     assert torch.equal(seen[0], reference(inputs, {"shift": 1}, 4).float() / 255)
     assert torch.equal(outputs, seen[0] * 2 + 1) and labels.tolist() == [1] * 6
@@ -98,7 +116,9 @@ def test_mixup_mixes_inputs_and_targets_by_one_share(dtype):
     hot = torch.nn.functional.one_hot(targets, 3).to(dtype)
     torch.testing.assert_close(outputs, share * inputs + (1 - share) * inputs[[4, 0, 1, 2, 3]])
     torch.testing.assert_close(soft, share * hot + (1 - share) * hot[[4, 0, 1, 2, 3]])
-    flat, mixed = Augment(["mixup"])(torch.ones(5, 2, dtype=dtype), torch.arange(5, dtype=dtype).unsqueeze(1), generator(3))
+    flat, mixed = Augment(["mixup"])(
+        torch.ones(5, 2, dtype=dtype), torch.arange(5, dtype=dtype).unsqueeze(1), generator(3)
+    )
     torch.testing.assert_close(flat, torch.ones_like(flat))
     torch.testing.assert_close(mixed.sum(), torch.tensor(10, dtype=dtype))
 

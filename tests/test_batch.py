@@ -73,7 +73,9 @@ def equal(first, second):
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(equal, first, second))
     if dataclasses.is_dataclass(first):
-        return all(equal(getattr(first, field.name), getattr(second, field.name)) for field in dataclasses.fields(first))
+        return all(
+            equal(getattr(first, field.name), getattr(second, field.name)) for field in dataclasses.fields(first)
+        )
     return first == second
 
 
@@ -124,7 +126,12 @@ def test_a_frozen_dataclass_is_not_built_again():
 def test_a_defaultdict_stays_one():
     batch = collections.defaultdict(list, x=ones(2))
     after = plus_one(batch)
-    assert type(after) is collections.defaultdict and after["new"] == [] and "new" not in batch and torch.equal(after["x"], ones(2) + 1)
+    assert (
+        type(after) is collections.defaultdict
+        and after["new"] == []
+        and "new" not in batch
+        and torch.equal(after["x"], ones(2) + 1)
+    )
 
 
 def test_an_object_with_to_is_one_leaf():
@@ -138,7 +145,14 @@ def test_an_object_with_to_is_one_leaf():
 def test_the_names_read_like_code():
     batch = [{"mask": ones(1), 3: (ones(2), "a")}, Pair(ones(3), Frozen(ones(4), "b")), Movable(1)]
     named = dict(leaves(batch))
-    assert list(named) == ["batch[0]['mask']", "batch[0][3][0]", "batch[1][0]", "batch[1][1].inputs", "batch[1][1].doubled", "batch[2]"]
+    assert list(named) == [
+        "batch[0]['mask']",
+        "batch[0][3][0]",
+        "batch[1][0]",
+        "batch[1][1].inputs",
+        "batch[1][1].doubled",
+        "batch[2]",
+    ]
     for name, leaf in named.items():
         assert eval_name(name, batch) is leaf
     assert [name for name, _ in leaves({"x": ones(1)}, name="row")] == ["row['x']"]
@@ -190,7 +204,9 @@ def rows(n):
     return torch.arange(n * 3.0).view(n, 3)
 
 
-@pytest.mark.parametrize(("samples", "parts"), [(8, 1), (8, 2), (8, 4), (7, 2), (7, 3), (10, 4), (3, 5), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("samples", "parts"), [(8, 1), (8, 2), (8, 4), (7, 2), (7, 3), (10, 4), (3, 5), (1, 4), (2, 2)]
+)
 def test_the_shares_are_those_of_the_samples(samples, parts):
     pieces = batches.split((rows(samples), torch.arange(samples)), parts)
     assert len(pieces) == min(samples, parts)
@@ -270,10 +286,15 @@ def test_every_nesting_is_cut(wrap):
 
 def test_a_defaultdict_is_cut_into_defaultdicts():
     pieces = batches.split(collections.defaultdict(int, x=rows(4)), 2)
-    assert all(type(piece) is collections.defaultdict and piece["new"] == 0 and len(piece["x"]) == 2 for piece, _ in pieces)
+    assert all(
+        type(piece) is collections.defaultdict and piece["new"] == 0 and len(piece["x"]) == 2 for piece, _ in pieces
+    )
 
 
-@pytest.mark.parametrize("wrap", [lambda names: Pair(rows(4), names), lambda names: Plain(rows(4), names), lambda names: [Plain(rows(4), names)]])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda names: Pair(rows(4), names), lambda names: Plain(rows(4), names), lambda names: [Plain(rows(4), names)]],
+)
 def test_lists_of_plain_values_are_cut_in_named_tuples_and_dataclasses_too(wrap):
     pieces = [piece[0] if isinstance(piece, list) else piece for piece, _ in batches.split(wrap(list("abcd")), 2)]
     assert [piece[1] if isinstance(piece, Pair) else piece.seen for piece in pieces] == [list("ab"), list("cd")]

@@ -121,7 +121,11 @@ def test_ema_is_taken_back_when_an_evaluation_fails():
     ],
 )
 def test_early_stopping_waits_for_patience_evaluations(values, settings, stopped_at):
-    trainer = scored(values, EarlyStopping(monitor="val/score", **settings), max_steps=max(stopped_at, len(values)) if stopped_at == len(values) else None)
+    trainer = scored(
+        values,
+        EarlyStopping(monitor="val/score", **settings),
+        max_steps=max(stopped_at, len(values)) if stopped_at == len(values) else None,
+    )
     assert trainer.step == stopped_at
     assert bool(trainer.stop_reason) == (values[stopped_at - 1] != 9)
 
@@ -130,7 +134,11 @@ def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
     callbacks = [EarlyStopping(2, monitor="val/score"), Checkpoint(tmp_path)]
     assert scored([3, 2, 1, 0], *callbacks).step == 3
     path, _ = checkpoint.newest(tmp_path)
-    trainer = make_trainer(metrics={"score": Score()}, callbacks=[EarlyStopping(2, monitor="val/score"), Checkpoint(tmp_path)], eval_every=1)
+    trainer = make_trainer(
+        metrics={"score": Score()},
+        callbacks=[EarlyStopping(2, monitor="val/score"), Checkpoint(tmp_path)],
+        eval_every=1,
+    )
     trainer.fit(*loaders(), resume=path)
     assert trainer.step == 3
 
@@ -199,7 +207,10 @@ def test_what_is_monitored_is_checked_before_the_first_step(watcher):
         trainer.fit(loaders()[0])  # nothing is validated
 
 
-@pytest.mark.parametrize(("metrics", "val", "name", "sign"), [({"acc": Accuracy()}, True, "val/acc", 1), ({}, True, "val/loss", -1), ({}, False, "train/loss", -1)])
+@pytest.mark.parametrize(
+    ("metrics", "val", "name", "sign"),
+    [({"acc": Accuracy()}, True, "val/acc", 1), ({}, True, "val/loss", -1), ({}, False, "train/loss", -1)],
+)
 def test_auto_watches_what_there_is(metrics, val, name, sign):
     watcher = EarlyStopping(100)
     train_loader, val_loader = loaders()
@@ -224,13 +235,19 @@ def test_one_plain_line_an_epoch_where_there_is_no_terminal(capsys):
     assert [line.split()[0] for line in lines] == ["device", "model", "plan", "epoch", "epoch", "epoch"]
     last = [row for row in rows if 16 < row["step"] <= 24 and "train/loss" in row]
     mean = sum(row["train/loss"] * row["train/samples"] for row in last) / 60
-    assert lines[-1].startswith(f"epoch 3/3  loss {mean:.4f}  val/loss {rows[-1]['val/loss']:.4f}  val/acc {rows[-1]['val/acc']:.4f}  ")
+    assert lines[-1].startswith(
+        f"epoch 3/3  loss {mean:.4f}  val/loss {rows[-1]['val/loss']:.4f}  val/acc {rows[-1]['val/acc']:.4f}  "
+    )
     assert "3 epochs of 8 steps = 24 steps, batch 8, AdamW (fused) lr 0.01, cosine after 3 steps of warmup" in lines[2]
 
 
 def test_jsonl_has_one_row_an_event_and_a_continued_run_none_twice(tmp_path):
     def run(folder, resume=None):
-        trainer = make_trainer(metrics={"acc": Accuracy()}, callbacks=[JSONL(folder / "metrics.jsonl"), Checkpoint(folder, every=5, keep=9)], log_every=2)
+        trainer = make_trainer(
+            metrics={"acc": Accuracy()},
+            callbacks=[JSONL(folder / "metrics.jsonl"), Checkpoint(folder, every=5, keep=9)],
+            log_every=2,
+        )
         trainer.fit(*loaders(), resume=resume)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return [{name: value for name, value in row.items() if name != "train/seconds"} for row in rows]
@@ -248,7 +265,9 @@ def test_tensorboard_has_the_same_numbers(tmp_path):
     pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trainer = make_trainer(metrics={"acc": Accuracy()}, callbacks=[TensorBoard(tmp_path / "tb"), JSONL(tmp_path / "metrics.jsonl")])
+    trainer = make_trainer(
+        metrics={"acc": Accuracy()}, callbacks=[TensorBoard(tmp_path / "tb"), JSONL(tmp_path / "metrics.jsonl")]
+    )
     trainer.fit(*loaders())
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -268,7 +287,12 @@ def test_lr_find_sets_all_back_and_suggests_a_tenth_of_the_lowest(tmp_path):
     assert_same(trainer.state_dict(), before)
     assert found.suggestion == found.rates[found.losses.index(min(found.losses))] / 10
     assert math.isclose(found.rates[1] / found.rates[0], 1e6 ** (1 / 39))
-    first = make_trainer(make_model(dropout=0.1), optimizer=functools.partial(torch.optim.AdamW, lr=1e-6), scheduler=functools.partial(schedule_constant), max_steps=1)
+    first = make_trainer(
+        make_model(dropout=0.1),
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-6),
+        scheduler=functools.partial(schedule_constant),
+        max_steps=1,
+    )
     rows = []
 
     class Watch(Callback):

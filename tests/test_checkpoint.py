@@ -31,9 +31,17 @@ def equal(first, second):
         same = isinstance(second, torch.Tensor) and first.dtype == second.dtype and first.shape == second.shape
         return same and bits(first) == bits(second)
     if isinstance(first, dict):
-        return type(second) is dict and list(first) == list(second) and all(equal(first[key], second[key]) for key in first)
+        return (
+            type(second) is dict
+            and list(first) == list(second)
+            and all(equal(first[key], second[key]) for key in first)
+        )
     if isinstance(first, (list, tuple)):
-        return type(second) is (list if isinstance(first, list) else tuple) and len(first) == len(second) and all(map(equal, first, second))
+        return (
+            type(second) is (list if isinstance(first, list) else tuple)
+            and len(first) == len(second)
+            and all(map(equal, first, second))
+        )
     return type(first) is type(second) and repr(first) == repr(second)  # nan, and -0.0 apart from 0.0
 
 
@@ -88,14 +96,29 @@ def test_structures(tmp_path, state):
 
 def test_an_ordered_dict_and_a_named_tuple_come_back_as_plain_ones(tmp_path):
     pair = collections.namedtuple("Pair", "a b")(1, torch.ones(2))
-    found = round_trip(tmp_path, {"o": collections.OrderedDict(b=1, a=2), "n": pair, "p": torch.nn.Parameter(torch.ones(2)), "s": torch.Size([2, 3])})
+    found = round_trip(
+        tmp_path,
+        {
+            "o": collections.OrderedDict(b=1, a=2),
+            "n": pair,
+            "p": torch.nn.Parameter(torch.ones(2)),
+            "s": torch.Size([2, 3]),
+        },
+    )
     assert equal({"o": {"b": 1, "a": 2}, "n": (1, torch.ones(2)), "p": torch.ones(2), "s": (2, 3)}, found)
     assert type(found["p"]) is torch.Tensor and not found["p"].requires_grad
 
 
 def test_tied_and_non_contiguous_tensors(tmp_path):
     whole = torch.arange(24.0).view(4, 6)
-    state = {"whole": whole, "again": whole, "view": whole[1:3], "column": whole[:, 2], "turned": whole.T, "strided": whole[::2, ::3]}
+    state = {
+        "whole": whole,
+        "again": whole,
+        "view": whole[1:3],
+        "column": whole[:, 2],
+        "turned": whole.T,
+        "strided": whole[::2, ::3],
+    }
     state |= {"expanded": torch.ones(1).expand(5), "tail of another": torch.arange(1000)[990:]}
     expected = {name: tensor.clone() for name, tensor in state.items()}
     found = round_trip(tmp_path, state)
@@ -134,19 +157,25 @@ def tensors():
         tensor = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
         return tensor.T if turned and tensor.ndim == 2 else tensor
 
-    return st.builds(build, st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 99), st.booleans())
+    return st.builds(
+        build, st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 99), st.booleans()
+    )
 
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=5)
 KEYS = st.one_of(TEXT.filter(lambda key: "/" not in key and not key.lstrip("-").isdigit()), st.integers())
 STATES = st.recursive(
     st.one_of(tensors(), st.none(), st.booleans(), st.integers(), st.floats(), TEXT),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.lists(inner, max_size=3).map(tuple), st.dictionaries(KEYS, inner, max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.lists(inner, max_size=3).map(tuple), st.dictionaries(KEYS, inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(state=STATES)
 def test_any_nesting(tmp_path, state):
     assert equal(state, round_trip(tmp_path, state))
@@ -201,7 +230,10 @@ def test_optimizers_go_on_as_if_nothing_had_been(tmp_path, name, options):
 def test_scaler_scheduler_and_tied_weights(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
     model[2].weight = model[0].weight
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.amp.GradScaler("cpu", growth_interval=2)
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        torch.amp.GradScaler("cpu", growth_interval=2),
+    )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
     for _ in range(3):
         step(model, optimizer, scaler)
@@ -248,23 +280,37 @@ def assert_refused(path, contents, what):
 def test_every_flipped_bit_is_seen(tmp_path, small):
     header = 8 + int.from_bytes(small[:8], "little")
     draw = random.Random(0)
-    positions = [*range(64), *draw.sample(range(64, 8 * header), 350), *draw.sample(range(8 * header, 8 * len(small)), 150)]
+    positions = [
+        *range(64),
+        *draw.sample(range(64, 8 * header), 350),
+        *draw.sample(range(8 * header, 8 * len(small)), 150),
+    ]
     for position in positions:
         damaged = bytearray(small)
         damaged[position // 8] ^= 1 << position % 8
         assert_refused(
-            tmp_path / "flipped.ckpt", damaged, f"bit {position % 8} of byte {position // 8} of {len(small)}, the header ending at {header}"
+            tmp_path / "flipped.ckpt",
+            damaged,
+            f"bit {position % 8} of byte {position // 8} of {len(small)}, the header ending at {header}",
         )
 
 
 def test_every_truncation_is_seen(tmp_path, small):
-    lengths = sorted({*range(20), *range(len(small) - 40, len(small)), *random.Random(0).sample(range(len(small)), 150)})
+    lengths = sorted(
+        {*range(20), *range(len(small) - 40, len(small)), *random.Random(0).sample(range(len(small)), 150)}
+    )
     for length in lengths:
         assert_refused(tmp_path / "short.ckpt", small[:length], f"the first {length} of {len(small)} bytes")
 
 
 def test_other_contents_are_refused(tmp_path, small):
-    for contents in (small + b"\0", b"\0" * len(small), b"not a checkpoint", bytes(random.Random(1).randbytes(1000)), small[8:]):
+    for contents in (
+        small + b"\0",
+        b"\0" * len(small),
+        b"not a checkpoint",
+        bytes(random.Random(1).randbytes(1000)),
+        small[8:],
+    ):
         assert_refused(tmp_path / "other.ckpt", contents, contents[:20])
     from safetensors.torch import save_file
 
@@ -280,7 +326,9 @@ def test_a_missing_file_is_the_users_mistake(tmp_path):
 
 def test_the_file_is_the_same_for_the_same_state(tmp_path, small):
     save(tmp_path / "again.ckpt", SMALL)
-    assert load(tmp_path / "again.ckpt").keys() == SMALL.keys() and len((tmp_path / "again.ckpt").read_bytes()) == len(small)
+    assert load(tmp_path / "again.ckpt").keys() == SMALL.keys() and len((tmp_path / "again.ckpt").read_bytes()) == len(
+        small
+    )
 
 
 # which one
@@ -347,11 +395,18 @@ def test_newest_passes_over_damaged_ones_with_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         path, state = checkpoint.newest(tmp_path)
     assert state["step"] == 2 and path.name == "step_2.ckpt"
-    assert [("step_4.ckpt" in record.message, "step_3.ckpt" in record.message) for record in caplog.records] == [(True, False), (False, True)]
+    assert [("step_4.ckpt" in record.message, "step_3.ckpt" in record.message) for record in caplog.records] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_no_good_one_is_an_error_and_none_at_all_is_none(tmp_path):
-    assert checkpoint.newest(tmp_path) is None and checkpoint.newest(tmp_path / "nowhere") is None and checkpoint.best(tmp_path) is None
+    assert (
+        checkpoint.newest(tmp_path) is None
+        and checkpoint.newest(tmp_path / "nowhere") is None
+        and checkpoint.best(tmp_path) is None
+    )
     fill(tmp_path, 1, 2)
     damage(tmp_path / "step_1.ckpt")
     damage(tmp_path / "step_2.ckpt")

@@ -20,7 +20,9 @@ def parts_of(data):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.floats(0, 0.45), st.floats(0, 0.45), st.integers(0, 2**60))
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=6), st.floats(0, 0.45), st.floats(0, 0.45), st.integers(0, 2**60)
+)
 def test_splits_are_disjoint_complete_and_stratified(counts, val, test, seed):
     targets = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     targets = targets[torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))]
@@ -53,10 +55,19 @@ def test_split_of_a_number_and_of_other_seeds():
 
 def test_digits():
     data = datasets.digits()
-    assert (data.in_shape, data.num_classes, data.kind, data.classes) == ((1, 8, 8), 10, "classification", list("0123456789"))
+    assert (data.in_shape, data.num_classes, data.kind, data.classes) == (
+        (1, 8, 8),
+        10,
+        "classification",
+        list("0123456789"),
+    )
     assert sum(len(part) for part in parts_of(data)) == 1797
     for part in parts_of(data):
-        assert part.inputs.dtype == torch.uint8 and part.inputs.shape[1:] == (1, 8, 8) and part.targets.unique().tolist() == list(range(10))
+        assert (
+            part.inputs.dtype == torch.uint8
+            and part.inputs.shape[1:] == (1, 8, 8)
+            and part.targets.unique().tolist() == list(range(10))
+        )
     assert abs(len(data.val) - 180) <= 5 and abs(len(data.test) - 359) <= 5
     pixels = torch.cat([part.inputs for part in parts_of(data)])
     assert len({tuple(image.flatten().tolist()) for image in pixels}) == 1797  # no image twice, so none in two parts
@@ -70,14 +81,22 @@ def test_digits():
 
 
 @pytest.mark.parametrize(
-    "options", [{"val_fraction": 1.5}, {"test_fraction": -0.1}, {"val_fraction": 0.6, "test_fraction": 0.6}, {"val_fraction": "a"}]
+    "options",
+    [
+        {"val_fraction": 1.5},
+        {"test_fraction": -0.1},
+        {"val_fraction": 0.6, "test_fraction": 0.6},
+        {"val_fraction": "a"},
+    ],
 )
 def test_fractions_are_checked(options):
     with pytest.raises(UserError, match="_fraction"):
         datasets.digits(**options)
 
 
-@pytest.mark.parametrize("labels", [torch.tensor([0, 3]), torch.tensor([-1, 0]), torch.tensor([0.0, 1.0]), torch.tensor([[0], [1]])])
+@pytest.mark.parametrize(
+    "labels", [torch.tensor([0, 3]), torch.tensor([-1, 0]), torch.tensor([0.0, 1.0]), torch.tensor([[0], [1]])]
+)
 def test_labels_are_checked(labels):
     with pytest.raises(UserError, match="mine"):
         Data("mine", TensorSplit(torch.zeros(2, 4), labels), None, None, (4,), 3)
@@ -94,7 +113,11 @@ def test_constants_are_checked():
 def test_mnist_is_the_real_one():
     data = datasets.mnist(ROOT)
     assert [abs(len(part) - n) <= 5 for part, n in zip(parts_of(data), (54000, 6000, 10000), strict=True)] == [True] * 3
-    assert data.in_shape == (1, 28, 28) and data.train.inputs.is_contiguous() and data.test.targets[:5].tolist() == [7, 2, 1, 0, 4]
+    assert (
+        data.in_shape == (1, 28, 28)
+        and data.train.inputs.is_contiguous()
+        and data.test.targets[:5].tolist() == [7, 2, 1, 0, 4]
+    )
     assert len(data.train) + len(data.val) == 60000
     torch.testing.assert_close(data.train.inputs.double().mean().item() / 255, data.mean[0], atol=5e-4, rtol=0)
 
@@ -122,7 +145,11 @@ def test_image_folder_with_its_own_parts(tmp_path):
     (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
     (tmp_path / "train" / ".hidden").mkdir()
     data = datasets.image_folder(str(tmp_path), val_fraction=0.25)
-    assert data.classes == ["cat", "dog", "owl"] and data.in_shape == (3, 5, 6) and [len(part) for part in parts_of(data)] == [9, 3, 6]
+    assert (
+        data.classes == ["cat", "dog", "owl"]
+        and data.in_shape == (3, 5, 6)
+        and [len(part) for part in parts_of(data)] == [9, 3, 6]
+    )
     inputs, targets = data.test.tensors()
     assert inputs.shape == (6, 3, 5, 6) and inputs.dtype == torch.uint8 and targets.tolist() == [0, 0, 1, 1, 2, 2]
     assert inputs[:, 0, 0, 0].tolist() == [10, 10, 20, 20, 30, 30] and inputs[:, 1, 4, 5].tolist() == [0, 1] * 3
@@ -136,7 +163,9 @@ def test_image_folder_with_its_own_parts(tmp_path):
 
 def test_image_folder_without_parts_resized_and_grey(tmp_path):
     write_images(tmp_path, {"a": 0, "b": 255}, ("jpg", "webp", "png"), size=(40, 30), each=20)
-    data = datasets.image_folder(str(tmp_path), size=8, channels=1, val_fraction=0.1, test_fraction=0.2, mean=[0.5], std=[0.5])
+    data = datasets.image_folder(
+        str(tmp_path), size=8, channels=1, val_fraction=0.1, test_fraction=0.2, mean=[0.5], std=[0.5]
+    )
     assert data.in_shape == (1, 8, 8) and [len(part) for part in parts_of(data)] == [28, 4, 8] and data.mean == [0.5]
     files = [file for part in parts_of(data) for file in part.files]
     assert len(set(files)) == 40 and data.test.files == sorted(data.test.files)
@@ -168,7 +197,12 @@ def test_image_folder_mistakes(tmp_path):
     (tmp_path / "sizes" / "tmp" / "x" / "0.png").rename(tmp_path / "sizes" / "b" / "3.png")
     (tmp_path / "sizes" / "tmp" / "x").rmdir()
     (tmp_path / "sizes" / "tmp").rmdir()
-    refused(r"b/3.png: this image has 9x9 pixels, and the first one 5x6.\n.*dataset.size=", tmp_path / "sizes", val_fraction=0, test_fraction=0)
+    refused(
+        r"b/3.png: this image has 9x9 pixels, and the first one 5x6.\n.*dataset.size=",
+        tmp_path / "sizes",
+        val_fraction=0,
+        test_fraction=0,
+    )
     (tmp_path / "two" / "b" / "1.png").write_bytes(b"broken")
     refused("b/1.png: this image cannot be read", tmp_path / "two", val_fraction=0, test_fraction=0)
     (tmp_path / "two" / "a" / "0.png").write_bytes(b"broken")
@@ -191,8 +225,12 @@ def test_photographs_are_decoded_as_torchvision_does():
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 def test_synthetic_can_be_learnt_by_least_squares(kind, in_shape):
     data = datasets.synthetic(kind, 3000, in_shape, 4, noise=0.5)
-    assert data.in_shape == in_shape and data.train.inputs.dtype == (torch.uint8 if len(in_shape) == 3 else torch.float32)
-    inputs = [torch.cat([part.inputs.flatten(1).double(), torch.ones(len(part), 1)], 1) for part in (data.train, data.test)]
+    assert data.in_shape == in_shape and data.train.inputs.dtype == (
+        torch.uint8 if len(in_shape) == 3 else torch.float32
+    )
+    inputs = [
+        torch.cat([part.inputs.flatten(1).double(), torch.ones(len(part), 1)], 1) for part in (data.train, data.test)
+    ]
     targets = data.train.targets if kind == "regression" else torch.nn.functional.one_hot(data.train.targets, 4)
     outputs = inputs[1] @ torch.linalg.lstsq(inputs[0], targets.double()).solution
     if kind == "regression":
@@ -202,10 +240,15 @@ def test_synthetic_can_be_learnt_by_least_squares(kind, in_shape):
         assert (outputs.argmax(1) == data.test.targets).double().mean() > 0.9
     again = datasets.synthetic(kind, 3000, in_shape, 4, noise=0.5)
     assert torch.equal(again.test.inputs, data.test.inputs) and torch.equal(again.test.targets, data.test.targets)
-    assert not torch.equal(datasets.synthetic(kind, 3000, in_shape, 4, noise=0.5, split_seed=1).test.inputs, data.test.inputs)
+    assert not torch.equal(
+        datasets.synthetic(kind, 3000, in_shape, 4, noise=0.5, split_seed=1).test.inputs, data.test.inputs
+    )
 
 
-@pytest.mark.parametrize("options", [{"kind": "cluster"}, {"n": 0}, {"num_classes": 1}, {"noise": -1}, {"in_shape": [3, 4]}, {"in_shape": [0]}])
+@pytest.mark.parametrize(
+    "options",
+    [{"kind": "cluster"}, {"n": 0}, {"num_classes": 1}, {"noise": -1}, {"in_shape": [3, 4]}, {"in_shape": [0]}],
+)
 def test_synthetic_mistakes_name_their_key(options):
     with pytest.raises(UserError, match=f"dataset.{next(iter(options))}"):
         datasets.synthetic(**options)
@@ -242,9 +285,13 @@ def test_csv_classes(table):
 
 def test_csv_regression_is_told_in_the_users_units(table):
     data = table(HEADER + "\n".join(rows()), target="price", val_fraction=0.1, test_fraction=0.2)
-    assert data.kind == "regression" and data.num_classes == 1 and [len(part) for part in parts_of(data)] == [70, 10, 20]
+    assert (
+        data.kind == "regression" and data.num_classes == 1 and [len(part) for part in parts_of(data)] == [70, 10, 20]
+    )
     prices = torch.cat([part.targets for part in parts_of(data)]).double() * data.target_scale + data.target_mean
-    torch.testing.assert_close(prices.view(-1).sort().values, torch.arange(100).double() * 1.5 + 0.25, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        prices.view(-1).sort().values, torch.arange(100).double() * 1.5 + 0.25, atol=1e-4, rtol=0
+    )
     torch.testing.assert_close(data.train.targets.double().std(correction=0).item(), 1.0, atol=1e-6, rtol=0)
     assert data.train.targets.shape == (70, 1) and data.train.targets.dtype == torch.float32
 
@@ -263,7 +310,10 @@ def test_csv_kind_auto(table, values, kind, classes):
     data = table("a,y\n" + "\n".join(f"{i},{values(i)}" for i in range(100)), target="y")
     assert (data.kind, data.classes) == (kind, classes)
     if kind == "regression":
-        assert table("a,y\n" + "\n".join(f"{i},{values(i)}" for i in range(100)), target="y", kind="classification").kind == "classification"
+        assert (
+            table("a,y\n" + "\n".join(f"{i},{values(i)}" for i in range(100)), target="y", kind="classification").kind
+            == "classification"
+        )
 
 
 def test_csv_learns_from_the_training_part_alone(table):
@@ -274,7 +324,9 @@ def test_csv_learns_from_the_training_part_alone(table):
     for i in [*val.tolist(), *test.tolist()]:
         text[i] = "9999,elsewhere,yes,0"
     changed = table(HEADER + "\n".join(text), target="price", split_seed=5)
-    assert torch.equal(plain.train.inputs, changed.train.inputs) and torch.equal(plain.train.targets, changed.train.targets)
+    assert torch.equal(plain.train.inputs, changed.train.inputs) and torch.equal(
+        plain.train.targets, changed.train.targets
+    )
     assert changed.test.inputs[:, 1:4].abs().sum() == 0 and changed.test.inputs[:, 0].min() > 100
 
 
@@ -287,12 +339,19 @@ def test_csv_forms(table):
         ((HEADER + "\n".join(rows())).replace(",", "\t"), {"delimiter": "tab"}),
         (
             HEADER.replace(",", " , ")
-            + "\n".join(rows()).replace(",", ', "').replace("\n", '"\n').replace(', "', '","').replace("\n", '\n"').join('""'),
+            + "\n".join(rows())
+            .replace(",", ', "')
+            .replace("\n", '"\n')
+            .replace(', "', '","')
+            .replace("\n", '\n"')
+            .join('""'),
             {},
         ),
     ]:
         data = table(text, target="kind", **options)
-        assert torch.equal(data.train.inputs, expected.train.inputs) and torch.equal(data.test.targets, expected.test.targets)
+        assert torch.equal(data.train.inputs, expected.train.inputs) and torch.equal(
+            data.test.targets, expected.test.targets
+        )
     assert table(HEADER + "\n".join(rows()), target="kind", ignore=["price", "city"]).in_shape == (1,)
     assert table(HEADER + "\n".join(rows()), target="kind", categorical=["age"], ignore="price").in_shape[0] > 35
 
@@ -303,11 +362,17 @@ def test_csv_missing_values(table):
         lines[i] = f"{empty},{'abc'[i % 3]},yes,1.5"
     lines[10] = "30,,yes,4"
     text = HEADER + "\n".join(lines)
-    with pytest.raises(UserError, match=r"'age' in 6, 'city' in 1 of 100 rows.\nType dataset.missing=mean .* dataset.missing=drop"):
+    with pytest.raises(
+        UserError, match=r"'age' in 6, 'city' in 1 of 100 rows.\nType dataset.missing=mean .* dataset.missing=drop"
+    ):
         table(text, target="kind")
     assert sum(len(part) for part in parts_of(table(text, target="kind", missing="drop"))) == 93
     filled = table(text, target="kind", missing="mean", val_fraction=0, test_fraction=0)
-    assert len(filled.train) == 100 and filled.train.inputs[:6, 0].tolist() == [0] * 6 and filled.train.inputs[10, 1:4].tolist() == [0] * 3
+    assert (
+        len(filled.train) == 100
+        and filled.train.inputs[:6, 0].tolist() == [0] * 6
+        and filled.train.inputs[10, 1:4].tolist() == [0] * 3
+    )
     lines[20] = "30,a,,4"
     with pytest.raises(UserError, match=r"'kind' in 1 of 100 rows.\nType dataset.missing=drop"):
         table(HEADER + "\n".join(lines), target="kind")
@@ -332,7 +397,11 @@ def test_csv_missing_values(table):
         (HEADER + "1,a,yes,2\n" * 30, {"target": "price"}, "all 30 rows have the same value"),
         ("age,age,kind\n1,2,3\n", {}, "'age' 2 times"),
         ("age,,kind\n1,2,3\n", {}, "a column without a name"),
-        (HEADER + "\n".join(f"{i},{i}x,{i % 2},3" for i in range(100)), {}, "'city' has .* different values.*dataset.ignore=.city."),
+        (
+            HEADER + "\n".join(f"{i},{i}x,{i % 2},3" for i in range(100)),
+            {},
+            "'city' has .* different values.*dataset.ignore=.city.",
+        ),
         (b"age,kind\n\xff\xfe,1\n", {}, "no table that can be read"),
         ("kind,id\n" + "\n".join(f"{i % 2},{i}" for i in range(50)), {"ignore": ["id"]}, "no column besides"),
         ("a,b,kind\n" + "\n".join(f",{i},{i % 2}" for i in range(50)), {"missing": "mean"}, "'a' has no value"),
@@ -367,7 +436,11 @@ def test_every_config_is_its_constructor():
         assert set(config) == set(parameters)
         for key, value in config.items():
             default = parameters[key].default
-            assert value == "???" if default is inspect.Parameter.empty else value == (list(default) if isinstance(default, tuple) else default), (
+            assert (
+                value == "???"
+                if default is inspect.Parameter.empty
+                else value == (list(default) if isinstance(default, tuple) else default)
+            ), (
                 file,
                 key,
             )

@@ -16,7 +16,9 @@ from trainer.errors import UserError
 ROOT = Path(__file__).resolve().parent.parent
 CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda")
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
-needs_no_accelerator = pytest.mark.skipif(ACCELERATOR is not None, reason="this machine has an accelerator; without one every other device is absent")
+needs_no_accelerator = pytest.mark.skipif(
+    ACCELERATOR is not None, reason="this machine has an accelerator; without one every other device is absent"
+)
 
 
 # choose
@@ -40,7 +42,12 @@ def test_a_device_that_is_not_there_says_what_is_and_what_to_type(name):
     with pytest.raises(UserError) as caught:
         devices.choose(name)
     text = str(caught.value)
-    assert f"device={name}:" in text and " and ".join(devices.available()) in text and "Type device=auto" in text and len(text.splitlines()) <= 3
+    assert (
+        f"device={name}:" in text
+        and " and ".join(devices.available()) in text
+        and "Type device=auto" in text
+        and len(text.splitlines()) <= 3
+    )
 
 
 @needs_no_accelerator
@@ -93,7 +100,8 @@ def test_precision_elsewhere():
         found = [devices.choose_precision(name, device) for name in ("fp32", "bf16", "fp16")]
         assert found == [(None, "as asked"), (torch.bfloat16, "as asked"), (torch.float16, "as asked")]
     with pytest.raises(
-        UserError, match=r"precision=bf6: there is no such choice\. Did you mean 'bf16'\?\nType precision= one of: auto, fp32, bf16, fp16"
+        UserError,
+        match=r"precision=bf6: there is no such choice\. Did you mean 'bf16'\?\nType precision= one of: auto, fp32, bf16, fp16",
     ):
         devices.choose_precision("bf6", CPU)
 
@@ -142,9 +150,15 @@ def test_seed_generators_repeats_draws_and_touches_nothing_else():
     assert all(map(torch.equal, first, second))
     devices.seed_generators(CPU, 124)
     assert not torch.equal(torch.rand(5), first[0])
-    assert random.getstate() == before[0] and numpy.random.get_state()[1].tolist() == before[1] and torch.equal(own.get_state(), before[2])
+    assert (
+        random.getstate() == before[0]
+        and numpy.random.get_state()[1].tolist() == before[1]
+        and torch.equal(own.get_state(), before[2])
+    )
     devices.seed_generators(CPU, 123)
-    assert torch.equal(torch.rand(5), torch.rand(5, generator=torch.Generator().manual_seed(123)))  # as if it were a generator of one's own
+    assert torch.equal(
+        torch.rand(5), torch.rand(5, generator=torch.Generator().manual_seed(123))
+    )  # as if it were a generator of one's own
 
 
 # moving
@@ -165,8 +179,16 @@ def test_move_moves_every_tensor_and_nothing_else():
         "packed": pack_sequence([torch.ones(2)]),
     }
     moved = devices.move(batch, META)
-    assert all(tensor.device == META for tensor in (moved["x"], moved["list"][0], moved["pair"].inputs, moved["tuple"][0], moved["packed"].data))
-    assert moved["list"][1:] == [3, "text", None, thing] and moved["list"][4] is thing and type(moved["pair"]) is Pair and moved["pair"].name == "a"
+    assert all(
+        tensor.device == META
+        for tensor in (moved["x"], moved["list"][0], moved["pair"].inputs, moved["tuple"][0], moved["packed"].data)
+    )
+    assert (
+        moved["list"][1:] == [3, "text", None, thing]
+        and moved["list"][4] is thing
+        and type(moved["pair"]) is Pair
+        and moved["pair"].name == "a"
+    )
     assert moved["tuple"][0].dtype == torch.int64
     assert batch["x"].device == CPU and batch["list"][0].device == CPU  # the batch itself stays where it was
 
@@ -298,7 +320,10 @@ def test_explain_names_what_is_in_the_wrong_place(text):
     with pytest.raises(RuntimeError) as caught:
         net(batch[0]).sum().item()
     explained = devices.explain(caught.value, net, batch, CPU)
-    assert isinstance(explained, UserError) and str(explained) == f"Tensors on two devices: the Trainer works on cpu, but {text}."
+    assert (
+        isinstance(explained, UserError)
+        and str(explained) == f"Tensors on two devices: the Trainer works on cpu, but {text}."
+    )
 
 
 def test_explain_names_the_batch_entry():
@@ -314,16 +339,27 @@ def test_explain_names_three_and_counts_the_rest():
     for wrong in WRONG.values():
         wrong(net)
     batch = (torch.ones(4, 3, device="meta"), torch.zeros(4, device="meta"))
-    text = str(devices.explain(RuntimeError("Expected all tensors to be on the same device, but found two"), net, batch, CPU))
+    text = str(
+        devices.explain(RuntimeError("Expected all tensors to be on the same device, but found two"), net, batch, CPU)
+    )
     assert all(part in text for part in WRONG) and text.endswith(", and 2 more.") and "\n" not in text
 
 
 def test_explain_where_everything_is_in_its_place():
-    text = str(devices.explain(RuntimeError("Expected all tensors to be on the same device, but found two"), Net(), (torch.ones(1, 3),), CPU))
+    text = str(
+        devices.explain(
+            RuntimeError("Expected all tensors to be on the same device, but found two"),
+            Net(),
+            (torch.ones(1, 3),),
+            CPU,
+        )
+    )
     assert "made inside forward" in text and "device=inputs.device" in text
 
 
-@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("device"), RuntimeError("")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("device"), RuntimeError("")]
+)
 def test_explain_leaves_other_errors_alone(error):
     assert devices.explain(error, Net(), None, CPU) is None
 
@@ -357,7 +393,10 @@ def test_the_trainer_explains_a_batch_entry(doing):
             return self.loss(outputs, batch["y"]), outputs
 
     batches = [{"x": torch.ones(4, 3), "y": torch.zeros(4, 2)}]
-    with trainer(kind=Misplaced) as own, pytest.raises(UserError, match=r"but batch entry \"batch\['x'\]\" is on meta\.$"):
+    with (
+        trainer(kind=Misplaced) as own,
+        pytest.raises(UserError, match=r"but batch entry \"batch\['x'\]\" is on meta\.$"),
+    ):
         getattr(own, doing)(batches)
 
 
@@ -369,12 +408,21 @@ def test_the_trainer_leaves_other_errors_alone(doing):
 
 # the rules
 
-SOURCES = sorted([ROOT / "train.py", *(path for folder in ("trainer", "data", "models", "examples") for path in (ROOT / folder).rglob("*.py"))])
+SOURCES = sorted(
+    [
+        ROOT / "train.py",
+        *(path for folder in ("trainer", "data", "models", "examples") for path in (ROOT / folder).rglob("*.py")),
+    ]
+)
 
 
 def docstrings(tree):
     """The ids of the nodes that are docstrings."""
-    owners = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body]
+    owners = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body
+    ]
     first = [owner.body[0] for owner in owners]
     return {id(node.value) for node in first if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
 
@@ -388,7 +436,11 @@ def backend_names(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise):
             shown |= {id(inner) for inner in ast.walk(node)}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("  python train.py "):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith("  python train.py ")
+        ):
             shown.add(id(node))
     for node in ast.walk(tree):
         text = (
@@ -407,7 +459,17 @@ def backend_names(tree):
 def dangers(tree):
     """The lines that could run code out of a file: pickle and its like, torch.load, eval, exec, yaml.load."""
     modules = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-    calls = {"torch.load", "eval", "exec", "__import__", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "torch.hub.load"}
+    calls = {
+        "torch.load",
+        "eval",
+        "exec",
+        "__import__",
+        "yaml.load",
+        "yaml.unsafe_load",
+        "yaml.full_load",
+        "os.system",
+        "torch.hub.load",
+    }
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
@@ -437,10 +499,19 @@ def test_nothing_runs_code_from_a_file(path):
 @pytest.mark.parametrize(
     ("rule", "source"),
     [
-        *[(backend_names, source) for source in ("x = 'cuda'", "torch.cuda.synchronize()", "x.cuda()", "f(device=f'cuda:{i}')")],
+        *[
+            (backend_names, source)
+            for source in ("x = 'cuda'", "torch.cuda.synchronize()", "x.cuda()", "f(device=f'cuda:{i}')")
+        ],
         *[
             (dangers, source)
-            for source in ("import pickle", "from pickle import load", "import pickle as p", "from torch import load", "torch.load(f)")
+            for source in (
+                "import pickle",
+                "from pickle import load",
+                "import pickle as p",
+                "from torch import load",
+                "torch.load(f)",
+            )
         ],
         *[(dangers, source) for source in ("eval('1')", "exec(s)", "yaml.load(f)", "numpy.load(f, allow_pickle=True)")],
     ],

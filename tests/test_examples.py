@@ -37,7 +37,9 @@ def test_the_autoencoder_learns_its_inputs_and_not_their_labels():
     images = torch.cat([inputs for inputs, _ in test_loader])
     results = trainer.evaluate(test_loader, "test")
     rebuilt = trainer.predict(test_loader)
-    torch.testing.assert_close(results["test/loss"], torch.nn.functional.mse_loss(rebuilt, images).item(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        results["test/loss"], torch.nn.functional.mse_loss(rebuilt, images).item(), rtol=1e-5, atol=0
+    )
     torch.testing.assert_close(results["test/mse"], results["test/loss"], rtol=1e-5, atol=0)
     assert results["test/loss"] < 0.3 * images.var().item()  # far better than the mean image
 

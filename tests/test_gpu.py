@@ -27,7 +27,12 @@ def test_auto_is_the_gpu_and_everything_is_on_it():
     trainer.fit(*loaders())
     assert trainer.device == torch.device("cuda", 0)
     tensors = [*trainer.module.state_dict().values()]
-    tensors += [value for state in trainer.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors += [
+        value
+        for state in trainer.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
     assert {tensor.device for tensor in tensors} == {torch.device("cuda", 0)}
     assert trainer.optimizer.defaults["fused"]
 
@@ -70,7 +75,9 @@ def test_no_step_waits_for_the_gpu(precision):
         def on_step_end(self, trainer):
             torch.cuda.set_sync_debug_mode("error" if 2 <= trainer.step < 18 else "default")
 
-    trainer = make_trainer(device="cuda", precision=precision, max_steps=20, log_every=1000, grad_accum_steps=2, max_grad_norm=1.0)
+    trainer = make_trainer(
+        device="cuda", precision=precision, max_steps=20, log_every=1000, grad_accum_steps=2, max_grad_norm=1.0
+    )
     trainer.callbacks = [EMA(0.9), Guard()]
     train_loader, _ = loaders(train=200)  # 25 steps an epoch: the guard sees one epoch
     try:
@@ -101,7 +108,10 @@ def test_memory_is_returned_after_an_error():
 
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    with pytest.raises(ZeroDivisionError), make_trainer(make_model(features=4096), device="cuda", callbacks=[Fails()]) as trainer:
+    with (
+        pytest.raises(ZeroDivisionError),
+        make_trainer(make_model(features=4096), device="cuda", callbacks=[Fails()]) as trainer,
+    ):
         trainer.fit(*loaders(features=4096, train=512))
     del trainer
     gc.collect()
@@ -111,7 +121,9 @@ def test_memory_is_returned_after_an_error():
 def test_a_resume_is_bit_identical_with_deterministic_kernels(tmp_path):
     def trainer(folder):
         callbacks = [EMA(0.9), Checkpoint(folder, every=10, keep=9)]
-        return make_trainer(make_model(dropout=0.5), device="cuda", deterministic=True, callbacks=callbacks, precision="bf16")
+        return make_trainer(
+            make_model(dropout=0.5), device="cuda", deterministic=True, callbacks=callbacks, precision="bf16"
+        )
 
     whole, continued = trainer(tmp_path / "a"), trainer(tmp_path / "b")
     whole.fit(*loaders())

@@ -28,7 +28,12 @@ def same(first, second):
     first, second = list(first), list(second)
     assert len(first) == len(second)
     for (inputs, targets), (others, labels) in zip(first, second, strict=True):
-        assert inputs.dtype == others.dtype and torch.equal(inputs, others) and targets.dtype == labels.dtype and torch.equal(targets, labels)
+        assert (
+            inputs.dtype == others.dtype
+            and torch.equal(inputs, others)
+            and targets.dtype == labels.dtype
+            and torch.equal(targets, labels)
+        )
     return True
 
 
@@ -43,7 +48,10 @@ def test_permutation_is_a_function_of_seed_and_epoch():
 @pytest.mark.parametrize("augment", [[], ["flip", "crop", "cutout", "mixup"]])
 def test_streamed_equals_resident(workers, augment, drop_last):
     options = {"seed": 3, "shuffle": True, "augment": augment, "drop_last": drop_last}
-    resident, streamed = DeviceLoader(images(), "train", 7, **options), HostLoader(images(), "train", 7, workers=workers, **options)
+    resident, streamed = (
+        DeviceLoader(images(), "train", 7, **options),
+        HostLoader(images(), "train", 7, workers=workers, **options),
+    )
     for _ in range(2):
         assert same(resident, streamed)
     for epoch, position in [(1, 3), (0, 0), (4, 7), (2, len(resident))]:
@@ -53,7 +61,11 @@ def test_streamed_equals_resident(workers, augment, drop_last):
 
 
 @pytest.mark.parametrize(
-    "loader", [lambda data, **o: DeviceLoader(data, "train", 6, **o), lambda data, **o: HostLoader(data, "train", 6, workers=2, **o)]
+    "loader",
+    [
+        lambda data, **o: DeviceLoader(data, "train", 6, **o),
+        lambda data, **o: HostLoader(data, "train", 6, workers=2, **o),
+    ],
 )
 def test_a_seek_gives_the_tail_of_the_epoch(loader):
     loader = loader(images(), shuffle=True, augment=["shift"])

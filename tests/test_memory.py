@@ -13,11 +13,20 @@ def test_twenty_jobs_take_the_memory_of_one(tmp_path):
 
     Jobs that left their data or weights behind would add seventeen times as much.
     """
-    settings = ["dataset=synthetic", "dataset.n=8000", "dataset.in_shape=[1000]", "model.hidden=[2000,1000]", "max_steps=2", "hydra.sweep.dir=sweep"]
+    settings = [
+        "dataset=synthetic",
+        "dataset.n=8000",
+        "dataset.in_shape=[1000]",
+        "model.hidden=[2000,1000]",
+        "max_steps=2",
+        "hydra.sweep.dir=sweep",
+    ]
     command = [sys.executable, ROOT / "train.py", "-m", *settings, f"seed={','.join(map(str, range(20)))}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    reports = [json.loads((tmp_path / "sweep" / str(job) / "result.json").read_text())["memory_mib"] for job in range(20)]
+    reports = [
+        json.loads((tmp_path / "sweep" / str(job) / "result.json").read_text())["memory_mib"] for job in range(20)
+    ]
     one = sum(reports[0][part] for part in ("parameters", "optimizer", "data"))
     assert one > 70
     assert reports[19]["peak"] - reports[2]["peak"] < one

@@ -20,9 +20,16 @@ CLASSIFIERS = {
     "top3": functools.partial(TopK, 3),
     "confusion": functools.partial(Confusion, CLASSES),
 }
-REGRESSORS = {"mse": MSE, "mae": MAE, "r2": R2, "scaled mse": functools.partial(MSE, 2.5), "scaled mae": functools.partial(MAE, 2.5)}
+REGRESSORS = {
+    "mse": MSE,
+    "mae": MAE,
+    "r2": R2,
+    "scaled mse": functools.partial(MSE, 2.5),
+    "scaled mae": functools.partial(MAE, 2.5),
+}
 needs_torchmetrics = pytest.mark.skipif(
-    importlib.util.find_spec("torchmetrics") is None, reason="torchmetrics is not installed: pip install -e '.[metrics]'"
+    importlib.util.find_spec("torchmetrics") is None,
+    reason="torchmetrics is not installed: pip install -e '.[metrics]'",
 )
 
 
@@ -36,7 +43,9 @@ def scores(n=N, seed=0):
 def numbers(n=N, seed=0):
     """(outputs (N, T), targets (N, T)), related, far from 0."""
     generator = torch.Generator().manual_seed(seed)
-    targets = torch.randn(n, TARGETS, generator=generator) * torch.tensor([1.0, 3.0, 0.1]) + torch.tensor([5.0, -2.0, 100.0])
+    targets = torch.randn(n, TARGETS, generator=generator) * torch.tensor([1.0, 3.0, 0.1]) + torch.tensor(
+        [5.0, -2.0, 100.0]
+    )
     return targets + 0.3 * torch.randn(n, TARGETS, generator=generator), targets
 
 
@@ -80,7 +89,10 @@ def test_reset_forgets_and_nothing_is_nan(name):
     same(metric.compute(), first)  # asking changes nothing
     metric.reset()
     assert metric.compute().isnan()
-    same(evaluated(metric, outputs[30:] * 2, targets[30:], 7), evaluated({**CLASSIFIERS, **REGRESSORS}[name](), outputs[30:] * 2, targets[30:], 7))
+    same(
+        evaluated(metric, outputs[30:] * 2, targets[30:], 7),
+        evaluated({**CLASSIFIERS, **REGRESSORS}[name](), outputs[30:] * 2, targets[30:], 7),
+    )
 
 
 @pytest.mark.parametrize("name", [*CLASSIFIERS, *REGRESSORS])
@@ -90,7 +102,9 @@ def test_the_sums_are_wide_and_on_the_device(name):
     metric.update(outputs.to(torch.bfloat16), targets)
     assert metric.compute().dtype == (torch.int64 if name == "confusion" else torch.float64)
     on_meta = {**CLASSIFIERS, **REGRESSORS}[name]()
-    on_meta.update(outputs.to("meta"), targets.to("meta"))  # nothing in an update may ask for a value: the meta device has none
+    on_meta.update(
+        outputs.to("meta"), targets.to("meta")
+    )  # nothing in an update may ask for a value: the meta device has none
     on_meta.update(outputs.to("meta"), targets.to("meta"))
     assert on_meta.compute().device.type == "meta"
 
@@ -134,7 +148,13 @@ def test_confusion_against_a_slow_loop():
 
 def test_regression_by_hand():
     outputs, targets = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[1.0], [3.0], [4.0]])
-    for metric, expected in [(MSE(), 5 / 3), (MAE(), 1.0), (R2(), 1 - 5 / (14 / 3)), (MSE(10.0), 500 / 3), (MAE(10.0), 10.0)]:
+    for metric, expected in [
+        (MSE(), 5 / 3),
+        (MAE(), 1.0),
+        (R2(), 1 - 5 / (14 / 3)),
+        (MSE(10.0), 500 / 3),
+        (MAE(10.0), 10.0),
+    ]:
         metric.update(outputs, targets)
         assert metric.compute().item() == pytest.approx(expected, rel=1e-14)
 

@@ -12,7 +12,11 @@ from trainer.errors import UserError
 IMAGES = [(1, 8, 8), (3, 9, 14), (1, 28, 28), (3, 32, 32)]
 SMALL_RESNET = {"widths": [8, 12, 16, 24], "blocks": [1, 2, 1, 1]}
 CASES = [(model, shape, {}) for model in (Linear, MLP) for shape in [(5,), *IMAGES]]
-CASES += [(MLP, (5,), {"norm": "batch"}), (MLP, (5,), {"norm": "layer", "activation": "gelu", "dropout": 0.1}), (MLP, (5,), {"hidden": []})]
+CASES += [
+    (MLP, (5,), {"norm": "batch"}),
+    (MLP, (5,), {"norm": "layer", "activation": "gelu", "dropout": 0.1}),
+    (MLP, (5,), {"hidden": []}),
+]
 CASES += [(CNN, shape, knobs) for shape in IMAGES for knobs in ({}, {"channels": [4] * 6, "kernel": 5})] + [
     (ResNet, shape, SMALL_RESNET) for shape in IMAGES
 ]
@@ -41,7 +45,9 @@ def test_shapes_gradients_and_learning(model, in_shape, knobs):
 def test_a_batch_is_the_sum_of_its_samples_in_evaluation(model, in_shape, knobs):
     network = model(in_shape, 3, **knobs).double().eval()
     inputs = torch.randn(4, *in_shape, dtype=torch.float64)
-    torch.testing.assert_close(network(inputs), torch.cat([network(sample) for sample in inputs.split(1)]), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        network(inputs), torch.cat([network(sample) for sample in inputs.split(1)]), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("in_shape", IMAGES)
@@ -52,10 +58,15 @@ def test_a_last_batch_of_one_sample_trains(model, knobs, in_shape):
 
 def test_mlp_is_what_its_knobs_say():
     torch.manual_seed(0)
-    network, inputs = MLP((2, 3), 4, hidden=[5], activation="tanh", norm="layer").double(), torch.randn(7, 2, 3, dtype=torch.float64)
+    network, inputs = (
+        MLP((2, 3), 4, hidden=[5], activation="tanh", norm="layer").double(),
+        torch.randn(7, 2, 3, dtype=torch.float64),
+    )
     first, norm, last = (layer for layer in network.layers if list(layer.parameters()))
     assert first.bias is None
-    hidden = torch.tanh(torch.nn.functional.layer_norm(inputs.flatten(1) @ first.weight.T, (5,), norm.weight, norm.bias))
+    hidden = torch.tanh(
+        torch.nn.functional.layer_norm(inputs.flatten(1) @ first.weight.T, (5,), norm.weight, norm.bias)
+    )
     torch.testing.assert_close(network(inputs), hidden @ last.weight.T + last.bias)
     assert any(isinstance(layer, torch.nn.BatchNorm1d) for layer in MLP((3,), 2, norm="batch").layers)
     assert [layer.p for layer in MLP((3,), 2, dropout=0.3).layers if isinstance(layer, torch.nn.Dropout)] == [0.3, 0.3]

@@ -21,7 +21,13 @@ with Distiller(MLP(own.in_shape, 2), callbacks=[PrintGradientSteps()], **setting
     trainer.fit(train, val)
     assert trainer.evaluate(test)["val/acc"] > 0.95
 """
-    done = subprocess.run([sys.executable, "-c", "\n".join([*blocks, use])], cwd=tmp_path, capture_output=True, text=True, env=environment())
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([*blocks, use])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
     assert done.returncode == 0, done.stderr
     assert "epoch 5/5" in done.stdout
     assert re.search(r"'test/acc': 0\.9\d", done.stdout)
@@ -37,10 +43,17 @@ def environment():
 def test_its_commands_are_understood(tmp_path):
     """Each is composed and checked, and trains nothing: what is wrong with a key or a choice is found without that."""
     commands = [shlex.split(line, comments=True) for line in re.findall(r"^python train\.py.*", README, re.MULTILINE)]
-    commands = [command for command in commands if "mypackage" not in str(command) and not {"-m", "--help"} & set(command)]
+    commands = [
+        command for command in commands if "mypackage" not in str(command) and not {"-m", "--help"} & set(command)
+    ]
     assert len(commands) >= 9
     for command in commands:
-        done = subprocess.run([sys.executable, ROOT / "train.py", *command[2:], "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, ROOT / "train.py", *command[2:], "--cfg", "job"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, (command, done.stderr)
 
 

@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DATA = os.environ.get("DATA_ROOT", "")
 needs_mnist = pytest.mark.skipif(not Path(DATA, "MNIST", "raw").is_dir(), reason="needs MNIST below DATA_ROOT")
-needs_photographs = pytest.mark.skipif(not Path(DATA, "cifar10_jpeg").is_dir(), reason="needs the folder cifar10_jpeg below DATA_ROOT")
+needs_photographs = pytest.mark.skipif(
+    not Path(DATA, "cifar10_jpeg").is_dir(), reason="needs the folder cifar10_jpeg below DATA_ROOT"
+)
 
 
 def train(tmp_path, *settings):

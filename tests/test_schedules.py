@@ -52,7 +52,10 @@ def test_constant():
 @pytest.mark.parametrize("total", [1, 2, 10, 33])
 def test_linear_and_cosine(total, final):
     close(rates(schedules.linear, total, final=final), [1 - (1 - final) * t / total for t in range(total + 1)])
-    close(rates(schedules.cosine, total, final=final), [final + (1 - final) * 0.5 * (1 + math.cos(math.pi * t / total)) for t in range(total + 1)])
+    close(
+        rates(schedules.cosine, total, final=final),
+        [final + (1 - final) * 0.5 * (1 + math.cos(math.pi * t / total)) for t in range(total + 1)],
+    )
 
 
 def test_cosine_is_torchs_own():
@@ -69,7 +72,9 @@ def test_cosine_is_torchs_own():
 def test_step(total):
     close(rates(schedules.step, total), [0.1 ** ((2 * t >= total) + (4 * t >= 3 * total)) for t in range(total + 1)])
     found = rates(schedules.step, total, milestones=[0.3, 0.6, 0.9], gamma=0.5)
-    close(found, [0.5 ** sum(10 * t >= k * total for k in (3, 6, 9)) for t in range(total + 1)])  # 0.3 * 10 is not 3 in floats, 3 / 10 is 0.3
+    close(
+        found, [0.5 ** sum(10 * t >= k * total for k in (3, 6, 9)) for t in range(total + 1)]
+    )  # 0.3 * 10 is not 3 in floats, 3 / 10 is 0.3
 
 
 def test_onecycle():
@@ -88,7 +93,9 @@ def test_onecycle_is_torchs_own_to_within_a_step():
     """
     total, peak = 200, 0.3
     sgd = optimizer()
-    theirs = OneCycleLR(sgd, max_lr=LR, total_steps=total, pct_start=peak, div_factor=25, final_div_factor=1e12, cycle_momentum=False)
+    theirs = OneCycleLR(
+        sgd, max_lr=LR, total_steps=total, pct_start=peak, div_factor=25, final_div_factor=1e12, cycle_momentum=False
+    )
     expected = [sgd.param_groups[0]["lr"]]
     for _ in range(total - 1):
         sgd.step()
@@ -108,7 +115,9 @@ WITH_WARMUP = [name for name in ALL if name != "onecycle"]
 
 
 @pytest.mark.parametrize("name", WITH_WARMUP)
-@pytest.mark.parametrize(("warmup", "steps"), [(0.1, 5), (0.25, 12), (10, 10), (1, 1), (0, 0), (0.0, 0), (7.0, 7), (0.001, 0)])
+@pytest.mark.parametrize(
+    ("warmup", "steps"), [(0.1, 5), (0.25, 12), (10, 10), (1, 1), (0, 0), (0.0, 0), (7.0, 7), (0.001, 0)]
+)
 def test_warmup_as_share_and_as_steps(name, warmup, steps):
     """(t + 1) / (steps + 1): the first step does something, and the whole rate comes with the first step after the warmup."""
     total = 50
@@ -145,7 +154,9 @@ def test_between_zero_and_the_rate_and_final_at_the_end(name, total, final, warm
     options = {"final": final} | ({"peak": peak, "start": start} if name == "onecycle" else {"warmup": warmup})
     found = rates(ALL[name], total, lr=LR, **options)
     assert all(-1e-15 <= rate <= LR * (1 + 1e-12) for rate in found) and min(found) >= 0
-    if name == "onecycle" or round(warmup * total) < total:  # else all of it is warmup, of which at least the rate comes
+    if (
+        name == "onecycle" or round(warmup * total) < total
+    ):  # else all of it is warmup, of which at least the rate comes
         assert found[-1] == pytest.approx(final * LR, abs=1e-12)
     if name != "onecycle":
         assert max(found) == pytest.approx(LR)

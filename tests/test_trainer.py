@@ -66,7 +66,13 @@ def test_fit_is_the_loop_one_would_have_written(clip):
 def test_accumulation_changes_memory_and_not_the_mathematics(samples, clip):
     data = make_data(samples, dtype=torch.float64)
     results = [
-        trained(model=make_model(dtype=torch.float64), loader_options={"data": data}, grad_accum_steps=parts, max_grad_norm=clip) for parts in (1, 2, 4, 7)
+        trained(
+            model=make_model(dtype=torch.float64),
+            loader_options={"data": data},
+            grad_accum_steps=parts,
+            max_grad_norm=clip,
+        )
+        for parts in (1, 2, 4, 7)
     ]
     for other in results[1:]:
         for name, tensor in results[0].items():
@@ -91,7 +97,9 @@ def test_biases_and_norms_do_not_decay_unless_asked():
         model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3))
         torch.nn.init.ones_(model[0].bias)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        trainer = make_trainer(model, optimizer=functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.5), decay_all=decay_all)
+        trainer = make_trainer(
+            model, optimizer=functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.5), decay_all=decay_all
+        )
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         trainer.optimizer.step()
@@ -139,7 +147,9 @@ def test_autocast_is_what_torch_does(precision):
 # What cannot change a training
 
 
-@pytest.mark.parametrize("change", [{"log_every": 1}, {"eval_every": 3}, {"eval_every": 1, "log_every": 7}, {"val": False}])
+@pytest.mark.parametrize(
+    "change", [{"log_every": 1}, {"eval_every": 3}, {"eval_every": 1, "log_every": 7}, {"val": False}]
+)
 def test_neither_logging_nor_validation_changes_a_weight(change):
     assert_same(trained(model=make_model(dropout=0.5), **change), trained(model=make_model(dropout=0.5)))
 
@@ -154,7 +164,9 @@ def test_global_generators_do_not_reach_a_training():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streamed_training_is_resident_training(workers):
-    streamed = trained(model=make_model(dropout=0.5), loader_options={"kind": functools.partial(HostLoader, workers=workers)})
+    streamed = trained(
+        model=make_model(dropout=0.5), loader_options={"kind": functools.partial(HostLoader, workers=workers)}
+    )
     assert_same(streamed, trained(model=make_model(dropout=0.5)))
 
 
@@ -177,9 +189,13 @@ def test_evaluation_in_small_batches_is_that_of_one_full_batch():
     model = make_model(dtype=torch.float64)
     outputs = model(data.val.inputs)
     for batch_size in (1, 7, 25):
-        results = make_trainer(model, metrics={"acc": Accuracy()}).evaluate(DeviceLoader(data, "val", batch_size), "test")
+        results = make_trainer(model, metrics={"acc": Accuracy()}).evaluate(
+            DeviceLoader(data, "val", batch_size), "test"
+        )
         assert results["test/acc"] == (outputs.argmax(1) == data.val.targets).double().mean().item()
-        assert math.isclose(results["test/loss"], torch.nn.functional.cross_entropy(outputs, data.val.targets).item(), rel_tol=1e-12)
+        assert math.isclose(
+            results["test/loss"], torch.nn.functional.cross_entropy(outputs, data.val.targets).item(), rel_tol=1e-12
+        )
 
 
 def test_predict_gives_the_outputs_in_order():
@@ -214,7 +230,14 @@ def all_that_can_differ(folder, stop_at=None):
                 raise KeyboardInterrupt  # as a kill would: nothing after this line happens
 
     callbacks = [EMA(0.9), EarlyStopping(patience=50), Checkpoint(folder, every=3, keep=100), Stop()]
-    return make_trainer(make_model(dropout=0.5), metrics={"acc": Accuracy()}, callbacks=callbacks, grad_accum_steps=2, log_every=5, eval_every=6)
+    return make_trainer(
+        make_model(dropout=0.5),
+        metrics={"acc": Accuracy()},
+        callbacks=callbacks,
+        grad_accum_steps=2,
+        log_every=5,
+        eval_every=6,
+    )
 
 
 def plain(workers):
@@ -238,7 +261,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stop_at", [7, 8, 17])  # in an epoch, at its end, in a later one; the checkpoint before is up to two steps older
+@pytest.mark.parametrize(
+    "stop_at", [7, 8, 17]
+)  # in an epoch, at its end, in a later one; the checkpoint before is up to two steps older
 def test_a_killed_and_continued_run_ends_bit_identical(tmp_path, kind, stop_at):
     whole = all_that_can_differ(tmp_path / "whole")
     whole.fit(*loaders(kind=KINDS[kind]))
@@ -250,7 +275,10 @@ def test_a_killed_and_continued_run_ends_bit_identical(tmp_path, kind, stop_at):
     continued.fit(*loaders(kind=KINDS[kind]), resume=path)
     assert continued.step == whole.step == 24
     assert_same(continued.state_dict(), whole.state_dict())
-    assert_same(checkpoint.load(tmp_path / "killed" / "step_00000024.ckpt"), checkpoint.load(tmp_path / "whole" / "step_00000024.ckpt"))
+    assert_same(
+        checkpoint.load(tmp_path / "killed" / "step_00000024.ckpt"),
+        checkpoint.load(tmp_path / "whole" / "step_00000024.ckpt"),
+    )
 
 
 def test_a_resume_is_a_seek(tmp_path):
@@ -298,11 +326,25 @@ class Recorder(Callback):
 
     def __init__(self):
         self.calls = []
-        for hook in ("on_fit_start", "on_step_end", "on_epoch_end", "on_eval_start", "on_eval_end", "on_log", "on_fit_end"):
+        for hook in (
+            "on_fit_start",
+            "on_step_end",
+            "on_epoch_end",
+            "on_eval_start",
+            "on_eval_end",
+            "on_log",
+            "on_fit_end",
+        ):
             setattr(self, hook, functools.partial(self.record, hook))
 
     def record(self, hook, trainer, *row):
-        self.calls.append((hook.removeprefix("on_"), trainer.step, *(sorted(name for name in entry if "/" in name)[0] for entry in row)))
+        self.calls.append(
+            (
+                hook.removeprefix("on_"),
+                trainer.step,
+                *(sorted(name for name in entry if "/" in name)[0] for entry in row),
+            )
+        )
 
 
 def test_the_order_of_the_hooks():
@@ -352,7 +394,9 @@ def test_rows_hold_the_mean_over_their_window():
     assert [row["step"] for row in rows] == [3, 6, 8]
     assert [row["train/samples"] for row in rows] == [24, 24, 12]
     for row, window in zip(rows, windows, strict=True):
-        assert math.isclose(row["train/loss"], sum(loss * n for loss, n in window) / sum(n for _, n in window), rel_tol=1e-12)
+        assert math.isclose(
+            row["train/loss"], sum(loss * n for loss, n in window) / sum(n for _, n in window), rel_tol=1e-12
+        )
 
 
 def test_a_step_does_not_wait_for_the_device():
@@ -362,11 +406,17 @@ def test_a_step_does_not_wait_for_the_device():
         count = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.is_nonzero.default)
+            self.count += func in (
+                torch.ops.aten._local_scalar_dense.default,
+                torch.ops.aten.nonzero.default,
+                torch.ops.aten.is_nonzero.default,
+            )
             return func(*args, **(kwargs or {}))
 
     for steps in (1, 20):
-        trainer = make_trainer(max_steps=steps, log_every=1000, max_grad_norm=1.0, grad_accum_steps=2, callbacks=[EMA(0.9)])
+        trainer = make_trainer(
+            max_steps=steps, log_every=1000, max_grad_norm=1.0, grad_accum_steps=2, callbacks=[EMA(0.9)]
+        )
         train_loader, _ = loaders(batch_size=3, data=make_data(60))
         with Syncs() as syncs:
             trainer.fit(train_loader)
@@ -378,7 +428,9 @@ def test_a_step_does_not_wait_for_the_device():
 
 def test_dp_without_gpus_says_so_once_and_changes_nothing(caplog):
     assert_same(trained(strategy="dp"), trained())
-    assert [record.getMessage() for record in caplog.records] == ["strategy=dp: no GPU in this run, so it changes nothing."]
+    assert [record.getMessage() for record in caplog.records] == [
+        "strategy=dp: no GPU in this run, so it changes nothing."
+    ]
 
 
 def test_data_parallel_state_has_plain_names(tmp_path):
@@ -417,7 +469,9 @@ def test_compile_without_a_compiler_says_what_is_missing(monkeypatch):
 
 def test_memory_report_counts_every_element():
     train_loader, val_loader = loaders()
-    trainer = make_trainer(torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 3)))
+    trainer = make_trainer(
+        torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 3))
+    )
     trainer.fit(train_loader, val_loader)
     trainer.module(train_loader.inputs).sum().backward()
     report = {name: value * 2**20 for name, value in trainer.memory_report().items()}
@@ -451,7 +505,11 @@ def test_fit_and_close_give_memory_back():
     gc.collect()
     assert trainer.module is trainer.model is trainer.optimizer is None
     # The first layer, its gradient, its means: nothing else in this file has this shape.
-    assert not [tensor for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.shape == (16, 11)]
+    assert not [
+        tensor
+        for tensor in gc.get_objects()
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.shape == (16, 11)
+    ]
 
 
 def test_running_out_of_memory_is_explained():
@@ -469,7 +527,15 @@ def test_running_out_of_memory_is_explained():
 
 @pytest.mark.parametrize(
     "setting",
-    [{"epochs": 0}, {"epochs": -1}, {"epochs": 1.5}, {"epochs": None}, {"max_steps": 0}, {"grad_accum_steps": 0}, {"max_grad_norm": 0}]
+    [
+        {"epochs": 0},
+        {"epochs": -1},
+        {"epochs": 1.5},
+        {"epochs": None},
+        {"max_steps": 0},
+        {"grad_accum_steps": 0},
+        {"max_grad_norm": 0},
+    ]
     + [{"log_every": 0}, {"eval_every": 0}, {"seed": -1}, {"precision": "fp8"}, {"device": "tpu"}],
 )
 def test_impossible_settings_are_named(setting):

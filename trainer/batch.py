@@ -12,7 +12,9 @@ def walk(function, batch, name="batch"):
 
     Goes into dicts, lists, tuples, named tuples and dataclasses. The names read like the code that reaches the leaf: `batch[0]['mask']`.
     """
-    if hasattr(batch, "to"):  # a tensor, or an object that knows how to move itself: PackedSequence, BatchEncoding, PyG's Data
+    if hasattr(
+        batch, "to"
+    ):  # a tensor, or an object that knows how to move itself: PackedSequence, BatchEncoding, PyG's Data
         return function(name, batch)
     if isinstance(batch, Mapping):
         walked = copy.copy(batch)  # keeps an OrderedDict, a defaultdict
@@ -67,6 +69,15 @@ def split(batch, parts):
             for key, value in part.items():
                 cut_values[key] = cut(value, start, stop)
             return cut_values
-        return walk(lambda _, leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == samples else leaf, part)
+        return walk(
+            lambda _, leaf: (
+                leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == samples else leaf
+            ),
+            part,
+        )
 
-    return [(cut(batch, start, stop), (stop - start) / samples) for start, stop in zip(bounds, bounds[1:], strict=False) if stop > start]
+    return [
+        (cut(batch, start, stop), (stop - start) / samples)
+        for start, stop in zip(bounds, bounds[1:], strict=False)
+        if stop > start
+    ]

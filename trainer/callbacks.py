@@ -56,13 +56,25 @@ class Monitor(Callback):
         higher = {name: metric.higher_is_better for name, metric in trainer.metrics.items()}
         names = {"train/loss": False}
         if trainer.val_loader is not None:
-            names = {f"val/{name}": value for name, value in higher.items() if value is not None} | {"val/loss": False} | names
-        known = names | ({f"val/{name}": None for name in higher if f"val/{name}" not in names} if trainer.val_loader is not None else {})
+            names = (
+                {f"val/{name}": value for name, value in higher.items() if value is not None}
+                | {"val/loss": False}
+                | names
+            )
+        known = names | (
+            {f"val/{name}": None for name in higher if f"val/{name}" not in names}
+            if trainer.val_loader is not None
+            else {}
+        )
         self.name = next(iter(names)) if self.monitor == "auto" else self.monitor
         if self.name not in known:
-            raise UserError(f"monitor={self.name}: no such number is logged.{did_you_mean(self.name, known)}\nType monitor= one of: {', '.join(known)}.")
+            raise UserError(
+                f"monitor={self.name}: no such number is logged.{did_you_mean(self.name, known)}\nType monitor= one of: {', '.join(known)}."
+            )
         if self.mode == "auto" and known[self.name] is None:
-            raise UserError(f"monitor={self.name}: the metric does not say whether high or low is good.\nType monitor_mode=max or monitor_mode=min.")
+            raise UserError(
+                f"monitor={self.name}: the metric does not say whether high or low is good.\nType monitor_mode=max or monitor_mode=min."
+            )
         self.sign = 1 if (known[self.name] if self.mode == "auto" else self.mode == "max") else -1
 
     def improved(self, trainer, row, min_delta=0.0):
@@ -136,7 +148,11 @@ class EarlyStopping(Monitor):
 
     def stop_when_due(self, trainer):
         if self.waited >= self.patience:
-            trainer.stop(f"{self.name} was not better than {self.best['value']:.4g} for {self.waited} evaluations" if self.best else f"no {self.name}")
+            trainer.stop(
+                f"{self.name} was not better than {self.best['value']:.4g} for {self.waited} evaluations"
+                if self.best
+                else f"no {self.name}"
+            )
 
     def state_dict(self):
         return super().state_dict() | {"waited": self.waited}
@@ -161,7 +177,9 @@ class EMA(Callback):
 
     def on_fit_start(self, trainer):
         start = self.average or self.tensors(trainer)  # a loaded average comes on the CPU
-        self.average = {name: start[name].to(tensor.device, copy=True) for name, tensor in self.tensors(trainer).items()}
+        self.average = {
+            name: start[name].to(tensor.device, copy=True) for name, tensor in self.tensors(trainer).items()
+        }
 
     def on_step_end(self, trainer):
         self.update(trainer)
@@ -221,7 +239,9 @@ class NaNGuard(Callback):
         for name, value in row.items():
             if name.endswith("/loss") and not math.isfinite(value):
                 lr = trainer.optimizer.param_groups[0]["lr"]
-                raise TrainingError(f"{name} is {value} at step {trainer.step} (learning rate {lr:.3g}).\nType a lower optimizer.lr, or max_grad_norm=1.")
+                raise TrainingError(
+                    f"{name} is {value} at step {trainer.step} (learning rate {lr:.3g}).\nType a lower optimizer.lr, or max_grad_norm=1."
+                )
 
 
 class Progress(Callback):
@@ -234,7 +254,9 @@ class Progress(Callback):
         if sys.stdout.isatty():
             import tqdm
 
-            self.bar = tqdm.tqdm(total=trainer.total_steps, initial=trainer.step, leave=False, unit="step", dynamic_ncols=True)
+            self.bar = tqdm.tqdm(
+                total=trainer.total_steps, initial=trainer.step, leave=False, unit="step", dynamic_ncols=True
+            )
         self.start_epoch()
 
     def start_epoch(self):
@@ -245,7 +267,9 @@ class Progress(Callback):
             self.loss += row["train/loss"] * row["train/samples"]
             self.samples += row["train/samples"]
             self.seconds += row["train/seconds"]
-        self.validation |= {name: value for name, value in row.items() if name.startswith("val/") and isinstance(value, float)}
+        self.validation |= {
+            name: value for name, value in row.items() if name.startswith("val/") and isinstance(value, float)
+        }
         if self.validation and trainer.step % trainer.steps_per_epoch:
             self.line(trainer)
 
@@ -257,10 +281,14 @@ class Progress(Callback):
         epochs = math.ceil(trainer.total_steps / trainer.steps_per_epoch)
         done = trainer.step / trainer.steps_per_epoch
         width = len(str(epochs))
-        loss = f"  loss {self.loss / self.samples:.4f}" if self.samples else ""
-        values = "".join(f"  {name} {value:.4f}" for name, value in self.validation.items())
+        loss = f"  loss {summary.number(self.loss / self.samples)}" if self.samples else ""
+        values = "".join(f"  {name} {summary.number(value)}" for name, value in self.validation.items())
         speed = f"  {self.samples / self.seconds:,.0f} samples/s" if self.seconds else ""
-        text = f"epoch {done:{width}g}/{epochs}{loss}{values}{speed}" if done.is_integer() else f"epoch {done:.2f}/{epochs}{loss}{values}{speed}"
+        text = (
+            f"epoch {done:{width}g}/{epochs}{loss}{values}{speed}"
+            if done.is_integer()
+            else f"epoch {done:.2f}/{epochs}{loss}{values}{speed}"
+        )
         self.validation = {}
         if self.bar is None:
             print(text, flush=True)

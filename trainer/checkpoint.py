@@ -28,7 +28,9 @@ def save(path, state):
     tensors = {}
     tree = json.dumps(pack(state, tensors, "state"))
     tensors = own_storage(tensors)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")  # the same folder: a rename is atomic only within a file system
+    partial = path.with_name(
+        f".{path.name}.{os.getpid()}.part"
+    )  # the same folder: a rename is atomic only within a file system
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
@@ -140,7 +142,9 @@ def newest(folder):
         except DamagedCheckpoint as error:
             log.warning("%s The one before it is used.", error)
     if found:
-        raise TrainingError(f"None of the {len(found)} checkpoints in {folder} is good.\nStart anew in another folder: type run_dir=DIR.")
+        raise TrainingError(
+            f"None of the {len(found)} checkpoints in {folder} is good.\nStart anew in another folder: type run_dir=DIR."
+        )
     return None
 
 

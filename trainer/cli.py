@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.errors import TrainingError, UserError, did_you_mean
 
-BUG = 1
+BUG, INTERRUPTED = 1, 130
 codes = []  # of the errors reported so far
 FLAGS = {
     "--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc",
@@ -27,8 +27,8 @@ def run(main):
             main()
         sys.exit(max(codes, default=0))  # of the jobs of a sweep that failed
     except KeyboardInterrupt:
-        print("\ninterrupted; the checkpoints are good. The same command with run_dir=DIR goes on from the last one.", file=sys.stderr)
-        sys.exit(130)
+        print("\ninterrupted before the training had begun.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except Exception as error:
         sys.exit(report(error))
 
@@ -93,7 +93,11 @@ def flat(config, prefix=""):
 
     config = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else config
     items = ((f"{prefix}{key}", value) for key, value in config.items())
-    return {name: value for key, item in items for name, value in (flat(item, f"{key}.") if isinstance(item, dict) and item else {key: item}).items()}
+    return {
+        name: value
+        for key, item in items
+        for name, value in (flat(item, f"{key}.") if isinstance(item, dict) and item else {key: item}).items()
+    }
 
 
 def check_flags(arguments):
@@ -101,7 +105,9 @@ def check_flags(arguments):
     for argument in arguments:
         name, _, value = argument.partition("=")
         if argument.startswith("-") and name not in FLAGS and not re.fullmatch(r"-\d.*", argument):
-            raise UserError(f"{argument}: there is no such option. Settings have no dashes: type {name.lstrip('-').replace('-', '_')}={value or '...'}.")
+            raise UserError(
+                f"{argument}: there is no such option. Settings have no dashes: type {name.lstrip('-').replace('-', '_')}={value or '...'}."
+            )
 
 
 def trusted(arguments):
@@ -193,4 +199,11 @@ def help_text(configs):
         lines.append(f"  {folder.name:<11}{options}")
     text = (configs / "train.yaml").read_text(encoding="utf-8")
     keys = text.split("\ntask:", 1)[1].split("\nhydra:")[0]
-    return "\n".join([*lines, "", "Keys (key=value), with their defaults:", *("  " + line if line else "" for line in f"task:{keys}".splitlines())])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Keys (key=value), with their defaults:",
+            *("  " + line if line else "" for line in f"task:{keys}".splitlines()),
+        ]
+    )

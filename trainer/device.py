@@ -34,13 +34,21 @@ def choose(name="auto"):
         device = torch.device(there[min(1, len(there) - 1)] if name == "auto" else name)
     except (RuntimeError, TypeError):
         device = None
-    known = device is not None and device.type in there and (device.index is None or device.type == "cpu" or str(device) in there or device.index == 0)
+    known = (
+        device is not None
+        and device.type in there
+        and (device.index is None or device.type == "cpu" or str(device) in there or device.index == 0)
+    )
     if not known:
-        raise UserError(f"device={name}: this machine has {' and '.join(there)}. Type device=auto or device={there[-1]}.")
+        raise UserError(
+            f"device={name}: this machine has {' and '.join(there)}. Type device=auto or device={there[-1]}."
+        )
     if device.type in ("cpu", "mps"):
         return torch.device(device.type)
     index = device.index or 0
-    torch.accelerator.set_device_index(index)  # before anything else touches a GPU, or device 0 would get a context of its own
+    torch.accelerator.set_device_index(
+        index
+    )  # before anything else touches a GPU, or device 0 would get a context of its own
     return torch.device(device.type, index)
 
 
@@ -88,7 +96,9 @@ def configure(device, deterministic):
         torch.backends.cudnn.allow_tf32 = not deterministic
         torch.set_float32_matmul_precision("highest" if deterministic else "high")
         if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+            os.environ.setdefault(
+                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+            )  # cuBLAS is deterministic only with a fixed workspace
 
 
 def build_optimizer(factory, groups, device):
@@ -106,9 +116,13 @@ def check_compiler(device):
     if device.type == "cpu":
         compilers = [os.environ.get("CXX") or "g++", "clang++", "cl"]
         if not any(shutil.which(compiler) for compiler in compilers):
-            raise UserError("compile=true: there is no C++ compiler (g++, clang++ or cl) on the PATH.\nInstall one, or type compile=false.")
+            raise UserError(
+                "compile=true: there is no C++ compiler (g++, clang++ or cl) on the PATH.\nInstall one, or type compile=false."
+            )
     elif not torch.utils._triton.has_triton():
-        raise UserError(f"compile=true: Triton does not work on {device}.\nInstall it (pip install triton), or type compile=false.")
+        raise UserError(
+            f"compile=true: Triton does not work on {device}.\nInstall it (pip install triton), or type compile=false."
+        )
 
 
 def move(batch, device):
@@ -181,8 +195,15 @@ def explain(error, module, batch, device):
         return None
     found = [(f"parameter {name!r}", tensor) for name, tensor in module.named_parameters()]
     found += [(f"buffer {name!r}", tensor) for name, tensor in module.named_buffers()]
-    for path, child in module.named_modules():  # a tensor kept as a plain attribute does not move with the module: the usual mistake
-        plain = ((f"{path}.{name}".lstrip("."), value) for name, value in vars(child).items() if isinstance(value, torch.Tensor))
+    for (
+        path,
+        child,
+    ) in module.named_modules():  # a tensor kept as a plain attribute does not move with the module: the usual mistake
+        plain = (
+            (f"{path}.{name}".lstrip("."), value)
+            for name, value in vars(child).items()
+            if isinstance(value, torch.Tensor)
+        )
         found += [(f"attribute {name!r} (make it a buffer: self.register_buffer)", tensor) for name, tensor in plain]
     found += [(f"batch entry {name!r}", tensor) for name, tensor in batches.entries(batch)]
     wrong = [f"{name} is on {tensor.device}" for name, tensor in found if tensor.device != device]

@@ -20,7 +20,9 @@ def did_you_mean(name, choices):
 def check_choice(key, value, choices):
     """Raises UserError unless `value` is one of `choices`, naming `key` and what there is."""
     if value not in choices:
-        raise UserError(f"{key}={value}: there is no such choice.{did_you_mean(value, choices)}\nType {key}= one of: {', '.join(choices)}.")
+        raise UserError(
+            f"{key}={value}: there is no such choice.{did_you_mean(value, choices)}\nType {key}= one of: {', '.join(choices)}."
+        )
     return value
 
 
@@ -29,9 +31,20 @@ def check_number(key, value, *, whole=False, least=None, above=None, most=None, 
     if value is None and optional:
         return value
     kind = "a whole number" if whole else "a number"
-    limits = [f"at least {least}"] * (least is not None) + [f"above {above}"] * (above is not None) + [f"at most {most}"] * (most is not None)
+    limits = (
+        [f"at least {least}"] * (least is not None)
+        + [f"above {above}"] * (above is not None)
+        + [f"at most {most}"] * (most is not None)
+    )
     ok = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    ok = ok and (least is None or value >= least) and (above is None or value > above) and (most is None or value <= most)
+    ok = (
+        ok
+        and (least is None or value >= least)
+        and (above is None or value > above)
+        and (most is None or value <= most)
+    )
     if not ok:
-        raise UserError(f"{key}={value}: give {kind}{' ' * bool(limits)}{' and '.join(limits)}{', or null' if optional else ''}.")
+        raise UserError(
+            f"{key}={value}: give {kind}{' ' * bool(limits)}{' and '.join(limits)}{', or null' if optional else ''}."
+        )
     return value

@@ -17,7 +17,9 @@ class Mean:
         self.reset()
 
     def update(self, value, samples=1):
-        self.total = self.total + wide(value.detach()) * samples  # starts as a Python number, so it takes the value's device
+        self.total = (
+            self.total + wide(value.detach()) * samples
+        )  # starts as a Python number, so it takes the value's device
         self.samples += samples
 
     def compute(self):
@@ -138,9 +140,15 @@ class R2(_Sums):
     def update(self, outputs, targets):
         check_same_shape(outputs, targets)
         if self.sums is None:
-            self.origin = wide(targets).mean(0)  # sums about a value near the mean: sums of squares about 0 would cancel
+            self.origin = wide(targets).mean(
+                0
+            )  # sums about a value near the mean: sums of squares about 0 would cancel
         offsets, errors = wide(targets) - self.origin, wide(outputs) - wide(targets)
-        self.add(torch.stack([offsets.sum(0), (offsets**2).sum(0), (errors**2).sum(0), torch.full_like(self.origin, len(targets))]))
+        self.add(
+            torch.stack(
+                [offsets.sum(0), (offsets**2).sum(0), (errors**2).sum(0), torch.full_like(self.origin, len(targets))]
+            )
+        )
 
     def value(self, sums):
         total, squares, residual, samples = sums
@@ -150,7 +158,9 @@ class R2(_Sums):
 def check_same_shape(outputs, targets):
     """UserError unless the shapes agree: (N, 1) against (N,) would broadcast to (N, N) and give a wrong number in silence."""
     if outputs.shape != targets.shape:
-        raise UserError(f"The model gives {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}: they have to be the same.")
+        raise UserError(
+            f"The model gives {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}: they have to be the same."
+        )
 
 
 def default_metrics(kind, scale=1.0):

@@ -17,7 +17,9 @@ def wrap(module, strategy, device):
     """
     name, _, listed = str(strategy).partition(":")
     if name not in ("single", "dp") or (listed and name == "single"):
-        raise UserError(f"strategy={strategy}: there is no such strategy.{did_you_mean(name, ['single', 'dp'])}\nType strategy=single, dp or dp:0,1.")
+        raise UserError(
+            f"strategy={strategy}: there is no such strategy.{did_you_mean(name, ['single', 'dp'])}\nType strategy=single, dp or dp:0,1."
+        )
     if name == "single":
         return module
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
@@ -27,12 +29,16 @@ def wrap(module, strategy, device):
         raise UserError(f"strategy={strategy}: the GPUs are numbers with commas, as in strategy=dp:0,1.") from None
     missing = [index for index in indices if not 0 <= index < count]
     if missing:
-        raise UserError(f"strategy={strategy}: there is no GPU {missing[0]}; this run sees {count} on {device.type}.\nType strategy=single or strategy=dp.")
+        raise UserError(
+            f"strategy={strategy}: there is no GPU {missing[0]}; this run sees {count} on {device.type}.\nType strategy=single or strategy=dp."
+        )
     if len(indices) < 2:
         log.warning("strategy=dp: %s, so it changes nothing.", "one GPU" if count else "no GPU in this run")
         return module
     if device.index not in indices:
-        raise UserError(f"strategy={strategy}: device={device} is not among its GPUs.\nType device={device.type}:{indices[0]}.")
+        raise UserError(
+            f"strategy={strategy}: device={device} is not among its GPUs.\nType device={device.type}:{indices[0]}."
+        )
     # DataParallel gathers on its first device, which has to be the one that holds the parameters.
     return torch.nn.DataParallel(module, device_ids=sorted(indices, key=lambda index: index != device.index))
 

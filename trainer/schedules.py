@@ -21,7 +21,9 @@ def schedule(name, shape, optimizer, total_steps, warmup=0.0):
         return shape(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
 
     scheduler = LambdaLR(optimizer, factor)
-    scheduler.description = f"{name} after {warmup_steps} steps of warmup" if warmup_steps else name  # for the plan that is shown
+    scheduler.description = (
+        f"{name} after {warmup_steps} steps of warmup" if warmup_steps else name
+    )  # for the plan that is shown
     return scheduler
 
 
@@ -39,7 +41,13 @@ def linear(optimizer, total_steps, warmup=0.0, final=0.0):
 def cosine(optimizer, total_steps, warmup=0.0, final=0.0):
     """Down along half a cosine to `final` times the rate (Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5, without restarts)."""
     check_number("scheduler.final", final, least=0)
-    return schedule("cosine", lambda progress: final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2, optimizer, total_steps, warmup)
+    return schedule(
+        "cosine",
+        lambda progress: final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2,
+        optimizer,
+        total_steps,
+        warmup,
+    )
 
 
 def step(optimizer, total_steps, warmup=0.0, milestones=(0.5, 0.75), gamma=0.1):
@@ -47,7 +55,13 @@ def step(optimizer, total_steps, warmup=0.0, milestones=(0.5, 0.75), gamma=0.1):
     for milestone in milestones:
         check_number("scheduler.milestones", milestone, least=0, most=1)
     check_number("scheduler.gamma", gamma, above=0)
-    return schedule("step", lambda progress: gamma ** sum(progress >= milestone for milestone in milestones), optimizer, total_steps, warmup)
+    return schedule(
+        "step",
+        lambda progress: gamma ** sum(progress >= milestone for milestone in milestones),
+        optimizer,
+        total_steps,
+        warmup,
+    )
 
 
 def onecycle(optimizer, total_steps, peak=0.3, start=0.04, final=0.0):
@@ -57,7 +71,9 @@ def onecycle(optimizer, total_steps, peak=0.3, start=0.04, final=0.0):
     check_number("scheduler.final", final, least=0)
 
     def shape(progress):
-        low, done = (start, 1 - progress / peak) if progress < peak else (final, (progress - peak) / max(1e-12, 1 - peak))
+        low, done = (
+            (start, 1 - progress / peak) if progress < peak else (final, (progress - peak) / max(1e-12, 1 - peak))
+        )
         return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
 
     return schedule("onecycle", shape, optimizer, total_steps)

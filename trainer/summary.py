@@ -16,7 +16,11 @@ def plan(trainer):
     parameters = sum(p.numel() for p in trainer.module.parameters())
     frozen = sum(p.numel() for p in trainer.module.parameters() if not p.requires_grad)
     epochs = trainer.total_steps / trainer.steps_per_epoch
-    length = f"{epochs:.4g} epoch{'s' * (epochs != 1)} of {trainer.steps_per_epoch} steps" if epochs >= 1 else "a part of an epoch"
+    length = (
+        f"{epochs:.4g} epoch{'s' * (epochs != 1)} of {trainer.steps_per_epoch} steps"
+        if epochs >= 1
+        else "a part of an epoch"
+    )
     batch_size = getattr(trainer.train_loader, "batch_size", None)
     optimizer = trainer.optimizer
     cuts = f" in {trainer.grad_accum_steps} micro-batches" if trainer.grad_accum_steps > 1 else ""
@@ -36,7 +40,10 @@ def optimizer_tensors(optimizer):
     if optimizer is None:
         return []
     return [
-        (f"{key}", value) for state in optimizer.state.values() for key, value in state.items() if isinstance(value, torch.Tensor)
+        (f"{key}", value)
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
     ]
 
 
@@ -73,6 +80,17 @@ def memory_report(trainer):
         "data": trainer.data_bytes / MIB,
         "peak": devices.peak_memory(trainer.device) / MIB,
     }
+
+
+def number(value):
+    """'0.9861', '1,234.5', '51,920,131': four decimals or five digits, whichever is shorter."""
+    return (
+        f"{value:.4f}"
+        if abs(value) < 100
+        else f"{value:,.{max(0, 4 - int(math.log10(abs(value))))}f}"
+        if math.isfinite(value)
+        else str(value)
+    )
 
 
 def seconds(value):

@@ -14,7 +14,9 @@ class Table(Callback):
         folder = Path(config.hydra.sweep.dir)
         if lines := table(folder):
             print("\n" + "\n".join(lines) + f"\nsweep    {folder}")
-        elif [path.name for path in folder.glob("*")] == ["multirun.yaml"]:  # nothing was run: a mistake leaves nothing behind
+        elif [path.name for path in folder.glob("*")] == [
+            "multirun.yaml"
+        ]:  # nothing was run: a mistake leaves nothing behind
             (folder / "multirun.yaml").unlink()
             folder.rmdir()
 
@@ -22,7 +24,10 @@ class Table(Callback):
 def results(folder):
     """The results of all jobs in a sweep's folder, the best first, those that failed last; each has its directory under "job"."""
     found = []
-    for path in sorted(Path(folder).glob("*/result.json"), key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.parent.name)]):
+    for path in sorted(
+        Path(folder).glob("*/result.json"),
+        key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.parent.name)],
+    ):
         found.append({"job": path.parent.name, **json.loads(path.read_text(encoding="utf-8"))})
     done = [result for result in found if result.get("best")]
     sign = -1 if done and done[0]["best"]["mode"] == "max" else 1
@@ -32,6 +37,8 @@ def results(folder):
 
 def table(folder):
     """The lines of the table: what is monitored, the test metrics, the time, and what was typed."""
+    from trainer.summary import number  # which imports torch: not before the sweep has run
+
     rows, header = [], None
     for result in results(folder):
         typed = " ".join(result["overrides"])
@@ -43,8 +50,8 @@ def table(folder):
         name = f"test/{best['name'].partition('/')[2]}"
         name = name if name in test else next(iter(test), "test")
         header = header or ["job", best["name"], name, "seconds", "settings"]
-        shown = f"{test[name]:.4f}" if name in test else ""
-        rows.append([result["job"], f"{best['value']:.4f}", shown, f"{result['seconds']:.1f}", typed])
+        shown = number(test[name]) if name in test else ""
+        rows.append([result["job"], number(best["value"]), shown, f"{result['seconds']:.1f}", typed])
     rows = [header or ["job", "best", "test", "seconds", "settings"], *rows] if rows else []
     widths = [max(len(row[i]) for row in rows) for i in range(4)] if rows else []
     return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows]

@@ -50,7 +50,9 @@ class Trainer:
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics = dict(metrics or {})
         self.callbacks = list(callbacks)
-        self.optimizer = devices.build_optimizer(optimizer, self.parameter_groups(decay_all), self.device) if optimizer else None
+        self.optimizer = (
+            devices.build_optimizer(optimizer, self.parameter_groups(decay_all), self.device) if optimizer else None
+        )
         self.make_scheduler, self.scheduler = scheduler, None  # it needs total_steps, which fit knows
 
         self.step = 0  # the one clock: optimizer steps done
@@ -79,7 +81,9 @@ class Trainer:
 
                     epoch_done = self.step % self.steps_per_epoch == 0
                     last = self.step == self.total_steps
-                    eval_due = self.val_loader is not None and (self.step % (self.eval_every or self.steps_per_epoch) == 0 or last)
+                    eval_due = self.val_loader is not None and (
+                        self.step % (self.eval_every or self.steps_per_epoch) == 0 or last
+                    )
                     if self.step % self.log_every == 0 or epoch_done or eval_due or last:
                         self.log_training(batch)
                     if eval_due:
@@ -138,7 +142,10 @@ class Trainer:
             if hasattr(metric, "to"):  # torchmetrics keep their sums on a device of their own
                 metric.to(self.device)
         try:
-            with self.evaluating(), torch.no_grad():  # not inference_mode: sharded parameters cannot be copied in place under it
+            with (
+                self.evaluating(),
+                torch.no_grad(),
+            ):  # not inference_mode: sharded parameters cannot be copied in place under it
                 for batch in loader:
                     batch = devices.move(batch, self.device)
                     with self.autocast:
@@ -151,7 +158,9 @@ class Trainer:
         if not loss_mean.samples:
             raise UserError(f"The {split} loader gives no samples.")
         results = {"loss": loss_mean.compute()} | {name: metric.compute() for name, metric in self.metrics.items()}
-        return {f"{split}/{name}": value.item() if value.numel() == 1 else value.tolist() for name, value in results.items()}
+        return {
+            f"{split}/{name}": value.item() if value.numel() == 1 else value.tolist() for name, value in results.items()
+        }
 
     def predict(self, loader):
         """The outputs for all samples of the loader, one tensor (N, ...) on the CPU; the loader gives inputs, or (inputs, targets) as for evaluation."""
@@ -191,11 +200,21 @@ class Trainer:
 
     def log_training(self, batch):
         """Logs the window since the last row: the mean loss (the one transfer from the device), and how fast it went."""
-        loss, samples = self.train_loss.compute().item(), self.train_loss.samples  # .item() waits for the device, so the clock below is right
+        loss, samples = (
+            self.train_loss.compute().item(),
+            self.train_loss.samples,
+        )  # .item() waits for the device, so the clock below is right
         seconds = time.perf_counter() - self.window_start
         self.batch_layout = summary.layout(tensor for _, tensor in batches.entries(batch))
         self.train_loss.reset()
-        self.log({"train/loss": loss, "train/lr": self.optimizer.param_groups[0]["lr"], "train/samples": samples, "train/seconds": seconds})
+        self.log(
+            {
+                "train/loss": loss,
+                "train/lr": self.optimizer.param_groups[0]["lr"],
+                "train/samples": samples,
+                "train/seconds": seconds,
+            }
+        )
         self.window_start = time.perf_counter()
 
     @contextlib.contextmanager
@@ -210,11 +229,15 @@ class Trainer:
             self.call("on_eval_end")
             self.model.train(training)
             self.window_start += time.perf_counter() - started  # no part of the training's time
+            if self.train_loader is None:  # not within a fit, which gives memory back at its own end
+                devices.release()
 
     def prepare(self, train_loader, val_loader, resume):
         """Checks what fit needs, builds the scheduler, and goes to where the checkpoint `resume` stands."""
         if self.optimizer is None:
-            raise UserError("fit needs an optimizer: give Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)).")
+            raise UserError(
+                "fit needs an optimizer: give Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))."
+            )
         self.train_loader = seekable(train_loader, self.seed)
         self.val_loader = val_loader
         self.data_bytes = sum(getattr(loader, "nbytes", 0) for loader in (train_loader, val_loader))
@@ -232,18 +255,31 @@ class Trainer:
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         if decay_all:
             return [{"params": parameters}]
-        groups = [{"params": [p for p in parameters if p.ndim > 1]}, {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1]},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
         return [group for group in groups if group["params"]]
 
     def stateful(self):
         """{name: object with state_dict and load_state_dict} of all that a checkpoint holds; a subclass with a second optimizer adds it here."""
-        parts = {"model": self.module, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler, "train_loss": self.train_loss}
+        parts = {
+            "model": self.module,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "train_loss": self.train_loss,
+        }
         return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self):
         """All that the course of the training depends on, beside the settings: what a checkpoint holds."""
         states = {name: part.state_dict() for name, part in self.stateful().items()}
-        return {"step": self.step, **states, "callbacks": {name: callback.state_dict() for name, callback in self.named_callbacks().items()}}
+        return {
+            "step": self.step,
+            **states,
+            "callbacks": {name: callback.state_dict() for name, callback in self.named_callbacks().items()},
+        }
 
     def load(self, path):
         """Loads a checkpoint file: weights, step and callbacks, and, within a fit, optimizer, schedule and scaler."""
@@ -257,7 +293,9 @@ class Trainer:
             try:
                 part.load_state_dict(state[name])
             except (RuntimeError, ValueError) as error:
-                raise UserError(f"The checkpoint does not fit this {name}: {str(error).splitlines()[-1].strip()}") from None
+                raise UserError(
+                    f"The checkpoint does not fit this {name}: {str(error).splitlines()[-1].strip()}"
+                ) from None
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
