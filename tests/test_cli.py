@@ -207,11 +207,12 @@ LATE = [
     ("+metrics.a=3", "error: metrics.a: this needs a _target_", "Type metrics.a._target_=..."),
 ]
 
-# One process imports torch, and a fork of it answers each command: 0.1 s each and not 2.
+# One process imports what each command needs, and a fork of it answers each, two at a time: half a second each and not two.
 FORKS = """
-    import gc, json, os, runpy, sys
-    import torch, hydra
+    import gc, importlib, json, os, runpy, sys
     train, commands = sys.argv[1], json.load(open(sys.argv[2]))
+    for module in sys.argv[3:]:
+        importlib.import_module(module)
     sys.path.insert(0, os.path.dirname(train))
     gc.freeze()
     codes, running = {}, 0
@@ -244,33 +245,34 @@ def no_torch(tmp_path_factory):
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def early(tmp_path_factory, no_torch):
-    folder = tmp_path_factory.mktemp("early")
-    calls = [
-        lambda i=i, typed=typed: run(folder / str(i), *typed.split(), PYTHONPATH=no_torch)
-        for i, (typed, _, _) in enumerate(EARLY)
-    ]
-    return dict(zip([typed for typed, _, _ in EARLY], at_once(*calls), strict=True))
-
-
-@pytest.fixture(scope="module")
-def late(tmp_path_factory):
+def answers(folder, table, *modules, **environment):
+    """{what is typed: what came of it} for a table of mistakes, each in a folder of its own."""
     if not hasattr(os, "fork"):
         pytest.skip("os.fork is not on this platform")
-    folder = tmp_path_factory.mktemp("late")
-    commands = [(str(folder / str(i)), typed.split()) for i, (typed, _, _) in enumerate(LATE)]
+    commands = [(str(folder / str(i)), typed.split()) for i, (typed, _, _) in enumerate(table)]
     for place, _ in commands:
         os.mkdir(place)
     (folder / "commands.json").write_text(json.dumps(commands), encoding="utf-8")
-    done = run(folder, TRAIN, str(folder / "commands.json"), python=("-c", textwrap.dedent(FORKS)))
+    done = run(
+        folder, TRAIN, str(folder / "commands.json"), *modules, python=("-c", textwrap.dedent(FORKS)), **environment
+    )
     assert done.code == 0, done.err
     return {
         typed: SimpleNamespace(
             code=code, out=Path(f"{place}.out").read_text(), err=Path(f"{place}.err").read_text(), files=listing(place)
         )
-        for (typed, _, _), (place, _), code in zip(LATE, commands, json.loads(done.out), strict=True)
+        for (typed, _, _), (place, _), code in zip(table, commands, json.loads(done.out), strict=True)
     }
+
+
+@pytest.fixture(scope="module")
+def early(tmp_path_factory, no_torch):
+    return answers(tmp_path_factory.mktemp("early"), EARLY, "hydra", PYTHONPATH=no_torch)
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory):
+    return answers(tmp_path_factory.mktemp("late"), LATE, "hydra", "torch")
 
 
 def assert_answered(done, key, suggestion):

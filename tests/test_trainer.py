@@ -108,6 +108,17 @@ def test_biases_and_norms_do_not_decay_unless_asked():
             assert torch.equal(p, before[name] * 0.75 if decays else before[name]), name
 
 
+def test_a_second_fit_trains_as_long_again():
+    train_loader, _ = loaders()
+    trainer = make_trainer(callbacks=[EMA(0.9), EarlyStopping(2)])
+    trainer.fit(train_loader)
+    first = weights(trainer)
+    trainer.fit(train_loader)
+    assert trainer.step == 24
+    assert not torch.equal(weights(trainer)["0.weight"], first["0.weight"])
+    assert trainer.optimizer.state[trainer.module[0].weight]["step"] == 48
+
+
 def test_max_steps_is_the_length_instead_of_epochs():
     train_loader, _ = loaders()
     for max_steps, epochs in ((5, 3), (20, 1), (5, None)):
@@ -370,7 +381,7 @@ def test_a_failure_ends_the_hooks_and_keeps_the_error():
     recorder = Fails()
     with pytest.raises(ZeroDivisionError):
         make_trainer(callbacks=[recorder]).fit(*loaders(make_data(8)))
-    assert [call[0] for call in recorder.calls] == ["fit_start", "log", "eval_start", "fit_end"]
+    assert [call[0] for call in recorder.calls] == ["fit_start", "log", "eval_start", "eval_end", "fit_end"]
 
 
 def test_rows_hold_the_mean_over_their_window():

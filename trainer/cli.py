@@ -110,9 +110,9 @@ def check_flags(arguments):
             )
 
 
-def trusted(arguments):
-    """Patterns for the targets typed on the command line, and for the packages of `trusted=[...]`: what the user types is the user's own."""
-    patterns = []
+def trusted(packages, arguments):
+    """Hydra's patterns for `packages`, those of `trusted=[...]`, and the targets typed: what one types is one's own."""
+    patterns = [f"{package}.*" for package in packages]
     for argument in arguments:
         key, _, value = argument.partition("=")
         names = re.findall(r"[\w.]+", value)

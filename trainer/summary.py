@@ -12,7 +12,6 @@ MIB = devices.MIB
 
 def plan(trainer):
     """The lines that open a run: device, model and plan."""
-    precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[trainer.dtype]
     parameters = sum(p.numel() for p in trainer.module.parameters())
     frozen = sum(p.numel() for p in trainer.module.parameters() if not p.requires_grad)
     epochs = trainer.total_steps / trainer.steps_per_epoch
@@ -26,13 +25,27 @@ def plan(trainer):
     cuts = f" in {trainer.grad_accum_steps} micro-batches" if trainer.grad_accum_steps > 1 else ""
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     at = f", continued at step {trainer.step}" if trainer.step else ""
-    yield f"device   {devices.describe(trainer.device)}, {precision} ({trainer.precision_reason})"
+    yield f"device   {devices.describe(trainer.device)}, {precision(trainer)} ({trainer.precision_reason})"
     yield f"model    {type(trainer.module).__name__}, {parameters:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}"
     yield (
         f"plan     {length} = {trainer.total_steps:,} steps, batch {batch_size or 'as the loader gives it'}{cuts}, "
         f"{type(optimizer).__name__}{fused} lr {optimizer.param_groups[0].get('initial_lr', 0):g}, "
         f"{getattr(trainer.scheduler, 'description', type(trainer.scheduler).__name__)}{at}"
     )
+
+
+def precision(trainer):
+    """'fp32', 'bf16' or 'fp16'."""
+    return {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[trainer.dtype]
+
+
+def data_line(data, loaders, why):
+    """The line that tells what is learnt from."""
+    names = ("train", "val", "test")
+    counts = [f"{part.samples:,} {name}" for name, part in zip(names, loaders, strict=True) if part is not None]
+    inputs = "x".join(map(str, data.in_shape)) if len(data.in_shape) > 1 else f"{data.in_shape[0]} numbers"
+    outputs = {"classification": f"{data.num_classes} classes", "regression": f"{data.num_classes} to predict"}[data.kind]
+    return f"data     {data.name}: {', '.join(counts)} samples of {inputs}, {outputs}; {why}"
 
 
 def optimizer_tensors(optimizer):
@@ -91,6 +104,12 @@ def number(value):
         if math.isfinite(value)
         else str(value)
     )
+
+
+def numbers(results):
+    """'loss 0.0707  acc 0.9861' of {"test/loss": ..., "test/acc": ...}; what is not one number is left out."""
+    shown = {name.partition("/")[2]: value for name, value in results.items() if isinstance(value, float)}
+    return "  ".join(f"{name} {number(value)}" for name, value in shown.items())
 
 
 def seconds(value):

@@ -16,17 +16,20 @@ from trainer.metrics import Mean
 class Trainer:
     """Trains, evaluates and applies a model.
 
-    To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or `fit`; for what happens between steps, add a callback.
-    `optimizer` is a factory: it is called with parameter groups once the model is on its device. So is `scheduler`, called with (optimizer, total_steps=...);
-    it steps once a step. A batch from the loader is one step, worked through in `grad_accum_steps` micro-batches. `epochs` gives the length of the training,
-    or `max_steps` instead of it. A number is logged every `log_every` steps and at each epoch's end; evaluation comes every `eval_every` steps, None being once
-    an epoch. Biases and norms have no weight decay unless `decay_all`. The run is a function of the model, the data, these settings and the `seed`.
+    To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or `fit`; for what
+    happens between steps, add a callback. `optimizer` is a factory: it is called with parameter groups once the
+    model is on its device. So is `scheduler`, called with (optimizer, total_steps=...); it steps once a step. A
+    batch from the loader is one step, worked through in `grad_accum_steps` micro-batches. `epochs` gives the length
+    of the training, or `max_steps` instead of it. A row is logged every `log_every` steps and at each epoch's end;
+    an evaluation comes every `eval_every` steps, None being once an epoch. Biases and norms have no weight decay
+    unless `decay_all`. The run is a function of the model, the data, these settings and the `seed`.
     """
 
     def __init__(
-        self, model, loss=None, optimizer=None, scheduler=schedules.constant, metrics=None, callbacks=(), *, epochs=1, max_steps=None, device="auto",
-        strategy="single", precision="auto", compile=False, grad_accum_steps=1, max_grad_norm=None, log_every=50, eval_every=None, decay_all=False,
-        seed=0, deterministic=False,
+        self, model, loss=None, optimizer=None, scheduler=schedules.constant, metrics=None, callbacks=(), *,
+        epochs=1, max_steps=None, device="auto", strategy="single", precision="auto", compile=False,
+        grad_accum_steps=1, max_grad_norm=None, log_every=50, eval_every=None, decay_all=False, seed=0,
+        deterministic=False,
     ):  # fmt: skip
         self.epochs = check_number("epochs", epochs, whole=True, least=1, optional=max_steps is not None)
         self.max_steps = check_number("max_steps", max_steps, whole=True, least=1, optional=True)
@@ -50,9 +53,8 @@ class Trainer:
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics = dict(metrics or {})
         self.callbacks = list(callbacks)
-        self.optimizer = (
-            devices.build_optimizer(optimizer, self.parameter_groups(decay_all), self.device) if optimizer else None
-        )
+        groups = self.parameter_groups(decay_all)
+        self.optimizer = devices.build_optimizer(optimizer, groups, self.device) if optimizer else None
         self.make_scheduler, self.scheduler = scheduler, None  # it needs total_steps, which fit knows
 
         self.step = 0  # the one clock: optimizer steps done
@@ -63,9 +65,13 @@ class Trainer:
         self.batch_layout, self.data_bytes = "nothing yet", 0
 
     def fit(self, train_loader, val_loader=None, resume=None):
-        """Trains until `epochs` or `max_steps` are done or a callback stops it. `resume` is a checkpoint file to continue from."""
-        batch = None
+        """Trains until `epochs` or `max_steps` are done or a callback stops it.
+
+        It begins at step 0 with the weights as they are, or goes on from the checkpoint file `resume`.
+        """
         self.prepare(train_loader, val_loader, resume)
+        eval_every = self.eval_every or self.steps_per_epoch
+        batch = None
         try:
             self.call("on_fit_start")
             self.window_start = time.perf_counter()
@@ -81,13 +87,11 @@ class Trainer:
 
                     epoch_done = self.step % self.steps_per_epoch == 0
                     last = self.step == self.total_steps
-                    eval_due = self.val_loader is not None and (
-                        self.step % (self.eval_every or self.steps_per_epoch) == 0 or last
-                    )
+                    eval_due = val_loader is not None and (self.step % eval_every == 0 or last)
                     if self.step % self.log_every == 0 or epoch_done or eval_due or last:
                         self.log_training(batch)
                     if eval_due:
-                        self.log(self.evaluate(self.val_loader, "val"))
+                        self.log(self.evaluate(val_loader, "val"))
                     if epoch_done:
                         self.call("on_epoch_end")
                     self.call("on_step_end")
@@ -102,7 +106,10 @@ class Trainer:
             self.release()
 
     def train_step(self, batch):
-        """One optimizer step on one batch, worked through in `grad_accum_steps` micro-batches, each weighted by its share of the samples; gives the loss."""
+        """One optimizer step on one batch; gives the mean loss.
+
+        Each of the `grad_accum_steps` micro-batches is weighted by its share of the samples.
+        """
         total_loss = 0.0
         micro_batches = batches.split(batch, self.grad_accum_steps)
         for i, (micro_batch, share) in enumerate(micro_batches, 1):
@@ -135,17 +142,15 @@ class Trainer:
             metric.update(outputs, targets)
 
     def evaluate(self, loader, split="val"):
-        """{"val/loss": ..., "val/acc": ...} over all samples of the loader; changes neither the weights nor the course of a training."""
+        """{"val/loss": ..., "val/acc": ...} over all samples of the loader; changes nothing in the training."""
         batch, loss_mean = None, Mean()
         for metric in self.metrics.values():
             metric.reset()
             if hasattr(metric, "to"):  # torchmetrics keep their sums on a device of their own
                 metric.to(self.device)
         try:
-            with (
-                self.evaluating(),
-                torch.no_grad(),
-            ):  # not inference_mode: sharded parameters cannot be copied in place under it
+            # Not inference_mode: sharded parameters cannot be copied in place under it.
+            with self.evaluating(), torch.no_grad():
                 for batch in loader:
                     batch = devices.move(batch, self.device)
                     with self.autocast:
@@ -158,12 +163,10 @@ class Trainer:
         if not loss_mean.samples:
             raise UserError(f"The {split} loader gives no samples.")
         results = {"loss": loss_mean.compute()} | {name: metric.compute() for name, metric in self.metrics.items()}
-        return {
-            f"{split}/{name}": value.item() if value.numel() == 1 else value.tolist() for name, value in results.items()
-        }
+        return {f"{split}/{name}": v.item() if v.numel() == 1 else v.tolist() for name, v in results.items()}
 
     def predict(self, loader):
-        """The outputs for all samples of the loader, one tensor (N, ...) on the CPU; the loader gives inputs, or (inputs, targets) as for evaluation."""
+        """The outputs for all samples, one tensor (N, ...) on the CPU; batches are inputs, or (inputs, targets)."""
         outputs = []
         with self.evaluating(), torch.inference_mode():
             for batch in loader:
@@ -199,31 +202,22 @@ class Trainer:
         self.call("on_log", {"step": self.step, "epoch": self.step / self.steps_per_epoch, **numbers})
 
     def log_training(self, batch):
-        """Logs the window since the last row: the mean loss (the one transfer from the device), and how fast it went."""
-        loss, samples = (
-            self.train_loss.compute().item(),
-            self.train_loss.samples,
-        )  # .item() waits for the device, so the clock below is right
-        seconds = time.perf_counter() - self.window_start
+        """Logs the window since the last row: the mean loss and how fast it went."""
+        loss = self.train_loss.compute().item()  # the one transfer; it waits for the device, so the clock is right
+        samples, seconds = self.train_loss.samples, time.perf_counter() - self.window_start
         self.batch_layout = summary.layout(tensor for _, tensor in batches.entries(batch))
         self.train_loss.reset()
-        self.log(
-            {
-                "train/loss": loss,
-                "train/lr": self.optimizer.param_groups[0]["lr"],
-                "train/samples": samples,
-                "train/seconds": seconds,
-            }
-        )
+        lr = self.optimizer.param_groups[0]["lr"]
+        self.log({"train/loss": loss, "train/lr": lr, "train/samples": samples, "train/seconds": seconds})
         self.window_start = time.perf_counter()
 
     @contextlib.contextmanager
     def evaluating(self):
-        """The model in evaluation mode, between on_eval_start and on_eval_end; all as before afterwards, also after an error."""
+        """The model in evaluation mode, between on_eval_start and on_eval_end; all as before after it, or an error."""
         training, started = self.module.training, time.perf_counter()
         self.model.eval()
-        self.call("on_eval_start")
         try:
+            self.call("on_eval_start")
             yield
         finally:
             self.call("on_eval_end")
@@ -235,67 +229,54 @@ class Trainer:
     def prepare(self, train_loader, val_loader, resume):
         """Checks what fit needs, builds the scheduler, and goes to where the checkpoint `resume` stands."""
         if self.optimizer is None:
-            raise UserError(
-                "fit needs an optimizer: give Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))."
-            )
-        self.train_loader = seekable(train_loader, self.seed)
-        self.val_loader = val_loader
+            raise UserError("fit needs an optimizer: Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)).")
+        self.train_loader, self.val_loader = seekable(train_loader, self.seed), val_loader
         self.data_bytes = sum(getattr(loader, "nbytes", 0) for loader in (train_loader, val_loader))
         self.steps_per_epoch = len(train_loader)
         if not self.steps_per_epoch:
             raise UserError("The training loader gives no batch: it has fewer samples than one batch, or none.")
         self.total_steps = self.max_steps or self.epochs * self.steps_per_epoch
         self.scheduler = self.make_scheduler(self.optimizer, total_steps=self.total_steps)
-        self.should_stop, self.stop_reason = False, None
+        self.step, self.should_stop, self.stop_reason = 0, False, None
+        self.train_loss.reset()
         if resume is not None:
             self.load(resume)
 
     def parameter_groups(self, decay_all):
-        """The trainable parameters: those with two dimensions or more, and, with no weight decay, biases and the weights of norms."""
+        """The trainable parameters for the optimizer; biases and the weights of norms (one dimension) without decay."""
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         if decay_all:
             return [{"params": parameters}]
-        groups = [
-            {"params": [p for p in parameters if p.ndim > 1]},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ]
+        decayed, others = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         return [group for group in groups if group["params"]]
 
     def stateful(self):
-        """{name: object with state_dict and load_state_dict} of all that a checkpoint holds; a subclass with a second optimizer adds it here."""
-        parts = {
-            "model": self.module,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "scaler": self.scaler,
-            "train_loss": self.train_loss,
-        }
+        """{name: object with a state_dict} of what a checkpoint holds; a second optimizer goes here."""
+        parts = {"model": self.module, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        parts |= {"scaler": self.scaler, "train_loss": self.train_loss}
         return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self):
         """All that the course of the training depends on, beside the settings: what a checkpoint holds."""
         states = {name: part.state_dict() for name, part in self.stateful().items()}
-        return {
-            "step": self.step,
-            **states,
-            "callbacks": {name: callback.state_dict() for name, callback in self.named_callbacks().items()},
-        }
+        callbacks = {name: callback.state_dict() for name, callback in self.named_callbacks().items()}
+        return {"step": self.step, **states, "callbacks": callbacks}
 
     def load(self, path):
         """Loads a checkpoint file: weights, step and callbacks, and, within a fit, optimizer, schedule and scaler."""
         self.load_state_dict(checkpoint.load(path))
 
     def load_state_dict(self, state):
-        """Takes what `state_dict` gave."""
+        """Takes what `state_dict` gave; UserError for another model's, TrainingError for another Trainer's."""
         for name, part in self.stateful().items():
             if name not in state:
                 raise TrainingError(f"The checkpoint has no {name!r}: it was written by another Trainer.")
             try:
                 part.load_state_dict(state[name])
             except (RuntimeError, ValueError) as error:
-                raise UserError(
-                    f"The checkpoint does not fit this {name}: {str(error).splitlines()[-1].strip()}"
-                ) from None
+                reason = str(error).splitlines()[-1].strip()
+                raise UserError(f"The checkpoint does not fit this {name}: {reason}") from None
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
@@ -311,7 +292,7 @@ class Trainer:
         return named
 
     def where(self, batch=None):
-        """Prints the devices, types and MiB of the model, the optimizer's state and the last batch (or the given one)."""
+        """Prints the devices, types and MiB of the model, the optimizer's state and the last batch, or the given one."""
         print("\n".join(summary.where(self, batch)))
 
     def memory_report(self):
@@ -319,7 +300,7 @@ class Trainer:
         return summary.memory_report(self)
 
     def explain(self, error, batch):
-        """Raises the error as the user should see it, where it is a wrong device or a lack of memory; returns where it is anything else."""
+        """Raises the error as the user should see it where it is a wrong device or too little memory; else returns."""
         if isinstance(error, torch.OutOfMemoryError):
             size = "" if batch is None else f" with a batch of {batches.size(batch)}"
             advice = "Type a higher grad_accum_steps (the same result in less memory), or a lower batch_size."
