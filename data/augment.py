@@ -1,4 +1,4 @@
-"""Batched augmentation on the device of the batch: every sample draws its own values, all of them from one generator."""
+"""Batched augmentation on the device of the batch: every sample draws its own values, all from one generator."""
 
 import functools
 import math
@@ -8,19 +8,21 @@ import torch
 
 from trainer.errors import UserError, check_number, did_you_mean
 
-# In the order in which they are applied, whatever the order of the list: `flip` takes no value, the others this one unless told.
+# In the order in which they are applied, whatever the order of the list:
+# `flip` takes no value, the others this one unless told.
 GEOMETRIC = {"flip": True, "shift": 2, "crop": 4, "cutout": 8}
 MIXING = {"mixup": 0.2, "cutmix": 1.0}
 DEFAULTS = GEOMETRIC | MIXING
 
 
 class Augment:
-    """`augment(inputs, targets, generator) -> (inputs, targets)`, from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`.
+    """`augment(inputs, targets, generator) -> (inputs, targets)`,
+    from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`.
 
-    Random left-right `flip`; `shift` by up to k pixels, zeros coming in; `crop` out of a frame of k reflected pixels; `cutout` of a
-    k x k square of zeros: one gather on the raw (uint8 or float) images. Then `normalize`. Then, in the order of the list, `mixup`
-    (Zhang 2018, arXiv 1710.09412), `cutmix` (Yun 2019, arXiv 1905.04899) and callables `(inputs, targets, generator) -> (inputs, targets)`.
-    The mixing ones make class targets soft: (N, num_classes).
+    Random left-right `flip`; `shift` by up to k pixels, zeros coming in; `crop` out of a frame of k reflected pixels;
+    `cutout` of a k x k square of zeros: one gather on the raw (uint8 or float) images. Then `normalize`. Then, in the
+    order of the list, `mixup` (Zhang 2018, arXiv 1710.09412), `cutmix` (Yun 2019, arXiv 1905.04899) and callables
+    `(inputs, targets, generator) -> (inputs, targets)`. The mixing ones make class targets soft: (N, num_classes).
     """
 
     def __init__(self, spec=(), num_classes=None, normalize=None):
@@ -34,25 +36,22 @@ class Augment:
         if type(item).__module__.startswith("torchvision.transforms"):
             name = type(item).__name__
             raise UserError(
-                f"dataset.augment: torchvision's {name} draws one value for a whole batch.\nType names instead: {', '.join(DEFAULTS)}."
+                f"dataset.augment: torchvision's {name} draws one value for a whole batch.\n"
+                f"Type names instead: {', '.join(DEFAULTS)}."
             )
         if callable(item):
             self.rest.append(item)
             return
         if not isinstance(item, str) or item not in DEFAULTS:
             raise UserError(
-                f"dataset.augment={item}: there is no such augmentation.{did_you_mean(item, DEFAULTS)}\nType a list of {', '.join(DEFAULTS)}."
+                f"dataset.augment={item}: there is no such augmentation.{did_you_mean(item, DEFAULTS)}\n"
+                f"Type a list of {', '.join(DEFAULTS)}."
             )
         key, value = f"dataset.augment.{item}", DEFAULTS[item] if value is None else value
         if item in MIXING:
             self.mixing.append(item)
-            self.rest.append(
-                functools.partial(
-                    _mixup if item == "mixup" else _cutmix,
-                    a=check_number(key, value, above=0),
-                    num_classes=self.num_classes,
-                )
-            )
+            function, a = _mixup if item == "mixup" else _cutmix, check_number(key, value, above=0)
+            self.rest.append(functools.partial(function, a=a, num_classes=self.num_classes))
         elif item != "flip":
             self.geometric[item] = check_number(key, value, whole=True, least=1)
         elif value is True:
@@ -65,11 +64,13 @@ class Augment:
         for name in [*self.geometric, *self.mixing]:
             if len(in_shape) != 3 and name != "mixup":
                 raise UserError(
-                    f"dataset.augment: {name} moves pixels, and these inputs have the shape {tuple(in_shape)}.\nType dataset.augment=[] or [mixup]."
+                    f"dataset.augment: {name} moves pixels, and these inputs have the shape {tuple(in_shape)}.\n"
+                    "Type dataset.augment=[] or [mixup]."
                 )
         if self.geometric.get("crop", 0) >= min(in_shape[1:], default=math.inf):
             raise UserError(
-                f"dataset.augment.crop={self.geometric['crop']}: give less than the {min(in_shape[1:])} pixels of the image."
+                f"dataset.augment.crop={self.geometric['crop']}: "
+                f"give less than the {min(in_shape[1:])} pixels of the image."
             )
 
     def __call__(self, inputs, targets, generator):
@@ -83,7 +84,9 @@ class Augment:
         return inputs, targets
 
     def _move_pixels(self, inputs, generator):
-        """Row and column of the source are independent of each other in all of these, so two small tables (N, H) and (N, W) make the one gather."""
+        """Row and column of the source are independent of each other in all of these,
+        so two small tables (N, H) and (N, W) make the one gather.
+        """
         n, channels, height, width = inputs.shape
         device = inputs.device
         shift, crop, cutout = (self.geometric.get(name, 0) for name in ("shift", "crop", "cutout"))
@@ -114,9 +117,8 @@ class Augment:
         if cutout:
             inside = []
             for size in (height, width):
-                start = (
-                    draw(0, size - 1) - cutout // 2
-                )  # the middle lies anywhere in the image, so the square may hang over the border
+                # The middle lies anywhere in the image, so the square may hang over the border.
+                start = draw(0, size - 1) - cutout // 2
                 place = torch.arange(size, device=device)
                 inside.append((place >= start) & (place < start + cutout))
             moved *= ~(inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(1)
@@ -126,7 +128,8 @@ class Augment:
 def sample_beta(a, generator):
     """One draw of Beta(a, a), a 0-dim tensor on the generator's device; no rejection, so nothing waits for the device.
 
-    Devroye 1996, "Random variate generation in one line of code", from Bailey's 1994 generator for Student's t: exact for every a > 0.
+    Devroye 1996, "Random variate generation in one line of code",
+    from Bailey's 1994 generator for Student's t: exact for every a > 0.
     """
     u, v = torch.rand(2, generator=generator, device=generator.device).unbind()
     cosine = torch.cos(2 * math.pi * v)
@@ -134,16 +137,17 @@ def sample_beta(a, generator):
 
 
 def _soft(targets, num_classes, dtype):
-    """Class numbers as (N, num_classes) probabilities; what is soft already, and a regression's targets, as they are."""
+    """Class numbers as (N, num_classes) probabilities;
+    what is soft already, and a regression's targets, as they are.
+    """
     if targets.is_floating_point():
         return targets
     if num_classes is None:
         raise UserError(
             "Augment with mixup or cutmix: give num_classes, since class targets become (N, num_classes) probabilities."
         )
-    return torch.zeros(len(targets), num_classes, dtype=dtype, device=targets.device).scatter_(
-        1, targets.unsqueeze(1), 1
-    )
+    soft = torch.zeros(len(targets), num_classes, dtype=dtype, device=targets.device)
+    return soft.scatter_(1, targets.unsqueeze(1), 1)
 
 
 def _mixup(inputs, targets, generator, *, a, num_classes):
@@ -158,9 +162,8 @@ def _cutmix(inputs, targets, generator, *, a, num_classes):
     targets = _soft(targets, num_classes, inputs.dtype if inputs.is_floating_point() else torch.float32)
     side = (1 - sample_beta(a, generator)).sqrt()
     inside = []
-    for size, middle in zip(
-        inputs.shape[2:], torch.rand(2, generator=generator, device=inputs.device).unbind(), strict=True
-    ):
+    middles = torch.rand(2, generator=generator, device=inputs.device).unbind()
+    for size, middle in zip(inputs.shape[2:], middles, strict=True):
         place = torch.arange(size, device=inputs.device)
         start, stop = ((middle - side / 2) * size).round(), ((middle + side / 2) * size).round()
         inside.append((place >= start) & (place < stop))

@@ -1,4 +1,4 @@
-"""Names -> data: each function gives the training, validation and test part of one data set, with the shapes that a model needs."""
+"""Names -> data: each function gives the parts of one data set, with the shapes that a model needs."""
 
 import gzip
 import math
@@ -20,10 +20,12 @@ MISSING = {"", "?", "na", "n/a", "nan", "null", "none"}
 
 @dataclass
 class Data:
-    """The parts of a data set (None where there is no such part), and what models, losses and metrics have to know of it.
+    """The parts of a data set (None where there is no such part),
+    and what models, losses and metrics have to know of it.
 
-    `mean` and `std` (one number a channel, for pixels in 0..1) belong to uint8 images; None: the inputs are floats already prepared. The targets of a
-    regression are (value - target_mean) / target_scale, so that errors can be told in the user's units. Labels are checked here, once.
+    `mean` and `std` (one number a channel, for pixels in 0..1) belong to uint8 images; None: the inputs are floats
+    already prepared. The targets of a regression are (value - target_mean) / target_scale, so that errors can be told
+    in the user's units. Labels are checked here, once.
     """
 
     name: str
@@ -45,24 +47,21 @@ class Data:
             values = getattr(self, key)
             if values is not None and (isinstance(values, (str, float, int)) or len(values) != self.in_shape[0]):
                 raise UserError(f"dataset.{key}={values}: give a list of {self.in_shape[0]} numbers, one a channel.")
-            setattr(
-                self,
-                key,
-                values
-                and [
-                    float(check_number(f"dataset.{key}", value, above=0 if key == "std" else None)) for value in values
-                ],
-            )
+            above = 0 if key == "std" else None
+            checked = values and [float(check_number(f"dataset.{key}", value, above=above)) for value in values]
+            setattr(self, key, checked)
         for part in (self.train, self.val, self.test) if self.kind == "classification" else ():
             labels = part.targets if part is not None else torch.zeros(1, dtype=torch.int64)
             if labels.dtype != torch.int64 or labels.ndim != 1:
                 raise UserError(
-                    f"{self.name}: labels are a vector of int64, and these are {labels.dtype} of shape {tuple(labels.shape)}."
+                    f"{self.name}: labels are a vector of int64, "
+                    f"and these are {labels.dtype} of shape {tuple(labels.shape)}."
                 )
             wrong = labels[(labels < 0) | (labels >= self.num_classes)]
             if len(wrong):
                 raise UserError(
-                    f"{self.name}: the label {wrong[0].item()} is not one of the {self.num_classes} classes 0 to {self.num_classes - 1}."
+                    f"{self.name}: the label {wrong[0].item()} is not one of "
+                    f"the {self.num_classes} classes 0 to {self.num_classes - 1}."
                 )
 
 
@@ -88,7 +87,9 @@ class TensorSplit:
 
 
 class ImageSplit:
-    """Image files, decoded when asked for: uint8 (channels, H, W). `size`: the whole number to which both sides are resized, or the (H, W) of all."""
+    """Image files, decoded when asked for: uint8 (channels, H, W).
+    `size`: the whole number to which both sides are resized, or the (H, W) of all.
+    """
 
     def __init__(self, files, targets, size, channels):
         self.files, self.targets, self.size, self.channels = files, targets, size, channels
@@ -110,7 +111,8 @@ class ImageSplit:
         def decode(i):
             inputs[i] = decode_image(self.files[i], self.size, self.channels)
 
-        # Small images are decoded faster than threads can hand the GIL over: of 32x32 one thread does 8,600 a second, two do 5,600.
+        # Small images are decoded faster than threads can hand the GIL over:
+        # of 32x32 one thread does 8,600 a second, two do 5,600.
         large = isinstance(self.size, int) or math.prod(self.size) >= 256 * 256
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 16) if large else 1) as pool:
             list(pool.map(decode, range(len(self))))
@@ -118,7 +120,9 @@ class ImageSplit:
 
 
 def decode_image(file, size, channels):
-    """A uint8 tensor (channels, H, W): grey for one channel, RGB for three; UserError naming a file that cannot be read or has another size."""
+    """A uint8 tensor (channels, H, W): grey for one channel, RGB for three;
+    UserError naming a file that cannot be read or has another size.
+    """
     from PIL import Image
 
     try:
@@ -128,14 +132,14 @@ def decode_image(file, size, channels):
             image = image.convert("L" if channels == 1 else "RGB")
             if isinstance(size, int) and image.size != (size, size):
                 image = image.resize((size, size), Image.Resampling.BILINEAR)
-            pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(
-                image.height, image.width, channels
-            )
+            pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+            pixels = pixels.view(image.height, image.width, channels)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise UserError(f"{file}: this image cannot be read ({error}).\nReplace or remove the file.") from None
     if not isinstance(size, int) and pixels.shape[:2] != tuple(size):
         raise UserError(
-            f"{file}: this image has {pixels.shape[0]}x{pixels.shape[1]} pixels, and the first one {size[0]}x{size[1]}.\n"
+            f"{file}: this image has {pixels.shape[0]}x{pixels.shape[1]} pixels, "
+            f"and the first one {size[0]}x{size[1]}.\n"
             f"Type dataset.size={min(size)} (any whole number) to resize all of them."
         )
     return pixels.permute(2, 0, 1)
@@ -144,8 +148,9 @@ def decode_image(file, size, channels):
 def split_indices(targets, fractions, seed, stratified=True):
     """[rest, part, part, ...]: sorted indices, one part for each of `fractions` of the samples, disjoint and complete.
 
-    `targets` are the samples' labels, or just their number. Stratified: the same shares of each class, with at least one sample of it in
-    every part where the class has enough for that. A part that is asked for and gets nothing is a UserError.
+    `targets` are the samples' labels, or just their number. Stratified: the same shares of each class, with
+    at least one sample of it in every part where the class has enough for that. A part that is asked for and
+    gets nothing is a UserError.
     """
     n = targets if isinstance(targets, int) else len(targets)
     generator = torch.Generator().manual_seed(mix_seed(seed, "split"))
@@ -180,9 +185,8 @@ def _check_fractions(**fractions):
     for key, value in fractions.items():
         check_number(f"dataset.{key}", value, least=0, most=0.95)
     if sum(fractions.values()) > 0.95:
-        raise UserError(
-            f"{' + '.join(f'dataset.{key}={value}' for key, value in fractions.items())}: that leaves too little to train on."
-        )
+        given = " + ".join(f"dataset.{key}={value}" for key, value in fractions.items())
+        raise UserError(f"{given}: that leaves too little to train on.")
     return list(fractions.values())
 
 
@@ -247,44 +251,46 @@ def _torchvision(name, kind, megabytes, root, download, val_fraction, split_seed
 
     root = os.path.expanduser(root)
     try:
-        train, test = (
-            getattr(torchvision.datasets, kind)(root, train=train, download=download) for train in (True, False)
-        )
+        dataset = getattr(torchvision.datasets, kind)
+        train, test = (dataset(root, train=train, download=download) for train in (True, False))
     except (RuntimeError, OSError, ValueError, EOFError) as error:
         if "not found" in str(error):
-            what = f"{kind} is not in {root}.\nType dataset.download=true to fetch it ({megabytes} MB), or dataset.root=DIR for where it lies."
+            what = (
+                f"{kind} is not in {root}.\n"
+                f"Type dataset.download=true to fetch it ({megabytes} MB), or dataset.root=DIR for where it lies."
+            )
         elif download:
-            what = f"{kind} could not be downloaded to {root} ({error}).\nType dataset.root=DIR for where it lies, if you have it."
+            what = (
+                f"{kind} could not be downloaded to {root} ({error}).\n"
+                "Type dataset.root=DIR for where it lies, if you have it."
+            )
         else:
-            what = f"{kind} in {root} cannot be read ({error}).\nRemove it and type dataset.download=true to fetch it again ({megabytes} MB)."
+            what = (
+                f"{kind} in {root} cannot be read ({error}).\n"
+                f"Remove it and type dataset.download=true to fetch it again ({megabytes} MB)."
+            )
         raise UserError(what) from None
     images, labels = zip(*(_images_and_labels(part) for part in (train, test)), strict=True)
     kept, val = _cut(images[0], labels[0], fractions, split_seed)
-    return Data(
-        name,
-        kept,
-        val,
-        TensorSplit(images[1], labels[1]),
-        images[0].shape[1:],
-        len(train.classes),
-        classes=list(train.classes),
-        mean=mean,
-        std=std,
-    )
+    test, shape, classes = TensorSplit(images[1], labels[1]), images[0].shape[1:], list(train.classes)
+    return Data(name, kept, val, test, shape, len(classes), classes=classes, mean=mean, std=std)
 
 
 def _images_and_labels(dataset):
-    """uint8 (N, C, H, W) and int64 (N,) of a torchvision data set that keeps all of it in `.data` (N, H, W) or (N, H, W, C)."""
+    """uint8 (N, C, H, W) and int64 (N,) of a torchvision data set that keeps all of it in `.data`
+    (N, H, W) or (N, H, W, C).
+    """
     images = torch.as_tensor(dataset.data)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
     return images.contiguous(), torch.as_tensor(dataset.targets, dtype=torch.int64)
 
 
 def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.1, split_seed=0, mean=None, std=None):
-    """Images in one folder a class: root/{train,val,test}/CLASS/*, or root/CLASS/*; a part that has no folder is cut from the training images.
+    """Images in one folder a class: root/{train,val,test}/CLASS/*, or root/CLASS/*;
+    a part that has no folder is cut from the training images.
 
-    `size` null asks all images to have the size of the first, a whole number resizes them to size x size. `mean` and `std` null are
-    measured on (at most 5,000 of) the training images.
+    `size` null asks all images to have the size of the first, a whole number resizes them to size x size. `mean` and
+    `std` null are measured on (at most 5,000 of) the training images.
     """
     check_number("dataset.size", size, whole=True, least=1, optional=True)
     if check_number("dataset.channels", channels, whole=True) not in (1, 3):
@@ -297,14 +303,16 @@ def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.
     top = os.path.join(root, "train") if os.path.isdir(os.path.join(root, "train")) else root
     classes = sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and not entry.name.startswith("."))
     if len(classes) < 2:
+        here = f"only {classes[0]}" if classes else "no folder"
         raise UserError(
-            f"{top}: images lie in one folder a class, and here is {f'only {classes[0]}' if classes else 'no folder'}.\n"
+            f"{top}: images lie in one folder a class, and here is {here}.\n"
             "Type dataset.root=DIR with at least two classes."
         )
     files, targets = _list_images(top, classes)
     for label in set(range(len(classes))).difference(targets):
         raise UserError(
-            f"{os.path.join(top, classes[label])}: there is no image in this folder ({', '.join(IMAGE_ENDINGS)}).\nAdd some, or remove it."
+            f"{os.path.join(top, classes[label])}: there is no image in this folder ({', '.join(IMAGE_ENDINGS)}).\n"
+            "Add some, or remove it."
         )
     if size is None:
         from PIL import Image
@@ -318,22 +326,14 @@ def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.
     def split(files, targets):
         return ImageSplit(files, torch.as_tensor(targets), size, channels) if len(files) else None
 
-    given = {
-        name: os.path.join(root, name)
-        for name in ("val", "test")
-        if top != root and os.path.isdir(os.path.join(root, name))
-    }
+    names = ("val", "test") if top != root else ()
+    given = {name: os.path.join(root, name) for name in names if os.path.isdir(os.path.join(root, name))}
     fractions = _check_fractions(
-        **{
-            f"{name}_fraction": 0 if name in given else value
-            for name, value in (("val", val_fraction), ("test", test_fraction))
-        }
+        val_fraction=0 if "val" in given else val_fraction, test_fraction=0 if "test" in given else test_fraction
     )
     targets = torch.tensor(targets)
-    train, val, test = (
-        split([files[i] for i in part.tolist()], targets[part])
-        for part in split_indices(targets, fractions, split_seed)
-    )
+    parts = split_indices(targets, fractions, split_seed)
+    train, val, test = (split([files[i] for i in part.tolist()], targets[part]) for part in parts)
     for name, folder in given.items():
         part = split(*_list_images(folder, classes))
         if part is None:
@@ -342,21 +342,14 @@ def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.
     if mean is None or std is None:
         measured = _mean_and_std(train, split_seed)
         mean, std = (measured[0] if mean is None else mean), (measured[1] if std is None else std)
-    return Data(
-        os.path.basename(os.path.abspath(root)),
-        train,
-        val,
-        test,
-        train.shape,
-        len(classes),
-        classes=classes,
-        mean=mean,
-        std=std,
-    )
+    name = os.path.basename(os.path.abspath(root))
+    return Data(name, train, val, test, train.shape, len(classes), classes=classes, mean=mean, std=std)
 
 
 def _list_images(top, classes):
-    """(paths, labels) of the images in top/CLASS/, in order of their names, not of the file system; UserError for a class not in `classes`."""
+    """(paths, labels) of the images in top/CLASS/, in order of their names, not of the file system;
+    UserError for a class not in `classes`.
+    """
     files, labels, numbers = [], [], {name: label for label, name in enumerate(classes)}
     for name in sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and not entry.name.startswith(".")):
         if name not in numbers:
@@ -377,18 +370,13 @@ def _list_images(top, classes):
 
 def _mean_and_std(split, seed, most=5000):
     """Each channel's mean and standard deviation, as lists, in units of 0..1."""
-    chosen = (
-        torch.randperm(len(split), generator=torch.Generator().manual_seed(mix_seed(seed, "mean and std")))[:most]
-        .sort()
-        .values
-    )
-    images, _ = ImageSplit(
-        [split.files[i] for i in chosen.tolist()], split.targets[chosen], split.size, split.channels
-    ).tensors()
+    generator = torch.Generator().manual_seed(mix_seed(seed, "mean and std"))
+    chosen = torch.randperm(len(split), generator=generator)[:most].sort().values
+    files = [split.files[i] for i in chosen.tolist()]
+    images, _ = ImageSplit(files, split.targets[chosen], split.size, split.channels).tensors()
     # From histograms: 256 counts a channel are exact, and need no float copy of the images.
-    counts = torch.stack(
-        [torch.bincount(images[:, c].flatten(), minlength=256) for c in range(split.channels)]
-    ).double()
+    counts = [torch.bincount(images[:, c].flatten(), minlength=256) for c in range(split.channels)]
+    counts = torch.stack(counts).double()
     levels = torch.arange(256).double() / 255
     mean = (counts * levels).sum(1) / counts.sum(1)
     std = ((counts * levels.square()).sum(1) / counts.sum(1) - mean.square()).clamp_min(0).sqrt()
@@ -405,10 +393,11 @@ def synthetic(
     test_fraction=0.1,
     split_seed=0,
 ):
-    """Data of any size that can be learnt: random patterns, one a class or target, and noise of `noise` times their deviation.
+    """Data of any size that can be learnt:
+    random patterns, one a class or target, and noise of `noise` times their deviation.
 
-    A sample of a class is its pattern plus noise; a regression's targets (standard normal, `num_classes` of them) are the amounts in which
-    all patterns are added up. Shapes (C, H, W) become uint8 images, flat ones float32.
+    A sample of a class is its pattern plus noise; a regression's targets (standard normal, `num_classes` of them) are
+    the amounts in which all patterns are added up. Shapes (C, H, W) become uint8 images, flat ones float32.
     """
     check_choice("dataset.kind", kind, ("classification", "regression"))
     check_number("dataset.n", n, whole=True, least=1)
@@ -437,9 +426,9 @@ def synthetic(
         values = values + noise * torch.randn(values.shape, generator=generator)
         inputs[start : start + 4096] = (values * 40 + 128).round().clamp(0, 255) if image else values
     train, val, test = _cut(inputs, targets, fractions, split_seed, stratified=classes)
-    scale = (
-        {"mean": [128 / 255] * in_shape[0], "std": [40 * math.sqrt(1 + noise**2) / 255] * in_shape[0]} if image else {}
-    )
+    scale = {}
+    if image:
+        scale = {"mean": [128 / 255] * in_shape[0], "std": [40 * math.sqrt(1 + noise**2) / 255] * in_shape[0]}
     return Data("synthetic", train, val, test, in_shape, num_classes, kind, **scale)
 
 
@@ -455,11 +444,13 @@ def csv(
     test_fraction=0.2,
     split_seed=0,
 ):
-    """A table with a header line; one column is the target. Numbers are standardised, categories one-hot, both by the training part alone.
+    """A table with a header line; one column is the target.
+    Numbers are standardised, categories one-hot, both by the training part alone.
 
-    A column in which every value is a finite number is numeric, unless named in `categorical`. A category that the training part lacks is
-    all zeros. `missing`: error, drop (the rows), or mean (the training part's; a missing category is all zeros). `kind` auto: text, or at
-    most 20 different whole numbers that are fewer than a tenth of the rows, are classes; other targets are a regression.
+    A column in which every value is a finite number is numeric, unless named in `categorical`. A category that the
+    training part lacks is all zeros. `missing`: error, drop (the rows), or mean (the training part's; a missing
+    category is all zeros). `kind` auto: text, or at most 20 different whole numbers that are fewer than a tenth of the
+    rows, are classes; other targets are a regression.
     """
     check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
     check_choice("dataset.missing", missing, ("error", "mean", "drop"))
@@ -469,7 +460,8 @@ def csv(
         for name in [names] if isinstance(names, str) else names:
             if name not in columns:
                 raise UserError(
-                    f"dataset.{key}={name}: {path} has no such column.{did_you_mean(name, columns)}\nIt has {', '.join(columns)}."
+                    f"dataset.{key}={name}: {path} has no such column.{did_you_mean(name, columns)}\n"
+                    f"It has {', '.join(columns)}."
                 )
     ignore = {ignore} if isinstance(ignore, str) else set(ignore)
     columns = {name: values for name, values in columns.items() if name not in ignore or name == target}
@@ -490,19 +482,8 @@ def csv(
         center, scale = targets[parts[0]].mean().item(), targets[parts[0]].std(correction=0).item() or 1.0
         targets = ((targets - center) / scale).float()
     train, val, test = (TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts)
-    outputs = len(classes) if classes else 1
-    return Data(
-        Path(path).stem,
-        train,
-        val,
-        test,
-        inputs.shape[1:],
-        outputs,
-        kind,
-        classes,
-        target_mean=center,
-        target_scale=scale,
-    )
+    name, shape, outputs = Path(path).stem, inputs.shape[1:], len(classes) if classes else 1
+    return Data(name, train, val, test, shape, outputs, kind, classes, target_mean=center, target_scale=scale)
 
 
 def _read_table(path, delimiter):
@@ -533,9 +514,8 @@ def _read_table(path, delimiter):
         raise UserError(f"{path} is empty: it needs a header line and at least one row.")
     for name in header:
         if header.count(name) > 1 or not name:
-            raise UserError(
-                f"{path}: the header has {f'the column {name!r} {header.count(name)} times' if name else 'a column without a name'}."
-            )
+            what = f"the column {name!r} {header.count(name)} times" if name else "a column without a name"
+            raise UserError(f"{path}: the header has {what}.")
     return {
         name: [value.strip() for value in values] for name, values in zip(header, zip(*rows, strict=True), strict=True)
     }
@@ -549,22 +529,24 @@ def _without_missing(columns, target, missing):
     counts = {name: values.count(None) for name, values in columns.items() if None in values}
     rows = len(columns[target])
     if counts and missing == "error":
-        found = ", ".join(
-            f"{name!r} in {count}" for name, count in list(counts.items())[:3]
-        ) + f" and {len(counts) - 3} more" * (len(counts) > 3)
+        found = ", ".join(f"{name!r} in {count}" for name, count in list(counts.items())[:3])
+        found += f" and {len(counts) - 3} more" * (len(counts) > 3)
         fill = "" if target in counts else "dataset.missing=mean to fill them in, or "
         raise UserError(
-            f"Values are missing in these columns: {found} of {rows} rows.\nType {fill}dataset.missing=drop to leave those rows out."
+            f"Values are missing in these columns: {found} of {rows} rows.\n"
+            f"Type {fill}dataset.missing=drop to leave those rows out."
         )
     if target in counts and missing == "mean":
         raise UserError(
-            f"The target {target!r} is missing in {counts[target]} of {rows} rows, and cannot be filled in.\nType dataset.missing=drop."
+            f"The target {target!r} is missing in {counts[target]} of {rows} rows, and cannot be filled in.\n"
+            "Type dataset.missing=drop."
         )
     if counts and missing == "drop":
         keep = [i for i, row in enumerate(zip(*columns.values(), strict=True)) if None not in row]
         if not keep:
             raise UserError(
-                "dataset.missing=drop leaves no row: each has a missing value. Type dataset.missing=mean, or dataset.ignore=[COLUMN]."
+                "dataset.missing=drop leaves no row: each has a missing value. "
+                "Type dataset.missing=mean, or dataset.ignore=[COLUMN]."
             )
         columns = {name: [values[i] for i in keep] for name, values in columns.items()}
     return columns
@@ -586,7 +568,8 @@ def _read_target(name, values, kind):
     distinct = sorted(set(values if numbers is None else numbers))
     if len(distinct) < 2:
         raise UserError(
-            f"dataset.target={name}: all {len(values)} rows have the same value, {values[0]!r}. There is nothing to learn."
+            f"dataset.target={name}: all {len(values)} rows have the same value, {values[0]!r}. "
+            "There is nothing to learn."
         )
     if kind == "auto":
         few = (
@@ -600,7 +583,8 @@ def _read_target(name, values, kind):
         if numbers is None:
             wrong = next(value for value in values if _numbers([value]) is None)
             raise UserError(
-                f"dataset.target={name}: {wrong!r} is not a number.\nType dataset.kind=classification, or choose another column."
+                f"dataset.target={name}: {wrong!r} is not a number.\n"
+                "Type dataset.kind=classification, or choose another column."
             )
         return kind, None, torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
     labels = {value: label for label, value in enumerate(distinct)}

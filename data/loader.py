@@ -1,4 +1,4 @@
-"""The order of samples: DeviceLoader (the whole split on the device) and HostLoader (worker processes) behind one face, with the same batches."""
+"""The order of samples: DeviceLoader (all on the device) and HostLoader (worker processes), with the same batches."""
 
 import os
 
@@ -28,10 +28,11 @@ def make_loaders(
     resident="auto",
     workers="auto",
 ):
-    """((train, val, test), why): a loader for each split, None where there is none, and a sentence that says where the data lies and why.
+    """((train, val, test), why): a loader for each split, None where there is none,
+    and a sentence that says where the data lies and why.
 
-    `resident` is true, false or auto: on the device if all splits fit in half of its free memory. `workers` (auto: 0 for tensors, up to 8
-    for image files) are the processes that read when it is not resident.
+    `resident` is true, false or auto: on the device if all splits fit in half of its free memory. `workers` (auto: 0
+    for tensors, up to 8 for image files) are the processes that read when it is not resident.
     """
     device = torch.device(device)
     if resident not in (True, False, "auto"):
@@ -45,16 +46,14 @@ def make_loaders(
     if fits if resident == "auto" else resident:
         if workers not in ("auto", 0):
             raise UserError(
-                f"dataset.workers={workers}: a resident data set has no use for workers.\nType dataset.resident=false, or dataset.workers=auto."
+                f"dataset.workers={workers}: a resident data set has no use for workers.\n"
+                "Type dataset.resident=false, or dataset.workers=auto."
             )
         kind, options, why = DeviceLoader, {}, f"resident on {device}, {reason}"
     else:
         count = _default_workers(splits["train"]) if workers == "auto" else workers
-        kind, options, why = (
-            HostLoader,
-            {"workers": count},
-            f"streamed with {count} worker{'s' * (count != 1)}, {reason}",
-        )
+        kind, options = HostLoader, {"workers": count}
+        why = f"streamed with {count} worker{'s' * (count != 1)}, {reason}"
     options |= {"device": device, "seed": seed}
     loaders = {name: kind(data, name, eval_batch_size or batch_size, **options) for name in splits if name != "train"}
     train = kind(data, "train", batch_size, shuffle=True, augment=augment, drop_last=drop_last, **options)
@@ -69,7 +68,9 @@ def _default_workers(split):
 
 
 def seekable(loader, seed):
-    """The loader itself if it has `seek`, else an IterableLoader around it: any iterable with a length, such as a plain DataLoader."""
+    """The loader itself if it has `seek`, else an IterableLoader around it:
+    any iterable with a length, such as a plain DataLoader.
+    """
     return loader if hasattr(loader, "seek") else IterableLoader(loader, seed)
 
 
@@ -84,7 +85,9 @@ def normalizer(mean, std, device):
 
 
 class Seekable:
-    """Iterating gives the batches from where `seek` has set it to the end of that epoch; the next `iter()`, the epoch after."""
+    """Iterating gives the batches from where `seek` has set it to the end of that epoch;
+    the next `iter()`, the epoch after.
+    """
 
     next = (0, 0)
 
@@ -94,7 +97,8 @@ class Seekable:
 
     def __iter__(self):
         epoch, position = self.next
-        # Set here and not at the end: after a stop in the middle, or a look at one batch, the next iter() begins a whole epoch.
+        # Set here and not at the end: after a stop in the middle, or a look at one batch,
+        # the next iter() begins a whole epoch.
         self.next = (epoch + 1, 0)
         return self.batches(epoch, position)
 
@@ -106,8 +110,9 @@ class Seekable:
 class Loader(Seekable):
     """What both loaders share; nothing in front of the position sought is read.
 
-    A batch is (inputs, targets) on the device: uint8 images become float32 and normalised, floats keep their type. It is a function of
-    (seed, epoch, number of the batch) alone and leaves every global random generator as it was. Without `shuffle` the order is the split's.
+    A batch is (inputs, targets) on the device: uint8 images become float32 and normalised, floats keep their type. It
+    is a function of (seed, epoch, number of the batch) alone and leaves every global random generator as it was.
+    Without `shuffle` the order is the split's.
     """
 
     def __init__(self, data, split, batch_size, *, device="cpu", seed=0, shuffle=False, augment=(), drop_last=False):
@@ -116,11 +121,12 @@ class Loader(Seekable):
         self.batch_size = check_number("batch_size" if shuffle else "eval_batch_size", batch_size, whole=True, least=1)
         if shuffle and batch_size > self.samples:
             raise UserError(
-                f"batch_size={batch_size}: {data.name} has only {self.samples} training samples. Type a batch_size of at most that."
+                f"batch_size={batch_size}: {data.name} has only {self.samples} training samples. "
+                "Type a batch_size of at most that."
             )
         self.device, self.seed, self.shuffle, self.drop_last = torch.device(device), seed, shuffle, drop_last
-        # A function and no method: a cycle self -> augment -> self would leave the loader to the garbage collector, which ends
-        # a DataLoader's workers in the wrong order and waits 5 s for each.
+        # A function and no method: a cycle self -> augment -> self would leave the loader to the garbage collector,
+        # which ends a DataLoader's workers in the wrong order and waits 5 s for each.
         self.augment = Augment(augment, data.num_classes, normalizer(data.mean, data.std, self.device))
         self.augment.check(data.in_shape)
         self.generator = torch.Generator(self.device)
@@ -166,7 +172,9 @@ class DeviceLoader(Loader):
 
 
 class HostLoader(Loader):
-    """The split stays where it is; `workers` processes (0: this one) read and decode, and nothing more; the rest happens on the device."""
+    """The split stays where it is; `workers` processes (0: this one) read and decode, and nothing more;
+    the rest happens on the device.
+    """
 
     def __init__(self, data, split, batch_size, *, workers=0, **options):
         super().__init__(data, split, batch_size, **options)
@@ -194,7 +202,9 @@ class HostLoader(Loader):
 
 
 class Plan:
-    """The sampler of a HostLoader: the batches still to read, set anew for each epoch, so that the workers can live on."""
+    """The sampler of a HostLoader: the batches still to read,
+    set anew for each epoch, so that the workers can live on.
+    """
 
     batches = ()
 
@@ -206,7 +216,9 @@ class Plan:
 
 
 class Reader(torch.utils.data.Dataset):
-    """Reads a batch in a worker. A user's mistake travels back as a value: as an exception it would arrive inside a traceback."""
+    """Reads a batch in a worker. A user's mistake travels back as a value:
+    as an exception it would arrive inside a traceback.
+    """
 
     def __init__(self, split):
         self.split = split
@@ -219,11 +231,13 @@ class Reader(torch.utils.data.Dataset):
 
 
 class IterableLoader(Seekable):
-    """The face of a Loader for any iterable with a length. To begin at a position it has to read, and drop, the batches before it.
+    """The face of a Loader for any iterable with a length.
+    To begin at a position it has to read, and drop, the batches before it.
 
-    The iterable draws from a random stream of its own, (seed, epoch), whenever it is asked for a batch: so a DataLoader's shuffling and
-    torch's random numbers in its data set repeat themselves, and neither disturbs the training nor is disturbed. Python's and numpy's
-    global generators are left alone, and workers that outlive an epoch (persistent_workers) go on with their own streams.
+    The iterable draws from a random stream of its own, (seed, epoch), whenever it is asked for a batch: so a
+    DataLoader's shuffling and torch's random numbers in its data set repeat themselves, and neither disturbs the
+    training nor is disturbed. Python's and numpy's global generators are left alone, and workers that outlive an epoch
+    (persistent_workers) go on with their own streams.
     """
 
     def __init__(self, loader, seed=0):

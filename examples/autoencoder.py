@@ -1,6 +1,7 @@
 """An autoencoder: a Trainer with another loss.
 
-python train.py model._target_=examples.autoencoder.Autoencoder trainer._target_=examples.autoencoder.AutoencoderTrainer loss=mse
+python train.py model._target_=examples.autoencoder.Autoencoder \
+    trainer._target_=examples.autoencoder.AutoencoderTrainer loss=mse
 """
 
 import math

@@ -14,6 +14,7 @@ def check_image(name, in_shape):
     """(channels, height, width) where the inputs are images; UserError for flat ones."""
     if len(in_shape) != 3:
         raise UserError(
-            f"model={name} looks at images, and this data set has flat inputs of shape {tuple(in_shape)}.\nType model=mlp or model=linear."
+            f"model={name} looks at images, and this data set has flat inputs of shape {tuple(in_shape)}.\n"
+            "Type model=mlp or model=linear."
         )
     return tuple(in_shape)

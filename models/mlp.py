@@ -13,7 +13,9 @@ NORMS = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 
 
 class MLP(nn.Module):
-    """(N, *in_shape) -> (N, num_classes). `hidden=[]` is a linear model; norm="batch" needs two samples a batch to train."""
+    """(N, *in_shape) -> (N, num_classes). `hidden=[]` is a linear model;
+    norm="batch" needs two samples a batch to train.
+    """
 
     def __init__(self, in_shape, num_classes, hidden=(256, 256), activation="relu", dropout=0.0, norm="none"):
         super().__init__()

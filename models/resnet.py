@@ -1,4 +1,4 @@
-"""ResNet: ResNet-18 in its CIFAR form (He et al. 2016, arXiv 1512.03385): a 3x3 stem of stride 1 and no pooling before the blocks."""
+"""ResNet: ResNet-18 in its CIFAR form (He et al. 2016, arXiv 1512.03385): a 3x3 stem of stride 1 and no pooling."""
 
 import torch
 from torch import nn
@@ -26,7 +26,9 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """(N, C, H, W) -> (N, num_classes). `widths` and `blocks` have one entry a stage; stages after the first halve the map while it stays 2x2."""
+    """(N, C, H, W) -> (N, num_classes). `widths` and `blocks` have one entry a stage;
+    stages after the first halve the map while it stays 2x2.
+    """
 
     def __init__(self, in_shape, num_classes, widths=(64, 128, 256, 512), blocks=(2, 2, 2, 2)):
         super().__init__()

@@ -2,7 +2,8 @@
 
 
 def __getattr__(name):
-    # `from trainer import Trainer`, while `import trainer.errors` stays free of torch: a mistake on the command line is answered before its import.
+    # `from trainer import Trainer`, while `import trainer.errors` stays free of torch:
+    # a mistake on the command line is answered before its import.
     if name == "Trainer":
         from trainer.trainer import Trainer
 

@@ -1,20 +1,22 @@
-"""What a batch can be, any nesting of tensors and other things: walk through it, measure it, cut it into micro-batches."""
+"""What a batch can be, any nesting of tensors and other things: walk it, measure it, cut it into micro-batches."""
 
 import copy
 import dataclasses
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 
 
 def walk(function, batch, name="batch"):
-    """The same structure with `function(name, leaf)` in place of each tensor and of each object with a `.to`; anything else comes through unchanged.
+    """The same structure with `function(name, leaf)` in place of each tensor and of each object with a `.to`;
+    anything else comes through unchanged.
 
-    Goes into dicts, lists, tuples, named tuples and dataclasses. The names read like the code that reaches the leaf: `batch[0]['mask']`.
+    Goes into dicts, lists, tuples, named tuples and dataclasses.
+    The names read like the code that reaches the leaf: `batch[0]['mask']`.
     """
-    if hasattr(
-        batch, "to"
-    ):  # a tensor, or an object that knows how to move itself: PackedSequence, BatchEncoding, PyG's Data
+    # A tensor, or an object that knows how to move itself: PackedSequence, BatchEncoding, PyG's Data.
+    if hasattr(batch, "to"):
         return function(name, batch)
     if isinstance(batch, Mapping):
         walked = copy.copy(batch)  # keeps an OrderedDict, a defaultdict
@@ -50,9 +52,11 @@ def size(batch):
 
 
 def split(batch, parts):
-    """Cuts a batch into at most `parts` micro-batches: a list of (micro_batch, share), the shares of the samples adding up to 1.
+    """Cuts a batch into at most `parts` micro-batches:
+    a list of (micro_batch, share), the shares of the samples adding up to 1.
 
-    Every tensor whose first dimension is the number of samples is cut, as are lists with one plain value a sample; the rest goes to each part.
+    Every tensor whose first dimension is the number of samples is cut,
+    as are lists with one plain value a sample; the rest goes to each part.
     """
     if parts == 1:
         return [(batch, 1.0)]
@@ -69,15 +73,11 @@ def split(batch, parts):
             for key, value in part.items():
                 cut_values[key] = cut(value, start, stop)
             return cut_values
-        return walk(
-            lambda _, leaf: (
-                leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == samples else leaf
-            ),
-            part,
-        )
 
-    return [
-        (cut(batch, start, stop), (stop - start) / samples)
-        for start, stop in zip(bounds, bounds[1:], strict=False)
-        if stop > start
-    ]
+        def cut_leaf(_, leaf):
+            one_a_sample = isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == samples
+            return leaf[start:stop] if one_a_sample else leaf
+
+        return walk(cut_leaf, part)
+
+    return [(cut(batch, start, stop), (stop - start) / samples) for start, stop in pairwise(bounds) if stop > start]

@@ -1,4 +1,4 @@
-"""A config node -> the object that it describes: only what is trusted is built, and each argument is one that there is."""
+"""A config node -> the object that it describes: only what is trusted is built, and with arguments that exist."""
 
 import inspect
 
@@ -81,7 +81,8 @@ def retarget(cfg, keep):
 
 
 def check_fit(model, loss, data):
-    """UserError where the loss is not for this kind of data, or the model does not take its inputs or gives other outputs.
+    """UserError where the loss is not for this kind of data,
+    or the model does not take its inputs or gives other outputs.
 
     Two samples of zeros, on the CPU: on a GPU, one class too many is an assertion in a kernel, which ends the process.
     """
@@ -92,7 +93,9 @@ def check_fit(model, loss, data):
         there = f"{data.name} has {data.num_classes} classes"
         raise UserError(f"loss={name} is for numbers, and {there}. Type loss=cross_entropy.")
     if isinstance(loss, nn.CrossEntropyLoss) and data.kind == "regression":
-        raise UserError(f"loss={name} is for classes, and {data.name} has numbers to predict. Type loss=mse, l1 or huber.")
+        raise UserError(
+            f"loss={name} is for classes, and {data.name} has numbers to predict. Type loss=mse, l1 or huber."
+        )
     shape = output_shape(model, data)
     if shape != (data.num_classes,):
         wanted = f"{data.name} needs ({data.num_classes},)"

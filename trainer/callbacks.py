@@ -1,4 +1,4 @@
-"""What happens between steps: the Callback with its seven hooks, and progress, checkpoints, early stopping, EMA, a time limit and the NaN guard."""
+"""What happens between steps: the Callback, progress, checkpoints, early stopping, EMA, a time limit, the NaN guard."""
 
 import math
 import sys
@@ -13,7 +13,8 @@ from trainer.errors import TrainingError, UserError, check_choice, check_number,
 class Callback:
     """Seven hooks, each called with the trainer, in the order of the list of callbacks.
 
-    A callback with a state that has to survive a restart gives it in `state_dict` (tensors and plain values) and takes it in `load_state_dict`.
+    A callback with a state that has to survive a restart gives it in `state_dict` (tensors and plain values) and takes
+    it in `load_state_dict`.
     """
 
     def on_fit_start(self, trainer):
@@ -45,40 +46,41 @@ class Callback:
 
 
 class Monitor(Callback):
-    """A callback that watches one logged number: "auto" is the first metric of the validation set, or its loss, or the training loss."""
+    """A callback that watches one logged number:
+    "auto" is the first metric of the validation set, or its loss, or the training loss.
+    """
 
     def __init__(self, monitor="auto", mode="auto"):
         self.monitor, self.mode = monitor, check_choice("monitor_mode", mode, ("auto", "min", "max"))
         self.best = None  # {"step", "value"}
 
     def on_fit_start(self, trainer):
-        """UserError where nothing of that name will be logged, or where "auto" cannot know which end is the good one."""
+        """UserError where nothing of that name will be logged,
+        or where "auto" cannot know which end is the good one.
+        """
         higher = {name: metric.higher_is_better for name, metric in trainer.metrics.items()}
-        names = {"train/loss": False}
+        names = known = {"train/loss": False}
         if trainer.val_loader is not None:
-            names = (
-                {f"val/{name}": value for name, value in higher.items() if value is not None}
-                | {"val/loss": False}
-                | names
-            )
-        known = names | (
-            {f"val/{name}": None for name in higher if f"val/{name}" not in names}
-            if trainer.val_loader is not None
-            else {}
-        )
+            clear = {f"val/{name}": value for name, value in higher.items() if value is not None}
+            names = clear | {"val/loss": False} | names
+            known = names | {f"val/{name}": None for name in higher if f"val/{name}" not in names}
         self.name = next(iter(names)) if self.monitor == "auto" else self.monitor
         if self.name not in known:
             raise UserError(
-                f"monitor={self.name}: no such number is logged.{did_you_mean(self.name, known)}\nType monitor= one of: {', '.join(known)}."
+                f"monitor={self.name}: no such number is logged.{did_you_mean(self.name, known)}\n"
+                f"Type monitor= one of: {', '.join(known)}."
             )
         if self.mode == "auto" and known[self.name] is None:
             raise UserError(
-                f"monitor={self.name}: the metric does not say whether high or low is good.\nType monitor_mode=max or monitor_mode=min."
+                f"monitor={self.name}: the metric does not say whether high or low is good.\n"
+                "Type monitor_mode=max or monitor_mode=min."
             )
         self.sign = 1 if (known[self.name] if self.mode == "auto" else self.mode == "max") else -1
 
     def improved(self, trainer, row, min_delta=0.0):
-        """True, and the row's value is the best one, where the row has the number and it is better by more than `min_delta`; None where it has it not."""
+        """True, and the row's value is the best one,
+        where the row has the number and it is better by more than `min_delta`; None where it has it not.
+        """
         if self.name not in row:
             return None
         value = row[self.name]
@@ -95,8 +97,9 @@ class Monitor(Callback):
 
 
 class Checkpoint(Monitor):
-    """Saves the whole state to `folder`/step_<number>.ckpt: every `every` steps or, for None, at the end of each epoch; when the monitored number is the
-    best so far; and at the end. Keeps the last `keep` and the best. The last callback in the list, so that it saves what the others became in this step.
+    """Saves the whole state to `folder`/step_<number>.ckpt: every `every` steps or, for None, at the end of each epoch;
+    when the monitored number is the best so far; and at the end. Keeps the last `keep` and the best. The last callback
+    in the list, so that it saves what the others became in this step.
     """
 
     def __init__(self, folder, every=None, keep=2, monitor="auto", mode="auto"):
@@ -165,7 +168,8 @@ class EarlyStopping(Monitor):
 class EMA(Callback):
     """Evaluates and predicts with an exponential moving average of the weights and of BatchNorm's statistics.
 
-    The decay is min(decay, (1 + step) / (10 + step)), so that the average is of use from the first epoch on (as tf.train.ExponentialMovingAverage has it).
+    The decay is min(decay, (1 + step) / (10 + step)),
+    so that the average is of use from the first epoch on (as tf.train.ExponentialMovingAverage has it).
     """
 
     def __init__(self, decay):
@@ -219,7 +223,9 @@ class EMA(Callback):
 
 
 class TimeLimit(Callback):
-    """Ends the training after the step in which `minutes` are over. The schedule stays that of the whole length: continue the run to complete it."""
+    """Ends the training after the step in which `minutes` are over.
+    The schedule stays that of the whole length: continue the run to complete it.
+    """
 
     def __init__(self, minutes):
         self.minutes = check_number("max_minutes", minutes, above=0)
@@ -240,7 +246,8 @@ class NaNGuard(Callback):
             if name.endswith("/loss") and not math.isfinite(value):
                 lr = trainer.optimizer.param_groups[0]["lr"]
                 raise TrainingError(
-                    f"{name} is {value} at step {trainer.step} (learning rate {lr:.3g}).\nType a lower optimizer.lr, or max_grad_norm=1."
+                    f"{name} is {value} at step {trainer.step} (learning rate {lr:.3g}).\n"
+                    "Type a lower optimizer.lr, or max_grad_norm=1."
                 )
 
 
@@ -284,11 +291,8 @@ class Progress(Callback):
         loss = f"  loss {summary.number(self.loss / self.samples)}" if self.samples else ""
         values = "".join(f"  {name} {summary.number(value)}" for name, value in self.validation.items())
         speed = f"  {self.samples / self.seconds:,.0f} samples/s" if self.seconds else ""
-        text = (
-            f"epoch {done:{width}g}/{epochs}{loss}{values}{speed}"
-            if done.is_integer()
-            else f"epoch {done:.2f}/{epochs}{loss}{values}{speed}"
-        )
+        epoch = f"{done:{width}g}" if done.is_integer() else f"{done:.2f}"
+        text = f"epoch {epoch}/{epochs}{loss}{values}{speed}"
         self.validation = {}
         if self.bar is None:
             print(text, flush=True)

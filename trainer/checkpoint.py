@@ -1,4 +1,4 @@
-"""Checkpoints: one file each, tensors as safetensors and all else as JSON beside them, with a SHA-256 over both; save, load, find the newest good one."""
+"""Checkpoints: one file each, tensors as safetensors, all else as JSON, a SHA-256 over both; save, load, find them."""
 
 import hashlib
 import json
@@ -15,7 +15,8 @@ from trainer.errors import TrainingError, UserError
 
 log = logging.getLogger("stoker")
 FORMAT = "stoker-1"
-MARK = "$"  # the key of the JSON objects that stand for what JSON has not: tensors, tuples, dicts with other keys than strings
+# The key of the JSON objects that stand for what JSON has not: tensors, tuples, dicts with other keys than strings.
+MARK = "$"
 
 
 class DamagedCheckpoint(TrainingError):
@@ -23,14 +24,15 @@ class DamagedCheckpoint(TrainingError):
 
 
 def save(path, state):
-    """Writes `state`, any nesting of dicts, lists, tuples, tensors and plain values, so that `path` holds all of it or is not there."""
+    """Writes `state`, any nesting of dicts, lists, tuples, tensors and plain values,
+    so that `path` holds all of it or is not there.
+    """
     path = Path(path)
     tensors = {}
     tree = json.dumps(pack(state, tensors, "state"))
     tensors = own_storage(tensors)
-    partial = path.with_name(
-        f".{path.name}.{os.getpid()}.part"
-    )  # the same folder: a rename is atomic only within a file system
+    # The same folder: a rename is atomic only within a file system.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
@@ -48,7 +50,9 @@ def save(path, state):
 
 
 def load(path):
-    """The state that `save` wrote, its tensors on the CPU; DamagedCheckpoint where one bit is not as it was. Runs no code from the file."""
+    """The state that `save` wrote, its tensors on the CPU;
+    DamagedCheckpoint where one bit is not as it was. Runs no code from the file.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -119,7 +123,9 @@ def digest(tensors, tree):
 
 
 def files(folder):
-    """The checkpoints `step_<number>.ckpt` of a folder as {step: path}, the newest first: by number, since names sort 10 before 9."""
+    """The checkpoints `step_<number>.ckpt` of a folder as {step: path}, the newest first:
+    by number, since names sort 10 before 9.
+    """
     found = {}
     for path in Path(folder).glob("step_*.ckpt"):
         number = re.fullmatch(r"step_(\d+)\.ckpt", path.name)
@@ -134,7 +140,9 @@ def path_of(folder, step):
 
 
 def newest(folder):
-    """(path, state) of the newest good checkpoint in the folder, None where it has none; a damaged one is named and passed over."""
+    """(path, state) of the newest good checkpoint in the folder, None where it has none;
+    a damaged one is named and passed over.
+    """
     found = files(folder)
     for path in found.values():
         try:
@@ -143,13 +151,16 @@ def newest(folder):
             log.warning("%s The one before it is used.", error)
     if found:
         raise TrainingError(
-            f"None of the {len(found)} checkpoints in {folder} is good.\nStart anew in another folder: type run_dir=DIR."
+            f"None of the {len(found)} checkpoints in {folder} is good.\n"
+            "Start anew in another folder: type run_dir=DIR."
         )
     return None
 
 
 def best(folder):
-    """(path, state) of the checkpoint with the best monitored value so far, the newest one where none was monitored, None where there is none."""
+    """(path, state) of the checkpoint with the best monitored value so far,
+    the newest one where none was monitored, None where there is none.
+    """
     found = newest(folder)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""The command line before torch is imported: what is trusted, help, the check of the config, and each error as its lines and its exit code."""
+"""The command line before torch is imported: trusted targets, help, the config's check, errors and exit codes."""
 
 import os
 import re
@@ -11,13 +11,16 @@ from trainer.errors import TrainingError, UserError, did_you_mean
 BUG, INTERRUPTED = 1, 130
 codes = []  # of the errors reported so far
 FLAGS = {
-    "--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc",
-    "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun", "--info", "-i",
+    "--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p",
+    "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc", "--config-path", "-cp",
+    "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun", "--info", "-i",
 }  # fmt: skip
 
 
 def run(main):
-    """Runs `main` and ends the process: 0 done, 2 the user's mistake, 3 the training failed, 130 interrupted, 1 (with a traceback) a bug of ours."""
+    """Runs `main` and ends the process:
+    0 done, 2 the user's mistake, 3 the training failed, 130 interrupted, 1 (with a traceback) a bug of ours.
+    """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them and exiting with 1
     try:
         check_flags(sys.argv[1:])
@@ -62,14 +65,20 @@ def message(error):
     options, missing, override = (getattr(error, name, None) for name in ("options", "missing_cfg_file", "override"))
     if options is not None and missing:
         group, _, choice = missing.rpartition("/")
-        return f"error: {group}={choice}: there is no such choice.{did_you_mean(choice, options)}\nType {group}= one of: {', '.join(options)}."
+        return (
+            f"error: {group}={choice}: there is no such choice.{did_you_mean(choice, options)}\n"
+            f"Type {group}= one of: {', '.join(options)}."
+        )
     cause = error.__cause__ or error
     key = getattr(cause, "full_key", None)
     if "is not in struct" in str(cause):
         return f"error: {no_such_key(key, cause.parent_node._get_root())}"
     if override is not None or "Error when parsing" in str(error):
         typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
-        return f"error: {typed}: this is not understood. Settings are key=value, as in epochs=3; lists are 'key=[1,2]', in quotes for the shell."
+        return (
+            f"error: {typed}: this is not understood. Settings are key=value, as in epochs=3; "
+            "lists are 'key=[1,2]', in quotes for the shell."
+        )
     if key:
         return f"error: {key}: {str(cause).splitlines()[0]}."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -106,7 +115,8 @@ def check_flags(arguments):
         name, _, value = argument.partition("=")
         if argument.startswith("-") and name not in FLAGS and not re.fullmatch(r"-\d.*", argument):
             raise UserError(
-                f"{argument}: there is no such option. Settings have no dashes: type {name.lstrip('-').replace('-', '_')}={value or '...'}."
+                f"{argument}: there is no such option. Settings have no dashes: "
+                f"type {name.lstrip('-').replace('-', '_')}={value or '...'}."
             )
 
 
@@ -124,7 +134,9 @@ def trusted(packages, arguments):
 
 
 def check_config(cfg):
-    """UserError for a value of another type than its default, a key at the top that there is not, a part that is missing, or a value still to be given."""
+    """UserError for a value of another type than its default, a key at the top that there is not,
+    a part that is missing, or a value still to be given.
+    """
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
@@ -181,7 +193,9 @@ def expect(name, value, ok, kind, default):
 
 
 def help_text(configs):
-    """What there is to set: the groups with their options, then train.yaml as it is, whose comments explain each key."""
+    """What there is to set: the groups with their options,
+    then train.yaml as it is, whose comments explain each key.
+    """
     lines = [
         "Train a model:  python train.py [key=value ...] [group=option ...]",
         "",
@@ -198,12 +212,6 @@ def help_text(configs):
         options = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
         lines.append(f"  {folder.name:<11}{options}")
     text = (configs / "train.yaml").read_text(encoding="utf-8")
-    keys = text.split("\ntask:", 1)[1].split("\nhydra:")[0]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "Keys (key=value), with their defaults:",
-            *("  " + line if line else "" for line in f"task:{keys}".splitlines()),
-        ]
-    )
+    keys = "task:" + text.split("\ntask:", 1)[1].split("\nhydra:")[0]
+    indented = ("  " + line if line else "" for line in keys.splitlines())
+    return "\n".join([*lines, "", "Keys (key=value), with their defaults:", *indented])

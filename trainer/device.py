@@ -1,4 +1,4 @@
-"""The only file that knows backends: choose a device and a precision, move batches, seed generators, count memory, explain a wrong device."""
+"""The only file that knows backends: choose a device and a precision, move batches, seed, memory, explain errors."""
 
 import contextlib
 import gc
@@ -28,7 +28,9 @@ def available():
 
 
 def choose(name="auto"):
-    """The torch.device for `auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`, made the current one; UserError where it is not there."""
+    """The torch.device for `auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`, made the current one;
+    UserError where it is not there.
+    """
     there = available()
     try:
         device = torch.device(there[min(1, len(there) - 1)] if name == "auto" else name)
@@ -46,9 +48,8 @@ def choose(name="auto"):
     if device.type in ("cpu", "mps"):
         return torch.device(device.type)
     index = device.index or 0
-    torch.accelerator.set_device_index(
-        index
-    )  # before anything else touches a GPU, or device 0 would get a context of its own
+    # Before anything else touches a GPU, or device 0 would get a context of its own.
+    torch.accelerator.set_device_index(index)
     return torch.device(device.type, index)
 
 
@@ -96,13 +97,14 @@ def configure(device, deterministic):
         torch.backends.cudnn.allow_tf32 = not deterministic
         torch.set_float32_matmul_precision("highest" if deterministic else "high")
         if deterministic:
-            os.environ.setdefault(
-                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-            )  # cuBLAS is deterministic only with a fixed workspace
+            # cuBLAS is deterministic only with a fixed workspace.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def build_optimizer(factory, groups, device):
-    """`factory(groups)`, in its fused form where the optimizer and the device have one and neither `fused` nor `foreach` was chosen."""
+    """`factory(groups)`, in its fused form where the optimizer and the device have one
+    and neither `fused` nor `foreach` was chosen.
+    """
     settings = inspect.signature(factory).parameters
     open_choice = all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
     try:
@@ -112,12 +114,15 @@ def build_optimizer(factory, groups, device):
 
 
 def check_compiler(device):
-    """UserError where `compile=true` cannot work: TorchInductor needs a C++ compiler on the CPU, and Triton elsewhere."""
+    """UserError where `compile=true` cannot work:
+    TorchInductor needs a C++ compiler on the CPU, and Triton elsewhere.
+    """
     if device.type == "cpu":
         compilers = [os.environ.get("CXX") or "g++", "clang++", "cl"]
         if not any(shutil.which(compiler) for compiler in compilers):
             raise UserError(
-                "compile=true: there is no C++ compiler (g++, clang++ or cl) on the PATH.\nInstall one, or type compile=false."
+                "compile=true: there is no C++ compiler (g++, clang++ or cl) on the PATH.\n"
+                "Install one, or type compile=false."
             )
     elif not torch.utils._triton.has_triton():
         raise UserError(
@@ -126,7 +131,9 @@ def check_compiler(device):
 
 
 def move(batch, device):
-    """The batch on the device: any nesting of tensors and objects with `.to`; non-blocking from pinned memory; other things unchanged."""
+    """The batch on the device: any nesting of tensors and objects with `.to`;
+    non-blocking from pinned memory; other things unchanged.
+    """
 
     def to_device(_, leaf):
         if isinstance(leaf, torch.Tensor):
@@ -138,13 +145,17 @@ def move(batch, device):
 
 
 def mix_seed(*parts):
-    """A 63-bit seed from any parts (numbers, strings): a real hash, since `seed + epoch` makes neighbours share their streams."""
+    """A 63-bit seed from any parts (numbers, strings):
+    a real hash, since `seed + epoch` makes neighbours share their streams.
+    """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_generators(device, seed):
-    """Seeds the CPU's default generator and the device's own: 8 us, where torch.manual_seed walks through every backend (275 us)."""
+    """Seeds the CPU's default generator and the device's own:
+    8 us, where torch.manual_seed walks through every backend (275 us).
+    """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -189,16 +200,16 @@ def release():
 
 
 def explain(error, module, batch, device):
-    """A UserError for torch's "expected all tensors to be on the same device" that names each tensor in the wrong place; None for any other error."""
+    """A UserError for torch's "expected all tensors to be on the same device"
+    that names each tensor in the wrong place; None for any other error.
+    """
     text = str(error)
     if "on the same device" not in text and "is not on the expected device" not in text:
         return None
     found = [(f"parameter {name!r}", tensor) for name, tensor in module.named_parameters()]
     found += [(f"buffer {name!r}", tensor) for name, tensor in module.named_buffers()]
-    for (
-        path,
-        child,
-    ) in module.named_modules():  # a tensor kept as a plain attribute does not move with the module: the usual mistake
+    # A tensor kept as a plain attribute does not move with the module: the usual mistake.
+    for path, child in module.named_modules():
         plain = (
             (f"{path}.{name}".lstrip("."), value)
             for name, value in vars(child).items()

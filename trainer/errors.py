@@ -4,7 +4,9 @@ import difflib
 
 
 class UserError(ValueError):
-    """The user's mistake: one to three lines that name the key, the file or the class, and what to type. Exit code 2."""
+    """The user's mistake: one to three lines that name the key, the file or the class, and what to type.
+    Exit code 2.
+    """
 
 
 class TrainingError(RuntimeError):
@@ -21,13 +23,16 @@ def check_choice(key, value, choices):
     """Raises UserError unless `value` is one of `choices`, naming `key` and what there is."""
     if value not in choices:
         raise UserError(
-            f"{key}={value}: there is no such choice.{did_you_mean(value, choices)}\nType {key}= one of: {', '.join(choices)}."
+            f"{key}={value}: there is no such choice.{did_you_mean(value, choices)}\n"
+            f"Type {key}= one of: {', '.join(choices)}."
         )
     return value
 
 
 def check_number(key, value, *, whole=False, least=None, above=None, most=None, optional=False):
-    """Raises UserError unless `value` is a number (a whole one) in the range; returns it. None passes where it is `optional`."""
+    """Raises UserError unless `value` is a number (a whole one) in the range; returns it.
+    None passes where it is `optional`.
+    """
     if value is None and optional:
         return value
     kind = "a whole number" if whole else "a number"

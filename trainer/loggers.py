@@ -9,7 +9,9 @@ from trainer.errors import UserError
 
 
 class JSONL(Callback):
-    """Appends each row to the file `path`, one JSON object a line. A continued run first cuts the rows after its step, so none is there twice."""
+    """Appends each row to the file `path`, one JSON object a line.
+    A continued run first cuts the rows after its step, so none is there twice.
+    """
 
     def __init__(self, path):
         self.path = Path(path)
@@ -57,7 +59,9 @@ class TensorBoard(Callback):
 
 
 class RunRecord(Callback):
-    """Writes the config to `path` once everything was checked and the training begins, and remembers for result.json: the last row, samples, seconds."""
+    """Writes the config to `path` once everything was checked and the training begins,
+    and remembers for result.json: the last row, samples, seconds.
+    """
 
     def __init__(self, path, config):
         self.path, self.config = Path(path), config

@@ -1,4 +1,4 @@
-"""The learning-rate finder: the loss over a rate that grows from step to step, a suggestion, and the curve as a picture."""
+"""The learning-rate finder: the loss over a rate that grows step by step, a suggestion, and the curve as a picture."""
 
 import copy
 import math
@@ -19,9 +19,11 @@ class Found:
 
 
 def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
-    """Trains for up to `steps` steps while the rate grows from `lowest` to `highest` by equal factors, and sets all back as it was.
+    """Trains for up to `steps` steps while the rate grows from `lowest` to `highest` by equal factors,
+    and sets all back as it was.
 
-    It ends early where the smoothed loss is four times its lowest value (Smith 2017, arXiv 1506.01186, section 3.3, for the idea).
+    It ends early where the smoothed loss is four times its lowest value
+    (Smith 2017, arXiv 1506.01186, section 3.3, for the idea).
     """
     check_number("steps", steps, whole=True, least=10)
     loader = seekable(train_loader, trainer.seed)
@@ -55,10 +57,11 @@ def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
         rates, losses = rates[:-1], losses[:-1]
     if len(rates) < 10:
         raise UserError(
-            f"The loss is no longer finite after {len(rates)} steps, so there is no curve. The data or the model give it too large values."
+            f"The loss is no longer finite after {len(rates)} steps, so there is no curve. "
+            "The data or the model give it too large values."
         )
-    # A tenth of where the loss is lowest: within a factor of five of the best of seven rates for linear, mlp and cnn on the digits with AdamW and SGD, where
-    # the steepest point and fastai's "valley" were off by up to a hundred.
+    # A tenth of where the loss is lowest: within a factor of five of the best of seven rates for linear, mlp and cnn on
+    # the digits with AdamW and SGD, where the steepest point and fastai's "valley" were off by up to a hundred.
     return Found(rates, losses, rates[losses.index(min(losses))] / 10)
 
 

@@ -1,6 +1,7 @@
-"""Metrics that stay on the device until they are asked for: update(outputs, targets), compute(), reset(), as torchmetrics has them.
+"""Metrics that stay on the device until asked for: update(outputs, targets), compute(), reset(), as in torchmetrics.
 
-Each is weighted by samples, so batches of 7 give what one full batch gives. `higher_is_better` tells which end of it is the good one.
+Each is weighted by samples, so batches of 7 give what one full batch gives.
+`higher_is_better` tells which end of it is the good one.
 """
 
 import torch
@@ -17,9 +18,8 @@ class Mean:
         self.reset()
 
     def update(self, value, samples=1):
-        self.total = (
-            self.total + wide(value.detach()) * samples
-        )  # starts as a Python number, so it takes the value's device
+        # It starts as a Python number, so it takes the value's device.
+        self.total = self.total + wide(value.detach()) * samples
         self.samples += samples
 
     def compute(self):
@@ -36,7 +36,9 @@ class Mean:
 
 
 class _Sums:
-    """Sums over all samples, kept as one float64 (float32 on mps) tensor on the device of the outputs; the children say what is summed."""
+    """Sums over all samples, kept as one float64 (float32 on mps) tensor on the device of the outputs;
+    the children say what is summed.
+    """
 
     higher_is_better = True
 
@@ -110,7 +112,9 @@ class Confusion(_Sums):
 
 
 class MSE(_Sums):
-    """The mean squared error over all targets, times `scale` squared: the standard deviation by which a data set divided its targets."""
+    """The mean squared error over all targets, times `scale` squared:
+    the standard deviation by which a data set divided its targets.
+    """
 
     higher_is_better = False
     power = 2
@@ -135,20 +139,18 @@ class MAE(MSE):
 
 
 class R2(_Sums):
-    """The share of the targets' variance that is explained, the mean over targets: 1 is perfect, 0 is as good as the mean. Outputs and targets (N, T)."""
+    """The share of the targets' variance that is explained, the mean over targets:
+    1 is perfect, 0 is as good as the mean. Outputs and targets (N, T).
+    """
 
     def update(self, outputs, targets):
         check_same_shape(outputs, targets)
         if self.sums is None:
-            self.origin = wide(targets).mean(
-                0
-            )  # sums about a value near the mean: sums of squares about 0 would cancel
+            # Sums about a value near the mean: sums of squares about 0 would cancel.
+            self.origin = wide(targets).mean(0)
         offsets, errors = wide(targets) - self.origin, wide(outputs) - wide(targets)
-        self.add(
-            torch.stack(
-                [offsets.sum(0), (offsets**2).sum(0), (errors**2).sum(0), torch.full_like(self.origin, len(targets))]
-            )
-        )
+        samples = torch.full_like(self.origin, len(targets))
+        self.add(torch.stack([offsets.sum(0), (offsets**2).sum(0), (errors**2).sum(0), samples]))
 
     def value(self, sums):
         total, squares, residual, samples = sums
@@ -156,15 +158,20 @@ class R2(_Sums):
 
 
 def check_same_shape(outputs, targets):
-    """UserError unless the shapes agree: (N, 1) against (N,) would broadcast to (N, N) and give a wrong number in silence."""
+    """UserError unless the shapes agree:
+    (N, 1) against (N,) would broadcast to (N, N) and give a wrong number in silence.
+    """
     if outputs.shape != targets.shape:
         raise UserError(
-            f"The model gives {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}: they have to be the same."
+            f"The model gives {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}: "
+            "they have to be the same."
         )
 
 
 def default_metrics(kind, scale=1.0):
-    """What is shown for a kind of data set: accuracy for "classification"; R2, MAE and MSE, in the targets' own units, for "regression"."""
+    """What is shown for a kind of data set: accuracy for "classification";
+    R2, MAE and MSE, in the targets' own units, for "regression".
+    """
     if kind == "classification":
         return {"acc": Accuracy()}
     return {"r2": R2(), "mae": MAE(scale), "mse": MSE(scale)}

@@ -11,14 +11,17 @@ log = logging.getLogger("stoker")
 
 
 def wrap(module, strategy, device):
-    """The module as it is called in training: itself for `single`; for `dp`, or `dp:0,2`, its replicas on all visible GPUs, or on those listed.
+    """The module as it is called in training: itself for `single`;
+    for `dp`, or `dp:0,2`, its replicas on all visible GPUs, or on those listed.
 
-    The wrapper shares the module's parameters, so state dicts are taken from the module and never carry a `module.` prefix.
+    The wrapper shares the module's parameters,
+    so state dicts are taken from the module and never carry a `module.` prefix.
     """
     name, _, listed = str(strategy).partition(":")
     if name not in ("single", "dp") or (listed and name == "single"):
         raise UserError(
-            f"strategy={strategy}: there is no such strategy.{did_you_mean(name, ['single', 'dp'])}\nType strategy=single, dp or dp:0,1."
+            f"strategy={strategy}: there is no such strategy.{did_you_mean(name, ['single', 'dp'])}\n"
+            "Type strategy=single, dp or dp:0,1."
         )
     if name == "single":
         return module
@@ -30,7 +33,8 @@ def wrap(module, strategy, device):
     missing = [index for index in indices if not 0 <= index < count]
     if missing:
         raise UserError(
-            f"strategy={strategy}: there is no GPU {missing[0]}; this run sees {count} on {device.type}.\nType strategy=single or strategy=dp."
+            f"strategy={strategy}: there is no GPU {missing[0]}; this run sees {count} on {device.type}.\n"
+            "Type strategy=single or strategy=dp."
         )
     if len(indices) < 2:
         log.warning("strategy=dp: %s, so it changes nothing.", "one GPU" if count else "no GPU in this run")

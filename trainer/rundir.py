@@ -24,7 +24,9 @@ def unused(model, dataset):
 
 
 def to_resume(folder, resume, cfg):
-    """The checkpoint file to go on from, or None: as `resume` says, and never with other settings than the run's own."""
+    """The checkpoint file to go on from, or None:
+    as `resume` says, and never with other settings than the run's own.
+    """
     from trainer import checkpoint
 
     if resume not in ("auto", "never"):
@@ -56,7 +58,9 @@ def load_config(folder):
 
 
 def command(overrides, *more):
-    """`python train.py ...` with these settings, as a shell takes them; a later one replaces an earlier one of its key."""
+    """`python train.py ...` with these settings, as a shell takes them;
+    a later one replaces an earlier one of its key.
+    """
     typed = {override.partition("=")[0]: override for override in [*overrides, *more]}
     return shlex.join(["python", "train.py", *typed.values()])
 

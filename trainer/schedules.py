@@ -8,9 +8,11 @@ from trainer.errors import check_number
 
 
 def schedule(name, shape, optimizer, total_steps, warmup=0.0):
-    """A LambdaLR that multiplies each group's rate by `shape(progress)`, progress being 0 after the warmup and 1 at the last step.
+    """A LambdaLR that multiplies each group's rate by `shape(progress)`,
+    progress being 0 after the warmup and 1 at the last step.
 
-    `warmup` is a share of all steps where it is below 1 and a number of steps where it is a whole number; the rate rises linearly over it.
+    `warmup` is a share of all steps where it is below 1 and a number of steps where it is a whole number;
+    the rate rises linearly over it.
     """
     check_number("scheduler.warmup", warmup, least=0)
     warmup_steps = round(warmup * total_steps) if warmup < 1 else round(warmup)
@@ -21,9 +23,8 @@ def schedule(name, shape, optimizer, total_steps, warmup=0.0):
         return shape(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
 
     scheduler = LambdaLR(optimizer, factor)
-    scheduler.description = (
-        f"{name} after {warmup_steps} steps of warmup" if warmup_steps else name
-    )  # for the plan that is shown
+    # For the plan that is shown.
+    scheduler.description = f"{name} after {warmup_steps} steps of warmup" if warmup_steps else name
     return scheduler
 
 
@@ -39,7 +40,9 @@ def linear(optimizer, total_steps, warmup=0.0, final=0.0):
 
 
 def cosine(optimizer, total_steps, warmup=0.0, final=0.0):
-    """Down along half a cosine to `final` times the rate (Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5, without restarts)."""
+    """Down along half a cosine to `final` times the rate
+    (Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5, without restarts).
+    """
     check_number("scheduler.final", final, least=0)
     return schedule(
         "cosine",
@@ -65,15 +68,18 @@ def step(optimizer, total_steps, warmup=0.0, milestones=(0.5, 0.75), gamma=0.1):
 
 
 def onecycle(optimizer, total_steps, peak=0.3, start=0.04, final=0.0):
-    """Up from `start` times the rate over the share `peak` of all steps and down to `final`, along cosines (Smith and Topin 2019, arXiv 1708.07120)."""
+    """Up from `start` times the rate over the share `peak` of all steps and down to `final`,
+    along cosines (Smith and Topin 2019, arXiv 1708.07120).
+    """
     check_number("scheduler.peak", peak, above=0, most=1)
     check_number("scheduler.start", start, least=0)
     check_number("scheduler.final", final, least=0)
 
     def shape(progress):
-        low, done = (
-            (start, 1 - progress / peak) if progress < peak else (final, (progress - peak) / max(1e-12, 1 - peak))
-        )
+        if progress < peak:
+            low, done = start, 1 - progress / peak
+        else:
+            low, done = final, (progress - peak) / max(1e-12, 1 - peak)
         return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
 
     return schedule("onecycle", shape, optimizer, total_steps)

@@ -14,6 +14,7 @@ def plan(trainer):
     """The lines that open a run: device, model and plan."""
     parameters = sum(p.numel() for p in trainer.module.parameters())
     frozen = sum(p.numel() for p in trainer.module.parameters() if not p.requires_grad)
+    fixed = f", {frozen:,} of them frozen" if frozen else ""
     epochs = trainer.total_steps / trainer.steps_per_epoch
     length = (
         f"{epochs:.4g} epoch{'s' * (epochs != 1)} of {trainer.steps_per_epoch} steps"
@@ -26,7 +27,7 @@ def plan(trainer):
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     at = f", continued at step {trainer.step}" if trainer.step else ""
     yield f"device   {devices.describe(trainer.device)}, {precision(trainer)} ({trainer.precision_reason})"
-    yield f"model    {type(trainer.module).__name__}, {parameters:,} parameters{f', {frozen:,} of them frozen' if frozen else ''}"
+    yield f"model    {type(trainer.module).__name__}, {parameters:,} parameters{fixed}"
     yield (
         f"plan     {length} = {trainer.total_steps:,} steps, batch {batch_size or 'as the loader gives it'}{cuts}, "
         f"{type(optimizer).__name__}{fused} lr {optimizer.param_groups[0].get('initial_lr', 0):g}, "
@@ -44,7 +45,8 @@ def data_line(data, loaders, why):
     names = ("train", "val", "test")
     counts = [f"{part.samples:,} {name}" for name, part in zip(names, loaders, strict=True) if part is not None]
     inputs = "x".join(map(str, data.in_shape)) if len(data.in_shape) > 1 else f"{data.in_shape[0]} numbers"
-    outputs = {"classification": f"{data.num_classes} classes", "regression": f"{data.num_classes} to predict"}[data.kind]
+    kinds = {"classification": f"{data.num_classes} classes", "regression": f"{data.num_classes} to predict"}
+    outputs = kinds[data.kind]
     return f"data     {data.name}: {', '.join(counts)} samples of {inputs}, {outputs}; {why}"
 
 
@@ -75,7 +77,9 @@ def layout(tensors):
 
 
 def where(trainer, batch=None):
-    """The lines of `Trainer.where`: device, types and MiB of the model, the optimizer's state and a batch (the last one trained on, unless one is given)."""
+    """The lines of `Trainer.where`: device, types and MiB of the model, the optimizer's state and a batch
+    (the last one trained on, unless one is given).
+    """
     seen = trainer.batch_layout if batch is None else layout(tensor for _, tensor in batches.entries(batch))
     yield f"model      {layout([*trainer.module.parameters(), *trainer.module.buffers()])}"
     yield f"optimizer  {layout(tensor for _, tensor in optimizer_tensors(trainer.optimizer))}"
@@ -97,13 +101,11 @@ def memory_report(trainer):
 
 def number(value):
     """'0.9861', '1,234.5', '51,920,131': four decimals or five digits, whichever is shorter."""
-    return (
-        f"{value:.4f}"
-        if abs(value) < 100
-        else f"{value:,.{max(0, 4 - int(math.log10(abs(value))))}f}"
-        if math.isfinite(value)
-        else str(value)
-    )
+    if abs(value) < 100:
+        return f"{value:.4f}"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.{max(0, 4 - int(math.log10(abs(value))))}f}"
 
 
 def numbers(results):

@@ -14,15 +14,16 @@ class Table(Callback):
         folder = Path(config.hydra.sweep.dir)
         if lines := table(folder):
             print("\n" + "\n".join(lines) + f"\nsweep    {folder}")
-        elif [path.name for path in folder.glob("*")] == [
-            "multirun.yaml"
-        ]:  # nothing was run: a mistake leaves nothing behind
+        elif [path.name for path in folder.glob("*")] == ["multirun.yaml"]:
+            # Nothing was run: a mistake leaves nothing behind.
             (folder / "multirun.yaml").unlink()
             folder.rmdir()
 
 
 def results(folder):
-    """The results of all jobs in a sweep's folder, the best first, those that failed last; each has its directory under "job"."""
+    """The results of all jobs in a sweep's folder, the best first,
+    those that failed last; each has its directory under "job".
+    """
     found = []
     for path in sorted(
         Path(folder).glob("*/result.json"),
