@@ -43,17 +43,17 @@ def train(cfg):
     start = time.perf_counter() if in_sweep() else START
     from trainer import checkpoint, summary
     from trainer.callbacks import Checkpoint
-    from trainer.loggers import RunRecord
+    from trainer.loggers import ConfigFile, read_rows
 
     typed = list(HydraConfig.get().overrides.task)
     with open_dict(cfg):
         cfg.run_dir = run_directory(cfg)
     folder = Path(cfg.run_dir)
     resume = rundir.to_resume(folder, cfg.resume, cfg)
-    # Interpolations stay as they are: nothing from the environment gets into the file.
-    record = RunRecord(folder / "config.yaml", OmegaConf.to_yaml(cfg))
     saver = Checkpoint(folder / "checkpoints", **cfg.checkpoint, monitor=cfg.monitor, mode=cfg.monitor_mode)
-    with building(cfg, [record, saver]) as (trainer, (train_loader, val_loader, test_loader)):
+    # Interpolations stay as they are: nothing from the environment gets into the file.
+    config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg))
+    with building(cfg, [saver, config_file]) as (trainer, (train_loader, val_loader, test_loader)):
         try:
             trainer.fit(train_loader, val_loader, resume=resume)
         except KeyboardInterrupt:
@@ -66,20 +66,23 @@ def train(cfg):
             "steps": trainer.step, "total_steps": trainer.total_steps, "stopped": trainer.stop_reason,
             "device": str(trainer.device), "precision": summary.precision(trainer), "versions": rundir.versions(),
             "parameters": sum(p.numel() for p in trainer.module.parameters()), "memory_mib": trainer.memory_report(),
-            "samples_per_second": round(record.samples / record.seconds) if record.seconds else None,
         }  # fmt: skip
         if saver.best:
             trainer.load_state_dict(checkpoint.best(folder / "checkpoints")[1])
         test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
-    result |= {**record.last, **test, "seconds": round(time.perf_counter() - start, 3)}
+    rows = read_rows(folder / "metrics.jsonl")
+    samples, seconds = (sum(row.get(name, 0) for row in rows) for name in ("train/samples", "train/seconds"))
+    last = {name: value for row in rows for name, value in row.items()}
+    speed = {"samples_per_second": round(samples / seconds) if seconds else None}
+    result |= {**last, **test, **speed, "seconds": round(time.perf_counter() - start, 3)}
     rundir.write_json(folder / "result.json", result)
 
     if saver.best:
         print(f"best     {saver.name} {summary.number(saver.best['value'])} at step {saver.best['step']:,}")
     if test:
         print(f"test     {summary.numbers(test)}")
-    speed = f", with {result['samples_per_second']:,} samples/s in training" if record.seconds else ""
-    print(f"time     {summary.seconds(result['seconds'])}{speed}")
+    in_training = f", with {result['samples_per_second']:,} samples/s in training" if seconds else ""
+    print(f"time     {summary.seconds(result['seconds'])}{in_training}")
     print(f"run      {folder}\n         {rundir.command(['task=evaluate', f'run={folder}'])}")
     if result["steps"] < result["total_steps"]:
         print(f"         {rundir.command(typed, f'run_dir={folder}')}")
@@ -91,7 +94,7 @@ def evaluate(cfg):
 
     if cfg.run is None:
         raise UserError("task=evaluate needs a run directory. Type run=DIR.")
-    own = rundir.load_config(cfg.run)
+    own = rundir.load_config("run", cfg.run)
     own.device, own.run_dir = cfg.device, cfg.run
     best = checkpoint.best(Path(cfg.run) / "checkpoints")
     if best is None:
@@ -138,7 +141,7 @@ def building(cfg, more_callbacks=()):
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
     loading = {key: dataset.pop(key) for key in LOADING}
     # A function of the user's own among the augmentations comes as a _target_ with _partial_.
-    loading["augment"] = [build("dataset.augment", item) if "_target_" in item else item for item in loading["augment"]]
+    loading["augment"] = [build("dataset.augment", item) if has_target(item) else item for item in loading["augment"]]
     data = build("dataset", dataset)
     sizes = {"batch_size": cfg.batch_size, "eval_batch_size": cfg.eval_batch_size, "drop_last": cfg.drop_last}
     loaders, why = make_loaders(data, **sizes, device=device, seed=cfg.seed, **loading)
@@ -164,6 +167,10 @@ def building(cfg, more_callbacks=()):
         for loader in filter(None, loaders):
             stack.callback(loader.close)
         yield stack.enter_context(build("trainer", cfg.trainer, **parts, device=str(device))), loaders
+
+
+def has_target(item):
+    return isinstance(item, dict) and "_target_" in item
 
 
 def in_sweep():

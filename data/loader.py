@@ -55,7 +55,8 @@ def make_loaders(
         kind, options = HostLoader, {"workers": count}
         why = f"streamed with {count} worker{'s' * (count != 1)}, {reason}"
     options |= {"device": device, "seed": seed}
-    loaders = {name: kind(data, name, eval_batch_size or batch_size, **options) for name in splits if name != "train"}
+    evaluated = batch_size if eval_batch_size is None else eval_batch_size
+    loaders = {name: kind(data, name, evaluated, **options) for name in splits if name != "train"}
     train = kind(data, "train", batch_size, shuffle=True, augment=augment, drop_last=drop_last, **options)
     return (train, loaders.get("val"), loaders.get("test")), why
 

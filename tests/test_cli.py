@@ -166,8 +166,8 @@ LATE = [
     ),
     ("strategy=ddp", "error: strategy=ddp: there is no such strategy. Did you mean 'dp'?", "Type strategy=single, dp"),
     (
-        "strategy=dp:0,1",
-        "error: strategy=dp:0,1: there is no GPU 0",
+        "strategy=dp:0+1",
+        "error: strategy=dp:0+1: there is no GPU 0",
         "Type strategy=single",
     ),  # typed as the help has it
     (

@@ -7,13 +7,15 @@ from itertools import pairwise
 
 import torch
 
+PLAIN = (str, bytes, int, float, complex, type(None))
 
-def walk(function, batch, name="batch"):
-    """The same structure with `function(name, leaf)` in place of each tensor and of each object with a `.to`;
-    anything else comes through unchanged.
 
-    Goes into dicts, lists, tuples, named tuples and dataclasses.
-    The names read like the code that reaches the leaf: `batch[0]['mask']`.
+def walk(function, batch, name="batch", plain_list=lambda values: values):
+    """The same structure with `function(name, leaf)` in place of each tensor and of each object with a `.to`.
+
+    Goes into dicts, lists, tuples, named tuples and dataclasses; a list or tuple of plain values becomes
+    `plain_list(values)`, and anything else comes through unchanged. The names read like the code that reaches the leaf:
+    `batch[0]['mask']`.
     """
     # A tensor, or an object that knows how to move itself: PackedSequence, BatchEncoding, PyG's Data.
     if hasattr(batch, "to"):
@@ -21,15 +23,18 @@ def walk(function, batch, name="batch"):
     if isinstance(batch, Mapping):
         walked = copy.copy(batch)  # keeps an OrderedDict, a defaultdict
         for key, value in batch.items():
-            walked[key] = walk(function, value, f"{name}[{key!r}]")
+            walked[key] = walk(function, value, f"{name}[{key!r}]", plain_list)
         return walked
     if isinstance(batch, (list, tuple)):
-        items = [walk(function, value, f"{name}[{i}]") for i, value in enumerate(batch)]
+        if not hasattr(batch, "_fields") and all(isinstance(value, PLAIN) for value in batch):
+            return plain_list(batch)
+        items = [walk(function, value, f"{name}[{i}]", plain_list) for i, value in enumerate(batch)]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         walked = copy.copy(batch)
         for field in dataclasses.fields(batch):  # not dataclasses.replace: it would run __init__ again
-            object.__setattr__(walked, field.name, walk(function, getattr(batch, field.name), f"{name}.{field.name}"))
+            value = walk(function, getattr(batch, field.name), f"{name}.{field.name}", plain_list)
+            object.__setattr__(walked, field.name, value)  # works on a frozen one too
         return walked
     return batch
 
@@ -52,32 +57,20 @@ def size(batch):
 
 
 def split(batch, parts):
-    """Cuts a batch into at most `parts` micro-batches:
-    a list of (micro_batch, share), the shares of the samples adding up to 1.
+    """Cuts a batch into at most `parts` micro-batches: a list of (micro_batch, share), the shares adding up to 1.
 
-    Every tensor whose first dimension is the number of samples is cut,
-    as are lists with one plain value a sample; the rest goes to each part.
+    Every tensor whose first dimension is the number of samples is cut, as are lists with one plain value a sample; the
+    rest goes to each part.
     """
     if parts == 1:
         return [(batch, 1.0)]
     samples = size(batch)
     bounds = [samples * i // parts for i in range(parts + 1)]
 
-    def cut(part, start, stop):
-        if isinstance(part, (list, tuple)) and len(part) == samples and not entries(part):
-            return part[start:stop]
-        if isinstance(part, (list, tuple)) and not hasattr(part, "_fields"):
-            return type(part)(cut(value, start, stop) for value in part)
-        if isinstance(part, Mapping):
-            cut_values = copy.copy(part)
-            for key, value in part.items():
-                cut_values[key] = cut(value, start, stop)
-            return cut_values
+    def cut(start, stop):
+        def tensor(_, leaf):
+            return leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == samples else leaf
 
-        def cut_leaf(_, leaf):
-            one_a_sample = isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == samples
-            return leaf[start:stop] if one_a_sample else leaf
+        return walk(tensor, batch, plain_list=lambda values: values[start:stop] if len(values) == samples else values)
 
-        return walk(cut_leaf, part)
-
-    return [(cut(batch, start, stop), (stop - start) / samples) for start, stop in pairwise(bounds) if stop > start]
+    return [(cut(start, stop), (stop - start) / samples) for start, stop in pairwise(bounds) if stop > start]

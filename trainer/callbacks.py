@@ -58,7 +58,9 @@ class Monitor(Callback):
         """UserError where nothing of that name will be logged,
         or where "auto" cannot know which end is the good one.
         """
-        higher = {name: metric.higher_is_better for name, metric in trainer.metrics.items()}
+        if not trainer.step:
+            self.best = None  # of an earlier fit
+        higher = {name: getattr(metric, "higher_is_better", None) for name, metric in trainer.metrics.items()}
         names = known = {"train/loss": False}
         if trainer.val_loader is not None:
             clear = {f"val/{name}": value for name, value in higher.items() if value is not None}
@@ -109,6 +111,10 @@ class Checkpoint(Monitor):
         self.keep = check_number("checkpoint.keep", keep, whole=True, least=1)
         self.due = False
 
+    def on_fit_start(self, trainer):
+        super().on_fit_start(trainer)
+        checkpoint.remove_partial(self.folder)
+
     def on_log(self, trainer, row):
         self.due |= bool(self.improved(trainer, row))
 
@@ -141,6 +147,7 @@ class EarlyStopping(Monitor):
 
     def on_fit_start(self, trainer):
         super().on_fit_start(trainer)
+        self.waited = self.waited if trainer.step else 0
         self.stop_when_due(trainer)  # a stopped run that is continued stays stopped
 
     def on_log(self, trainer, row):
@@ -180,10 +187,11 @@ class EMA(Callback):
         return {name: tensor for name, tensor in trainer.module.state_dict().items() if tensor.is_floating_point()}
 
     def on_fit_start(self, trainer):
-        start = self.average or self.tensors(trainer)  # a loaded average comes on the CPU
-        self.average = {
-            name: start[name].to(tensor.device, copy=True) for name, tensor in self.tensors(trainer).items()
-        }
+        current = self.tensors(trainer)
+        start = self.average if self.average and trainer.step else current
+        # A loaded average comes on the CPU.
+        self.average = {name: start[name].to(tensor.device, copy=True) for name, tensor in current.items()}
+        self.step = trainer.step
 
     def on_step_end(self, trainer):
         self.update(trainer)

@@ -75,14 +75,22 @@ def pack(value, tensors, name):
         return {MARK: "tensor", "name": name}
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and MARK not in value:
-            return {key: pack(item, tensors, f"{name}/{key}") for key, item in value.items()}
-        return {MARK: "dict", "items": [[key, pack(item, tensors, f"{name}/{key}")] for key, item in value.items()]}
+            return {key: pack(item, tensors, f"{name}/{escaped(key)}") for key, item in value.items()}
+        if not all(isinstance(key, (str, int, float, bool, type(None))) for key in value):
+            raise TypeError(f"{name}: the keys of a checkpoint's dicts are strings and numbers.")
+        items = enumerate(value.items())
+        return {MARK: "dict", "items": [[key, pack(item, tensors, f"{name}/#{i}")] for i, (key, item) in items]}
     if isinstance(value, (list, tuple)):
         items = [pack(item, tensors, f"{name}/{i}") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {MARK: "tuple", "items": items}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"{name}: a checkpoint holds tensors and plain values, not {type(value).__name__}.")
+
+
+def escaped(key):
+    """The key without the "/" that separates names, as JSON pointers have it (RFC 6901): no two places share a name."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def unpack(value, tensors):
@@ -132,6 +140,12 @@ def files(folder):
         if number and path.is_file() and not path.is_symlink():
             found[int(number[1])] = path
     return dict(sorted(found.items(), reverse=True))
+
+
+def remove_partial(folder):
+    """Removes what a killed save left behind."""
+    for path in Path(folder).glob(".step_*.part"):
+        path.unlink(missing_ok=True)
 
 
 def path_of(folder, step):

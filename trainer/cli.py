@@ -1,5 +1,7 @@
 """The command line before torch is imported: trusted targets, help, the config's check, errors and exit codes."""
 
+import argparse
+import difflib
 import os
 import re
 import sys
@@ -10,11 +12,6 @@ from trainer.errors import TrainingError, UserError, did_you_mean
 
 BUG, INTERRUPTED = 1, 130
 codes = []  # of the errors reported so far
-FLAGS = {
-    "--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p",
-    "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc", "--config-path", "-cp",
-    "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun", "--info", "-i",
-}  # fmt: skip
 
 
 def run(main):
@@ -22,10 +19,12 @@ def run(main):
     0 done, 2 the user's mistake, 3 the training failed, 130 interrupted, 1 (with a traceback) a bug of ours.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them and exiting with 1
+    argparse.ArgumentParser.error = refuse_option
+    configs = Path(sys.argv[0]).resolve().parent / "configs"
     try:
-        check_flags(sys.argv[1:])
+        check_groups(configs, sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
-            print(help_text(Path(sys.argv[0]).resolve().parent / "configs"))
+            print(help_text(configs))
         else:
             main()
         sys.exit(max(codes, default=0))  # of the jobs of a sweep that failed
@@ -90,9 +89,12 @@ def no_such_key(key, config):
     names = list(flat(config))
     name = key.split(".")[-1]
     elsewhere = [other for other in names if other.split(".")[-1] == name and not other.startswith("hydra")]
+    leaves = {other.split(".")[-1]: other for other in reversed(names) if not other.startswith("hydra")}
     siblings = [other for other in names if other.rpartition(".")[0] == key.rpartition(".")[0]]
     groups = {other.split(".")[0] for other in names} - {"hydra"} if "." not in key else set()
     hint = f" Did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(key, [*siblings, *sorted(groups)])
+    if not hint and (near := difflib.get_close_matches(name, leaves, n=1)):
+        hint = f" Did you mean {leaves[near[0]]!r}?"
     return f"{key}: there is no such key.{hint}\nType python train.py --help to see the keys."
 
 
@@ -109,15 +111,23 @@ def flat(config, prefix=""):
     }
 
 
-def check_flags(arguments):
-    """UserError for an option that there is not, where argparse would print nine lines."""
+def check_groups(configs, arguments):
+    """UserError for a group without an option, `model=null`, which Hydra takes for an error of ours."""
     for argument in arguments:
-        name, _, value = argument.partition("=")
-        if argument.startswith("-") and name not in FLAGS and not re.fullmatch(r"-\d.*", argument):
-            raise UserError(
-                f"{argument}: there is no such option. Settings have no dashes: "
-                f"type {name.lstrip('-').replace('-', '_')}={value or '...'}."
-            )
+        group, _, option = argument.partition("=")
+        if option == "null" and (configs / group).is_dir():
+            options = ", ".join(sorted(path.stem for path in (configs / group).glob("*.yaml")))
+            raise UserError(f"{argument}: this is a group, and needs an option. Type {group}= one of: {options}.")
+
+
+def refuse_option(parser, message):
+    """UserError in place of argparse's nine lines; `--epochs=3` is what other programs would take."""
+    option = re.search(r"unrecognized arguments: (-\S+)", message)
+    if not option:
+        raise UserError(f"{message}. Type python train.py --help.")
+    name, _, value = option[1].partition("=")
+    setting = f"{name.lstrip('-').replace('-', '_')}={value or '...'}"
+    raise UserError(f"{option[1]}: there is no such option. Settings have no dashes: type {setting}.")
 
 
 def trusted(packages, arguments):

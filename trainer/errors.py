@@ -35,6 +35,7 @@ def check_number(key, value, *, whole=False, least=None, above=None, most=None, 
     """
     if value is None and optional:
         return value
+    shown = "null" if value is None else value
     kind = "a whole number" if whole else "a number"
     limits = (
         [f"at least {least}"] * (least is not None)
@@ -50,6 +51,6 @@ def check_number(key, value, *, whole=False, least=None, above=None, most=None, 
     )
     if not ok:
         raise UserError(
-            f"{key}={value}: give {kind}{' ' * bool(limits)}{' and '.join(limits)}{', or null' if optional else ''}."
+            f"{key}={shown}: give {kind}{' ' * bool(limits)}{' and '.join(limits)}{', or null' if optional else ''}."
         )
     return value

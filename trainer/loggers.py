@@ -32,6 +32,11 @@ class JSONL(Callback):
             file.write(json.dumps(row) + "\n")
 
 
+def read_rows(path):
+    """The rows that JSONL wrote, none where there is no such file."""
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()] if Path(path).exists() else []
+
+
 class TensorBoard(Callback):
     """Writes every number to event files in `folder`; needs the extra `tensorboard`."""
 
@@ -58,20 +63,12 @@ class TensorBoard(Callback):
             self.writer = None
 
 
-class RunRecord(Callback):
-    """Writes the config to `path` once everything was checked and the training begins,
-    and remembers for result.json: the last row, samples, seconds.
-    """
+class ConfigFile(Callback):
+    """Writes the config to `path` when all is checked and the training begins: last in the list, after what checks."""
 
     def __init__(self, path, config):
         self.path, self.config = Path(path), config
-        self.last, self.samples, self.seconds = {}, 0, 0.0
 
     def on_fit_start(self, trainer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(self.config, encoding="utf-8")
-
-    def on_log(self, trainer, row):
-        self.last |= row
-        self.samples += row.get("train/samples", 0)
-        self.seconds += row.get("train/seconds", 0.0)

@@ -12,7 +12,7 @@ log = logging.getLogger("stoker")
 
 def wrap(module, strategy, device):
     """The module as it is called in training: itself for `single`;
-    for `dp`, or `dp:0,2`, its replicas on all visible GPUs, or on those listed.
+    for `dp`, or `dp:0+2`, its replicas on all visible GPUs, or on those listed.
 
     The wrapper shares the module's parameters,
     so state dicts are taken from the module and never carry a `module.` prefix.
@@ -21,15 +21,15 @@ def wrap(module, strategy, device):
     if name not in ("single", "dp") or (listed and name == "single"):
         raise UserError(
             f"strategy={strategy}: there is no such strategy.{did_you_mean(name, ['single', 'dp'])}\n"
-            "Type strategy=single, dp or dp:0,1."
+            "Type strategy=single, dp or dp:0+1."
         )
     if name == "single":
         return module
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
     try:
-        indices = [int(index) for index in listed.split(",")] if listed else list(range(count))
+        indices = [int(index) for index in listed.split("+")] if listed else list(range(count))
     except ValueError:
-        raise UserError(f"strategy={strategy}: the GPUs are numbers with commas, as in strategy=dp:0,1.") from None
+        raise UserError(f"strategy={strategy}: the GPUs are numbers joined by +, as in strategy=dp:0+1.") from None
     missing = [index for index in indices if not 0 <= index < count]
     if missing:
         raise UserError(

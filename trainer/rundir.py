@@ -39,7 +39,7 @@ def to_resume(folder, resume, cfg):
         return None
     if resume == "never":
         raise UserError(f"run_dir={folder} has checkpoints, which resume=never would replace. Type another run_dir.")
-    before, now = flat(load_config(folder)), flat(cfg)
+    before, now = flat(load_config("run_dir", folder)), flat(cfg)
     other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not key.startswith(HARMLESS)]
     if other:
         differences = ", ".join(f"{key}={now.get(key)} (was {before.get(key)})" for key in other[:5])
@@ -48,12 +48,12 @@ def to_resume(folder, resume, cfg):
     return checkpoint.newest(folder / "checkpoints")[0]
 
 
-def load_config(folder):
+def load_config(key, folder):
     """The config that a run was started with; UserError where `folder` is no run directory."""
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         hint = did_you_mean(folder, Path(folder).parent.glob("*"))
-        raise UserError(f"{folder}: there is no config.yaml in it, so it is no run directory.{hint}")
+        raise UserError(f"{key}={folder}: there is no config.yaml in it, so it is no run directory.{hint}")
     return OmegaConf.load(path)
 
 

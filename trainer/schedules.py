@@ -9,7 +9,7 @@ from trainer.errors import check_number
 
 def schedule(name, shape, optimizer, total_steps, warmup=0.0):
     """A LambdaLR that multiplies each group's rate by `shape(progress)`,
-    progress being 0 after the warmup and 1 at the last step.
+    progress being 0 after the warmup and 1 after the last step.
 
     `warmup` is a share of all steps where it is below 1 and a number of steps where it is a whole number;
     the rate rises linearly over it.

@@ -18,6 +18,8 @@ class Table(Callback):
             # Nothing was run: a mistake leaves nothing behind.
             (folder / "multirun.yaml").unlink()
             folder.rmdir()
+            if folder.parent == Path("runs") and not any(folder.parent.iterdir()):
+                folder.parent.rmdir()
 
 
 def results(folder):
@@ -38,10 +40,12 @@ def results(folder):
 
 def table(folder):
     """The lines of the table: what is monitored, the test metrics, the time, and what was typed."""
-    from trainer.summary import number  # which imports torch: not before the sweep has run
+    if not (found := results(folder)):
+        return []
+    from trainer.summary import number  # it imports torch, which a mistake on the command line need not wait for
 
     rows, header = [], None
-    for result in results(folder):
+    for result in found:
         typed = " ".join(result["overrides"])
         if "error" in result:
             rows.append([result["job"], "failed", "", "", f"{typed}: {result['error'].splitlines()[0]}"])
@@ -53,6 +57,6 @@ def table(folder):
         header = header or ["job", best["name"], name, "seconds", "settings"]
         shown = number(test[name]) if name in test else ""
         rows.append([result["job"], number(best["value"]), shown, f"{result['seconds']:.1f}", typed])
-    rows = [header or ["job", "best", "test", "seconds", "settings"], *rows] if rows else []
-    widths = [max(len(row[i]) for row in rows) for i in range(4)] if rows else []
+    rows = [header or ["job", "best", "test", "seconds", "settings"], *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows]
