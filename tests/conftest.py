@@ -1,6 +1,10 @@
 """What the tests of the Trainer share: small data, small models, and how two trainings are compared."""
 
 import functools
+import os
+
+# Two test processes share the cores: one thread each, or they would wait for each other. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

@@ -25,15 +25,15 @@ def train(tmp_path, *settings):
 
 
 @needs_mnist
-@pytest.mark.parametrize(("model", "accuracy"), [("linear", 0.92), ("mlp", 0.975), ("cnn", 0.985)])
-def test_three_epochs_of_mnist_with_the_defaults(tmp_path, model, accuracy):
-    assert train(tmp_path, "dataset=mnist", f"model={model}", "epochs=3")["test/acc"] >= accuracy
+@pytest.mark.parametrize(("model", "epochs", "accuracy"), [("linear", 3, 0.92), ("mlp", 3, 0.975), ("cnn", 1, 0.985)])
+def test_at_most_three_epochs_of_mnist_with_the_defaults(tmp_path, model, epochs, accuracy):
+    assert train(tmp_path, "dataset=mnist", f"model={model}", f"epochs={epochs}")["test/acc"] >= accuracy
 
 
 @needs_photographs
 @pytest.mark.parametrize(("model", "accuracy"), [("cnn", 0.4), ("resnet", 0.3)])
 def test_a_folder_of_photographs_trains(tmp_path, model, accuracy):
-    """A tenth of an epoch: four and three times what chance gives."""
+    """A fifth of an epoch: four and three times what chance gives."""
     narrow = ["model.widths=[16,32,64,128]"] if model == "resnet" else []
     settings = ["dataset=image_folder", f"dataset.root={DATA}/cifar10_jpeg", f"model={model}", "max_steps=150", *narrow]
     assert train(tmp_path, *settings)["test/acc"] >= accuracy

@@ -34,7 +34,11 @@ class JSONL(Callback):
 
 def read_rows(path):
     """The rows that JSONL wrote, none where there is no such file."""
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()] if Path(path).exists() else []
+    return (
+        [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        if Path(path).exists()
+        else []
+    )
 
 
 class TensorBoard(Callback):
