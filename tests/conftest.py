@@ -14,7 +14,7 @@ from trainer import Trainer, schedules
 
 
 def make_data(train=60, val=25, features=6, classes=3, dtype=torch.float32, seed=0):
-    """A Data with a train and a val split of random inputs (features,), with classes that a linear model can learn in part."""
+    """A Data with a train and a val split of random inputs (features,), and classes that can be learnt in part."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(train + val, features, generator=generator, dtype=dtype)
     targets = (inputs[:, :classes] + 0.5 * torch.randn(train + val, classes, generator=generator, dtype=dtype)).argmax(

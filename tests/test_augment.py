@@ -1,4 +1,4 @@
-"""The fused augmentation against one written sample by sample and pixel by pixel; mixing; Beta draws; and what is refused."""
+"""The fused augmentation against one written pixel by pixel; mixing; Beta draws; and what is refused."""
 
 import math
 

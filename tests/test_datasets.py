@@ -1,4 +1,4 @@
-"""Every data set: what its parts hold, that they are disjoint, complete and stratified, and each mistake with the words that answer it."""
+"""Every data set: its parts are disjoint, complete and stratified, and each mistake has its answer."""
 
 import os
 from pathlib import Path
@@ -317,7 +317,7 @@ def test_csv_kind_auto(table, values, kind, classes):
 
 
 def test_csv_learns_from_the_training_part_alone(table):
-    """Rows that fall into the other parts change nothing in the training rows, and a category they alone have is all zeros."""
+    """Rows of the other parts change no training row, and a category that they alone have is all zeros."""
     text = rows()
     plain = table(HEADER + "\n".join(text), target="price", split_seed=5)
     _, val, test = split_indices(100, [0.1, 0.2], 5, stratified=False)
@@ -420,7 +420,7 @@ def test_csv_without_a_file(tmp_path):
 
 
 def test_every_config_is_its_constructor():
-    """The keys of configs/dataset/NAME.yaml are the arguments of data.datasets.NAME, and the values are its defaults."""
+    """The keys and values of configs/dataset/NAME.yaml are the arguments and defaults of data.datasets.NAME."""
     import inspect
 
     from omegaconf import OmegaConf

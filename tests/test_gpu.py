@@ -69,7 +69,7 @@ def test_streamed_batches_are_resident_batches_on_the_gpu():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_step_waits_for_the_gpu(precision):
-    """Any synchronisation between two logged rows raises; fp16's GradScaler waits by itself, so it is not among these."""
+    """Any synchronisation between two logged rows raises. Without fp16, whose GradScaler waits by itself."""
 
     class Guard(Callback):
         def on_step_end(self, trainer):

@@ -1,4 +1,4 @@
-"""The same batches from every loader, for every number of workers, after every seek; and the global random generator left alone."""
+"""The same batches from every loader, for any number of workers, after any seek; no global generator is touched."""
 
 import random
 import weakref

@@ -9,7 +9,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_twenty_jobs_take_the_memory_of_one(tmp_path):
-    """The peak of the process is that of its first jobs, give or take less than one job (73 MiB; the allocator's own noise is up to 40).
+    """The peak of the process is that of its first jobs, give or take less than one job.
+
+    A job is 73 MiB, and the allocator's own noise up to 40.
 
     Jobs that left their data or weights behind would add seventeen times as much.
     """

@@ -1,4 +1,4 @@
-"""Every model on every shape it claims: output shape, a gradient for each parameter, and that it can learn; and what it refuses."""
+"""Every model on every shape it claims: outputs, a gradient for each parameter, learning; and what it refuses."""
 
 import pytest
 import torch

@@ -16,7 +16,8 @@ def test_its_python_runs(tmp_path):
     use = """
 own = rings()
 (train, val, test), _ = make_loaders(own, batch_size=20)
-settings = dict(loss=torch.nn.CrossEntropyLoss(), optimizer=functools.partial(torch.optim.AdamW, lr=3e-2), metrics={"acc": Accuracy()}, device="cpu", epochs=20)
+settings = dict(optimizer=functools.partial(torch.optim.AdamW, lr=3e-2), metrics={"acc": Accuracy()}, epochs=20)
+settings |= dict(loss=torch.nn.CrossEntropyLoss(), device="cpu")
 with Distiller(MLP(own.in_shape, 2), callbacks=[PrintGradientSteps()], **settings) as trainer:
     trainer.fit(train, val)
     assert trainer.evaluate(test)["val/acc"] > 0.95

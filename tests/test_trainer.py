@@ -1,4 +1,4 @@
-"""The Trainer against loops written by hand: what it computes, what a resume gives, and what cannot change a training."""
+"""The Trainer against loops written by hand: what it computes, how it resumes, what cannot change a training."""
 
 import functools
 import gc
@@ -234,7 +234,7 @@ def test_no_samples_and_no_optimizer_are_explained():
 
 
 def all_that_can_differ(folder, stop_at=None):
-    """A trainer with everything that has a state: dropout, accumulation, EMA, early stopping, a per-step schedule, checkpoints at every third step."""
+    """A trainer with everything that has a state: dropout, accumulation, EMA, early stopping, a per-step schedule."""
 
     class Stop(Callback):
         def on_step_end(self, trainer):
@@ -253,7 +253,7 @@ def all_that_can_differ(folder, stop_at=None):
 
 
 def plain(workers):
-    """A DataLoader as everybody writes it: shuffled by the global generator, with random augmentation in the main process's or the workers' batches."""
+    """A DataLoader as everybody writes it, shuffled by the global generator."""
 
     def make(data, split, batch_size, shuffle=False):
         part = getattr(data, split)
@@ -366,8 +366,10 @@ def test_the_order_of_the_hooks():
     assert recorder.calls == [
         ("fit_start", 0),
         ("step_end", 1),
-        ("log", 2, "train/loss"), ("eval_start", 2), ("eval_end", 2), ("log", 2, "val/loss"), ("epoch_end", 2), ("step_end", 2),
-        ("log", 3, "train/loss"), ("eval_start", 3), ("eval_end", 3), ("log", 3, "val/loss"), ("step_end", 3),  # the end, and not an epoch's
+        ("log", 2, "train/loss"), ("eval_start", 2), ("eval_end", 2), ("log", 2, "val/loss"),
+        ("epoch_end", 2), ("step_end", 2),
+        ("log", 3, "train/loss"), ("eval_start", 3), ("eval_end", 3), ("log", 3, "val/loss"),
+        ("step_end", 3),  # the end of the training, and not of an epoch
         ("fit_end", 3),
     ]  # fmt: skip
 
@@ -446,7 +448,7 @@ def test_dp_without_gpus_says_so_once_and_changes_nothing(caplog):
 
 
 def test_data_parallel_state_has_plain_names(tmp_path):
-    """torch's own wrapper passes through where there is no GPU: a checkpoint written under it goes into a plain trainer."""
+    """Without a GPU torch's own wrapper passes through: what is saved under it goes into a plain trainer."""
     wrapped = make_trainer(callbacks=[Checkpoint(tmp_path)], epochs=1)
     wrapped.model = torch.nn.DataParallel(wrapped.module)
     wrapped.fit(*loaders())

@@ -292,7 +292,7 @@ class Trainer:
         return named
 
     def where(self, batch=None):
-        """Prints the devices, types and MiB of the model, the optimizer's state and the last batch, or the given one."""
+        """Prints the devices, types and MiB of the model, the optimizer's state and the last (or the given) batch."""
         print("\n".join(summary.where(self, batch)))
 
     def memory_report(self):
