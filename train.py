@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from trainer import cli, rundir
-from trainer.build import TRUSTED, build, check_fit, locate, output_shape, retarget
+from trainer.build import TRUSTED, build, check_fit, locate, own_packages, retarget
 from trainer.errors import UserError, check_choice, check_number
 
 START = time.perf_counter()
@@ -23,34 +23,36 @@ def main(cfg):
     job = HydraConfig.get()
     try:
         if in_sweep():
-            print(f"\njob {job.job.num}    {' '.join(job.overrides.task)}", flush=True)
+            print(f"\njob {job.job.num}    {' '.join(cli.typed())}", flush=True)
             if cfg.run_dir is not None:
                 raise UserError("run_dir names one run. For a sweep, type hydra.sweep.dir=DIR.")
         cli.check_config(cfg)
         check_choice("task", cfg.task, TASKS)
+        if cfg.run is not None and cfg.task != "evaluate":
+            raise UserError(f"run={cfg.run} is for task=evaluate. To name the folder of a new run, type run_dir=DIR.")
         retarget(cfg, keep=LOADING)
         TASKS[cfg.task](cfg)
     except Exception as error:
         code = cli.report(error)
         if not in_sweep() or code == cli.BUG:
             raise SystemExit(code) from error  # not the error itself: Hydra would print a line of its own above it
-        failure = {"overrides": list(job.overrides.task), "error": str(error)}
+        failure = {"overrides": cli.typed(), "error": str(error)}
         rundir.write_json(Path(job.runtime.output_dir) / "result.json", failure)
 
 
 def train(cfg):
     """Trains, tests the best weights, and leaves config.yaml, metrics.jsonl, checkpoints/ and result.json."""
     start = time.perf_counter() if in_sweep() else START
-    from trainer import checkpoint, summary
-    from trainer.callbacks import Checkpoint
-    from trainer.loggers import ConfigFile, read_rows
+    from trainer import checkpoint
+    from trainer.loggers import ConfigFile
 
-    typed = list(HydraConfig.get().overrides.task)
+    typed = cli.typed()
     with open_dict(cfg):
         cfg.run_dir = run_directory(cfg)
     folder = Path(cfg.run_dir)
     resume = rundir.to_resume(folder, cfg.resume, cfg)
-    saver = Checkpoint(folder / "checkpoints", **cfg.checkpoint, monitor=cfg.monitor, mode=cfg.monitor_mode)
+    checkpoints = {"_target_": "trainer.callbacks.Checkpoint", "folder": str(folder / "checkpoints")}
+    saver = build("checkpoint", {**checkpoints, **cfg.checkpoint, "monitor": cfg.monitor, "mode": cfg.monitor_mode})
     # Interpolations stay as they are: nothing from the environment gets into the file.
     config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg))
     with building(cfg, [saver, config_file]) as (trainer, (train_loader, val_loader, test_loader)):
@@ -58,40 +60,26 @@ def train(cfg):
             trainer.fit(train_loader, val_loader, resume=resume)
         except KeyboardInterrupt:
             again = rundir.command(typed, f"run_dir={folder}")
-            print(f"\ninterrupted at step {trainer.step}. To go on:\n{again}", file=sys.stderr)
+            print(f"\ninterrupted at step {trainer.step}. To go on from the last checkpoint:\n{again}", file=sys.stderr)
             raise SystemExit(cli.INTERRUPTED) from None
-        result = {
-            "overrides": typed,
-            "best": saver.best and {"name": saver.name, "mode": "max" if saver.sign > 0 else "min", **saver.best},
-            "steps": trainer.step, "total_steps": trainer.total_steps, "stopped": trainer.stop_reason,
-            "device": str(trainer.device), "precision": summary.precision(trainer), "versions": rundir.versions(),
-            "parameters": sum(p.numel() for p in trainer.module.parameters()), "memory_mib": trainer.memory_report(),
-        }  # fmt: skip
+        result = {"overrides": typed, **rundir.result_of(trainer, saver)}
         if saver.best:
-            trainer.load_state_dict(checkpoint.best(folder / "checkpoints")[1])
+            trainer.load(checkpoint.path_of(saver.folder, saver.best["step"]))
         test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
-    rows = read_rows(folder / "metrics.jsonl")
-    samples, seconds = (sum(row.get(name, 0) for row in rows) for name in ("train/samples", "train/seconds"))
-    last = {name: value for row in rows for name, value in row.items()}
-    speed = {"samples_per_second": round(samples / seconds) if seconds else None}
-    result |= {**last, **test, **speed, "seconds": round(time.perf_counter() - start, 3)}
+    result |= {**rundir.last_rows(folder), **test, "seconds": round(time.perf_counter() - start, 3)}
     rundir.write_json(folder / "result.json", result)
-
-    if saver.best:
-        print(f"best     {saver.name} {summary.number(saver.best['value'])} at step {saver.best['step']:,}")
-    if test:
-        print(f"test     {summary.numbers(test)}")
-    in_training = f", with {result['samples_per_second']:,} samples/s in training" if seconds else ""
-    print(f"time     {summary.seconds(result['seconds'])}{in_training}")
-    print(f"run      {folder}\n         {rundir.command(['task=evaluate', f'run={folder}'])}")
-    if result["steps"] < result["total_steps"]:
-        print(f"         {rundir.command(typed, f'run_dir={folder}')}")
+    print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
 
 
 def evaluate(cfg):
     """Tests the best weights of the run directory `run`, as its own config has it, on `device`."""
     from trainer import checkpoint
 
+    keys = {override.partition("=")[0] for override in cli.typed()}
+    if other := sorted(keys - {"task", "run", "device", "trusted"}):
+        raise UserError(
+            f"{other[0]}: task=evaluate takes the run's own settings. Type run=DIR, and device= if you want."
+        )
     if cfg.run is None:
         raise UserError("task=evaluate needs a run directory. Type run=DIR.")
     own = rundir.load_config("run", cfg.run)
@@ -111,13 +99,14 @@ def evaluate(cfg):
 
 def lr_find(cfg):
     """Raises the learning rate from step to step, suggests one, and draws the curve."""
-    from trainer.lr_find import draw, lr_find
+    from trainer.lr_find import draw, figure_class, lr_find
 
+    figure_class()  # before the work
     with building(cfg) as (trainer, (train_loader, _, _)):
         found = lr_find(trainer, train_loader)
     picture = draw(found, Path(run_directory(cfg)) / "lr_find.png")
     tried = f"{len(found.rates)} steps from {found.rates[0]:.1g} to {found.rates[-1]:.1g}"
-    typed = [override for override in HydraConfig.get().overrides.task if not override.startswith("task=")]
+    typed = [override for override in cli.typed() if not override.startswith("task=")]
     print(f"lr       {found.suggestion:.2g}, a tenth of where the loss was lowest in {tried}")
     print(f"curve    {picture}")
     print(f"use it   {rundir.command(typed, f'optimizer.lr={found.suggestion:.2g}')}")
@@ -154,19 +143,21 @@ def building(cfg, more_callbacks=()):
     plain = locate("trainer", cfg.trainer._target_).compute_loss is Trainer.compute_loss
     if plain:
         check_fit(model, loss, data)
-    else:
-        output_shape(model, data)
     metrics = default_metrics(data.kind, data.target_scale) if plain else {}
     for name, node in cfg.metrics.items():
         metrics[name] = build(f"metrics.{name}", node, num_classes=data.num_classes)
-    on = {name: node for name, node in cfg.callbacks.items() if node is not None and None not in node.values()}
-    callbacks = [build(f"callbacks.{name}", node) for name, node in on.items()]
+    callbacks = [build(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if is_on(node)]
     parts = {"model": model, "loss": loss, "metrics": metrics, "callbacks": [*callbacks, *more_callbacks]}
     parts |= {"optimizer": build("optimizer", cfg.optimizer), "scheduler": build("scheduler", cfg.scheduler)}
     with contextlib.ExitStack() as stack:
         for loader in filter(None, loaders):
             stack.callback(loader.close)
         yield stack.enter_context(build("trainer", cfg.trainer, **parts, device=str(device))), loaders
+
+
+def is_on(node):
+    """Whether a callback is: it is off by a null in place of it, or among its settings."""
+    return node is not None and not (hasattr(node, "values") and None in node.values())
 
 
 def has_target(item):
@@ -182,7 +173,7 @@ def run_directory(cfg):
     job = HydraConfig.get()
     if in_sweep():
         return f"{job.sweep.dir}/{job.sweep.subdir}"
-    return str(cfg.run_dir or rundir.unused(job.runtime.choices["model"], job.runtime.choices["dataset"]))
+    return str(cfg.run_dir or rundir.claim(job.runtime.choices["model"], job.runtime.choices["dataset"]))
 
 
 if __name__ == "__main__":

@@ -455,6 +455,7 @@ def csv(
     check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
     check_choice("dataset.missing", missing, ("error", "mean", "drop"))
     fractions = _check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
+    path, target = str(path), str(target)  # a bare 2024 on the command line is a number
     columns = _read_table(os.path.expanduser(path), "\t" if delimiter == "tab" else delimiter)
     for key, names in (("target", [target]), ("categorical", categorical), ("ignore", ignore)):
         for name in [names] if isinstance(names, str) else names:

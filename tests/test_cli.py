@@ -668,14 +668,14 @@ def test_every_set_of_callbacks_trains(compose, tmp_path, callbacks):
         pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install -e '.[tensorboard]'")
     trainer = trained(compose, tmp_path, f"callbacks={callbacks}", "ema=0.9", "patience=3", "max_minutes=5")
     assert (
-        trainer.callbacks[:6] == ["Progress", "NaNGuard", "TimeLimit", "EMA", "EarlyStopping", "JSONL"]
+        trainer.callbacks[:6] == ["Progress", "TimeLimit", "EMA", "EarlyStopping", "JSONL", "NaNGuard"]
         and (tmp_path / "metrics.jsonl").is_file()
     )
     assert (tmp_path / "tensorboard").exists() == (callbacks == "tensorboard")
 
 
 def test_callbacks_with_a_null_are_off(compose, tmp_path):
-    assert trained(compose, tmp_path).callbacks == ["Progress", "NaNGuard", "JSONL"]
+    assert trained(compose, tmp_path).callbacks == ["Progress", "JSONL", "NaNGuard"]
 
 
 @pytest.mark.parametrize("dataset", ["digits", "synthetic", "csv"])

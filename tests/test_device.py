@@ -270,9 +270,9 @@ def test_release_collects_cycles_and_may_be_called_again():
     node = Node()
     node.itself, gone = node, weakref.ref(node)
     del node
-    devices.release()
+    devices.release(CPU)
     assert gone() is None
-    devices.release()
+    devices.release(CPU)
     devices.synchronize(CPU)
 
 

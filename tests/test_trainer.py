@@ -1,5 +1,6 @@
 """The Trainer against loops written by hand: what it computes, how it resumes, what cannot change a training."""
 
+import copy
 import functools
 import gc
 import math
@@ -10,7 +11,9 @@ import torch
 from conftest import assert_same, make_data, make_model, make_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from data.datasets import Data, TensorSplit
 from data.loader import DeviceLoader, HostLoader
+from models.cnn import CNN
 from trainer import checkpoint, schedules
 from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping
 from trainer.device import mix_seed, move, seed_generators
@@ -152,8 +155,9 @@ def test_autocast_is_what_torch_does(precision):
     with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
         expected = torch.cat([trainer.module(inputs) for inputs, _ in val_loader])
     outputs = trainer.predict(val_loader)
-    assert outputs.dtype == dtype
-    assert torch.equal(outputs, expected)
+    assert expected.dtype == dtype
+    assert outputs.dtype == torch.float32  # for whoever goes on with it, in numpy say
+    assert torch.equal(outputs, expected.float())
 
 
 # What cannot change a training
@@ -186,11 +190,12 @@ def test_evaluation_leaves_everything_as_it_was():
     train_loader, val_loader = loaders()
     trainer = make_trainer(make_model(dropout=0.5), metrics={"acc": Accuracy()})
     trainer.fit(train_loader)
-    before = trainer.state_dict()
+    before = copy.deepcopy(trainer.state_dict())
+    trainer.module[1].eval()  # a frozen part stays frozen
     modes = [module.training for module in trainer.module.modules()]
     assert trainer.evaluate(val_loader) == trainer.evaluate(val_loader)
     assert_same(trainer.state_dict(), before)
-    assert [module.training for module in trainer.module.modules()] == modes
+    assert [module.training for module in trainer.module.modules()] == modes == [True, True, False, True, True]
 
 
 # Evaluation and prediction
@@ -291,6 +296,42 @@ def test_a_killed_and_continued_run_ends_bit_identical(tmp_path, kind, stop_at):
         checkpoint.load(tmp_path / "killed" / "step_00000024.ckpt"),
         checkpoint.load(tmp_path / "whole" / "step_00000024.ckpt"),
     )
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)])
+def test_a_channels_last_model_resumes_exactly(tmp_path, optimizer):
+    """A file holds contiguous tensors, and a fused optimizer reads the memory of its means as it lies."""
+
+    def images(split):
+        generator = torch.Generator().manual_seed(len(split))
+        inputs = torch.randint(0, 256, (40, 3, 8, 8), generator=generator, dtype=torch.uint8)
+        return TensorSplit(inputs, torch.randint(0, 3, (40,), generator=generator))
+
+    data = Data("images", images("train"), images("val"), None, (3, 8, 8), 3)
+
+    def trainer():
+        torch.manual_seed(0)
+        model = CNN((3, 8, 8), 3, channels=[8, 16])
+        assert model.features[0].weight.is_contiguous(memory_format=torch.channels_last)
+        callbacks = [EMA(0.9), Checkpoint(tmp_path, every=3, keep=9)]
+        return make_trainer(model, optimizer=functools.partial(optimizer, lr=1e-2), callbacks=callbacks, epochs=2)
+
+    whole = trainer()
+    whole.fit(DeviceLoader(data, "train", 8, shuffle=True))
+    whole = copy.deepcopy(whole.state_dict())
+    continued = trainer()
+    continued.fit(DeviceLoader(data, "train", 8, shuffle=True), resume=tmp_path / "step_00000003.ckpt")
+    assert_same(continued.state_dict(), whole)
+
+
+def test_a_loader_that_ends_early_is_named_and_not_waited_for():
+    class Short(list):
+        def __len__(self):
+            return super().__len__() + 2
+
+    batches = Short(loaders()[0])
+    with pytest.raises(UserError, match=re.escape("len() is 10, and it gave 8 batches")):
+        make_trainer().fit(batches)
 
 
 def test_a_resume_is_a_seek(tmp_path):
@@ -438,6 +479,35 @@ def test_a_step_does_not_wait_for_the_device():
 
 
 # Strategies, compilation, memory
+
+
+def test_deterministic_asks_torch_for_it():
+    make_trainer(deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    make_trainer()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_sparse_gradients_train_without_a_fused_optimizer():
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(50, 3, sparse=True))
+    trainer = make_trainer(model, optimizer=functools.partial(torch.optim.SGD, lr=1.0), epochs=1)
+    before = model[0].weight.detach().clone()
+    trainer.fit([(torch.arange(8).view(4, 2), torch.tensor([0, 1, 2, 0]))])
+    changed = (model[0].weight != before).any(1)
+    assert changed[:8].all()
+    assert not changed[8:].any()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (torch.nn.CrossEntropyLoss(reduction="sum"), "reduction='sum'"),
+        (torch.nn.Sequential(torch.nn.Linear(1, 1)), "parameters of its own"),
+    ],
+)
+def test_a_loss_that_would_train_wrongly_is_refused(loss, message):
+    with pytest.raises(UserError, match=message):
+        make_trainer(loss=loss)
 
 
 def test_dp_without_gpus_says_so_once_and_changes_nothing(caplog):

@@ -1,12 +1,13 @@
 """A config node -> the object that it describes: only what is trusted is built, and with arguments that exist."""
 
+import fnmatch
 import inspect
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from trainer import cli
 from trainer.errors import UserError, did_you_mean
 
 # What a `_target_` may name. One that is typed on the command line is trusted as it is; one in a file of your own
@@ -42,21 +43,31 @@ def build(key, node, **offered):
         return factory(**passed)
     except UserError:
         raise
-    except ValueError as error:  # how torch refuses a value
+    except (ValueError, TypeError) as error:  # how torch refuses a value, and a function an argument of its **kwargs
+        if isinstance(error, TypeError) and "argument" not in str(error):
+            raise
         raise UserError(f"{key} ({target}): {str(error).splitlines()[0]}") from error
 
 
 def locate(key, target):
-    """What `_target_` names, if it is trusted and there; UserError if not."""
+    """What `_target_` names; UserError if it is not there or not trusted, and then it is not imported either."""
+    patterns = cli.trusted(TRUSTED, cli.typed())
+    if not any(fnmatch.fnmatchcase(target, pattern) for pattern in patterns):
+        message = f"not among what may be built. Type trusted=[{target.split('.')[0]}] if it is your own."
+        raise UserError(f"{key}._target_={target}: {message}")
     try:
         return hydra.utils.get_object(target)
     except InstantiationException:
-        package = target.split(".")[0]
-        message = f"not among what may be built. Type trusted=[{package}] if it is your own."
-        raise UserError(f"{key}._target_={target}: {message}") from None
+        raise UserError(f"{key}._target_={target}: not among what may be built, whatever is trusted.") from None
     except (ImportError, ValueError) as error:
         cause = error.__cause__ or error
         raise UserError(f"{key}._target_={target}: {str(cause).splitlines()[0]}.") from error
+
+
+def own_packages(typed):
+    """The packages that what was typed makes trusted, beside those that always are."""
+    packages = {pattern.split(".")[0] for pattern in cli.trusted([], typed)}
+    return sorted(packages - {package.split(".")[0] for package in TRUSTED})
 
 
 def arguments_of(key, target):
@@ -68,7 +79,7 @@ def arguments_of(key, target):
 
 def retarget(cfg, keep):
     """Drops a group's own keys, those in `keep` and typed ones excepted, from a node whose `_target_` was typed."""
-    typed = {override.partition("=")[0].lstrip("+") for override in HydraConfig.get().overrides.task}
+    typed = {override.partition("=")[0].lstrip("+") for override in cli.typed()}
     for name in [name.removesuffix("._target_") for name in typed if name.endswith("._target_")]:
         node = OmegaConf.select(cfg, name)
         arguments, takes_more = arguments_of(name, node["_target_"])
@@ -81,11 +92,11 @@ def retarget(cfg, keep):
 
 
 def check_fit(model, loss, data):
-    """UserError where the loss is not for this kind of data,
-    or the model does not take its inputs or gives other outputs.
+    """UserError where the loss is not for this data, or the model does not take its inputs or gives other outputs.
 
-    Two samples of zeros, on the CPU: on a GPU, one class too many is an assertion in a kernel, which ends the process.
+    Two samples, on the CPU: on a GPU, one class too many is an assertion in a kernel, which ends the process.
     """
+    import torch
     from torch import nn
 
     name = type(loss).__name__
@@ -93,26 +104,25 @@ def check_fit(model, loss, data):
         there = f"{data.name} has {data.num_classes} classes"
         raise UserError(f"loss={name} is for numbers, and {there}. Type loss=cross_entropy.")
     if isinstance(loss, nn.CrossEntropyLoss) and data.kind == "regression":
-        raise UserError(
-            f"loss={name} is for classes, and {data.name} has numbers to predict. Type loss=mse, l1 or huber."
-        )
-    shape = output_shape(model, data)
-    if shape != (data.num_classes,):
-        wanted = f"{data.name} needs ({data.num_classes},)"
-        raise UserError(f"model={type(model).__name__} gives outputs of shape {shape} a sample, and {wanted}.")
-
-
-def output_shape(model, data):
-    """The shape of the outputs for one sample; UserError where the model does not take inputs of this shape."""
-    import torch
-
+        there = f"{data.name} has numbers to predict"
+        raise UserError(f"loss={name} is for classes, and {there}. Type loss=mse, l1 or huber.")
+    samples = [data.train[i] for i in range(min(2, len(data.train)))]
+    inputs, targets = (torch.stack([torch.as_tensor(sample[i]) for sample in samples]) for i in (0, 1))
+    inputs = inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
     model.eval()
     try:
         with torch.no_grad():
-            outputs = model(torch.zeros(2, *data.in_shape))
+            outputs = model(inputs)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        name, reason = type(model).__name__, str(error).splitlines()[0]
-        raise UserError(f"model={name} does not take inputs of shape {tuple(data.in_shape)}: {reason}") from error
+        what, reason = f"{inputs.dtype} of shape {tuple(data.in_shape)}", str(error).splitlines()[0]
+        raise UserError(f"model={type(model).__name__} does not take inputs of {what}: {reason}") from error
     finally:
         model.train()
-    return tuple(getattr(outputs, "shape", ()))[1:]
+    shape = tuple(getattr(outputs, "shape", ()))[1:]
+    if shape != (data.num_classes,):
+        wanted = f"{data.name} needs ({data.num_classes},)"
+        raise UserError(f"model={type(model).__name__} gives outputs of shape {shape} a sample, and {wanted}.")
+    try:
+        loss(outputs, targets)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise UserError(f"loss={name}: {str(error).splitlines()[0]}") from error

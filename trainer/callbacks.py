@@ -46,7 +46,8 @@ class Callback:
 
 
 class Monitor(Callback):
-    """A callback that watches one logged number:
+    """A callback that watches one logged number.
+
     "auto" is the first metric of the validation set, or its loss, or the training loss.
     """
 
@@ -55,29 +56,23 @@ class Monitor(Callback):
         self.best = None  # {"step", "value"}
 
     def on_fit_start(self, trainer):
-        """UserError where nothing of that name will be logged,
-        or where "auto" cannot know which end is the good one.
-        """
+        """UserError where nothing of that name will be logged, or where it is not known which end of it is good."""
         if not trainer.step:
             self.best = None  # of an earlier fit
-        higher = {name: getattr(metric, "higher_is_better", None) for name, metric in trainer.metrics.items()}
-        names = known = {"train/loss": False}
-        if trainer.val_loader is not None:
-            clear = {f"val/{name}": value for name, value in higher.items() if value is not None}
-            names = clear | {"val/loss": False} | names
-            known = names | {f"val/{name}": None for name in higher if f"val/{name}" not in names}
-        self.name = next(iter(names)) if self.monitor == "auto" else self.monitor
-        if self.name not in known:
-            raise UserError(
-                f"monitor={self.name}: no such number is logged.{did_you_mean(self.name, known)}\n"
-                f"Type monitor= one of: {', '.join(known)}."
-            )
-        if self.mode == "auto" and known[self.name] is None:
-            raise UserError(
-                f"monitor={self.name}: the metric does not say whether high or low is good.\n"
-                "Type monitor_mode=max or monitor_mode=min."
-            )
-        self.sign = 1 if (known[self.name] if self.mode == "auto" else self.mode == "max") else -1
+        good_end = {f"val/{name}": getattr(m, "higher_is_better", None) for name, m in trainer.metrics.items()}
+        good_end |= {"val/loss": False}
+        good_end = {**(good_end if trainer.val_loader is not None else {}), "train/loss": False}
+        known_end = [name for name, higher in good_end.items() if higher is not None]
+        self.name = known_end[0] if self.monitor == "auto" else self.monitor
+        if self.name not in good_end:
+            hint = did_you_mean(self.name, good_end)
+            names = ", ".join(good_end)
+            raise UserError(f"monitor={self.name}: no such number is logged.{hint}\nType monitor= one of: {names}.")
+        higher = good_end[self.name] if self.mode == "auto" else self.mode == "max"
+        if higher is None:
+            what = "the metric does not say whether high or low is good."
+            raise UserError(f"monitor={self.name}: {what}\nType monitor_mode=max or monitor_mode=min.")
+        self.sign = 1 if higher else -1
 
     def improved(self, trainer, row, min_delta=0.0):
         """True, and the row's value is the best one,
@@ -112,8 +107,15 @@ class Checkpoint(Monitor):
         self.due = False
 
     def on_fit_start(self, trainer):
+        """UserError where the folder holds another run's checkpoints."""
         super().on_fit_start(trainer)
-        checkpoint.remove_partial(self.folder)
+        if not trainer.step and checkpoint.files(self.folder):
+            raise UserError(
+                f"{self.folder} has checkpoints: give another folder, or continue them by fit(resume=FILE)."
+            )
+        checkpoint.go_back(self.folder, trainer.step)
+        if self.best and not checkpoint.path_of(self.folder, self.best["step"]).exists():
+            self.best = None  # it was reached in another folder
 
     def on_log(self, trainer, row):
         self.due |= bool(self.improved(trainer, row))
@@ -190,7 +192,7 @@ class EMA(Callback):
         current = self.tensors(trainer)
         start = self.average if self.average and trainer.step else current
         # A loaded average comes on the CPU.
-        self.average = {name: start[name].to(tensor.device, copy=True) for name, tensor in current.items()}
+        self.average = {name: torch.empty_like(tensor).copy_(start[name]) for name, tensor in current.items()}
         self.step = trainer.step
 
     def on_step_end(self, trainer):
@@ -262,10 +264,11 @@ class NaNGuard(Callback):
 class Progress(Callback):
     """One line an epoch with loss, validation metrics and speed; on a terminal a bar as well."""
 
+    bar = None
+
     def on_fit_start(self, trainer):
         for line in summary.plan(trainer):
             print(line)
-        self.bar = None
         if sys.stdout.isatty():
             import tqdm
 
@@ -314,5 +317,6 @@ class Progress(Callback):
     def on_fit_end(self, trainer):
         if self.bar is not None:
             self.bar.close()
+            self.bar = None
         if trainer.stop_reason:
             print(f"stopped at step {trainer.step}: {trainer.stop_reason}")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 import re
 from pathlib import Path
@@ -11,9 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from trainer.errors import TrainingError, UserError
+from trainer.errors import TrainingError, UserError, log
 
-log = logging.getLogger("stoker")
 FORMAT = "stoker-1"
 # The key of the JSON objects that stand for what JSON has not: tensors, tuples, dicts with other keys than strings.
 MARK = "$"
@@ -24,8 +22,9 @@ class DamagedCheckpoint(TrainingError):
 
 
 def save(path, state):
-    """Writes `state`, any nesting of dicts, lists, tuples, tensors and plain values,
-    so that `path` holds all of it or is not there.
+    """Writes `state` so that `path` holds all of it or is not there.
+
+    A state is any nesting of dicts, lists, tuples, tensors and plain values.
     """
     path = Path(path)
     tensors = {}
@@ -50,8 +49,9 @@ def save(path, state):
 
 
 def load(path):
-    """The state that `save` wrote, its tensors on the CPU;
-    DamagedCheckpoint where one bit is not as it was. Runs no code from the file.
+    """The state that `save` wrote, its tensors on the CPU; DamagedCheckpoint where one bit is not as it was.
+
+    Runs no code from the file.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -65,7 +65,9 @@ def load(path):
         raise DamagedCheckpoint(f"{path} is not a {FORMAT} checkpoint.")
     if digest(tensors, metadata.get("state", "")) != metadata.get("sha256"):
         raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 does not agree with its contents.")
-    return unpack(json.loads(metadata["state"]), tensors)
+    # Clones, or the file would stay mapped and could not be removed on Windows. Not before the digest: the clone of a
+    # bool that is neither 0 nor 1 is in order again.
+    return unpack(json.loads(metadata["state"]), {name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def pack(value, tensors, name):
@@ -109,6 +111,20 @@ def unpack(value, tensors):
     return {key: unpack(item, tensors) for key, item in value.items()}
 
 
+def restore(part, state):
+    """`part.load_state_dict(state)`; an optimizer's tensors get the layout of their parameters.
+
+    A file holds all tensors contiguous, and a fused optimizer walks through the memory of a channels_last weight and of
+    its means as they lie: means of another layout would be those of other weights.
+    """
+    part.load_state_dict(state)
+    if isinstance(part, torch.optim.Optimizer):
+        for parameter, moments in part.state.items():
+            for name, tensor in moments.items():
+                if isinstance(tensor, torch.Tensor) and tensor.shape == parameter.shape and tensor.ndim:
+                    moments[name] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+
+
 def own_storage(tensors):
     """The tensors on the CPU, contiguous, none sharing memory with another: safetensors refuses tied weights."""
     seen, own = set(), {}
@@ -142,9 +158,12 @@ def files(folder):
     return dict(sorted(found.items(), reverse=True))
 
 
-def remove_partial(folder):
-    """Removes what a killed save left behind."""
-    for path in Path(folder).glob(".step_*.part"):
+def go_back(folder, step):
+    """Leaves no checkpoint of a step after `step`, nor what a killed save left behind: a run that goes on from there
+    writes them anew, and the newest has to be its own.
+    """
+    later = [path for number, path in files(folder).items() if number > step]
+    for path in [*later, *Path(folder).glob(".step_*.part")]:
         path.unlink(missing_ok=True)
 
 
@@ -154,8 +173,9 @@ def path_of(folder, step):
 
 
 def newest(folder):
-    """(path, state) of the newest good checkpoint in the folder, None where it has none;
-    a damaged one is named and passed over.
+    """(path, state) of the newest good checkpoint in the folder, None where it has none.
+
+    A damaged one is named and passed over.
     """
     found = files(folder)
     for path in found.values():
@@ -172,8 +192,9 @@ def newest(folder):
 
 
 def best(folder):
-    """(path, state) of the checkpoint with the best monitored value so far,
-    the newest one where none was monitored, None where there is none.
+    """(path, state) of the checkpoint with the best monitored value, or of the newest one where nothing was monitored.
+
+    None where there is no checkpoint.
     """
     found = newest(folder)
     if found is None:

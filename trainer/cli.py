@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import logging
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ def run(main):
     0 done, 2 the user's mistake, 3 the training failed, 130 interrupted, 1 (with a traceback) a bug of ours.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them and exiting with 1
+    logging.getLogger("hydra").setLevel(logging.CRITICAL)  # its errors come as exceptions too
     argparse.ArgumentParser.error = refuse_option
     configs = Path(sys.argv[0]).resolve().parent / "configs"
     try:
@@ -143,6 +145,14 @@ def trusted(packages, arguments):
     return patterns
 
 
+def typed():
+    """The settings of this job as they were typed, their interpolations unresolved."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+
+
 def check_config(cfg):
     """UserError for a value of another type than its default, a key at the top that there is not,
     a part that is missing, or a value still to be given.
@@ -163,6 +173,9 @@ def check_config(cfg):
         if key not in given:
             raise UserError(f"{key}: a run cannot do without it. Leave out ~{key}.")
     check_types("", given, defaults)
+    keys = {override.partition("=")[0] for override in typed()}
+    if {"epochs", "max_steps"} <= keys and None not in (given["epochs"], given["max_steps"]):
+        raise UserError(f"max_steps={given['max_steps']} is a length instead of epochs. Type one of them.")
     try:
         for key in sorted(OmegaConf.missing_keys(cfg)):
             raise UserError(f"{key}: this has no default. Type {key}=...")
@@ -175,7 +188,12 @@ def check_types(prefix, given, defaults):
     """The default's type is the key's type. null and auto stand for any: what they take, the constructor knows."""
     for key, default in defaults.items():
         name, value = f"{prefix}{key}", given.get(key, default)
-        if value is None or default is None or default in ("auto", "???") or (isinstance(value, str) and "${" in value):
+        if default is None or default in ("auto", "???") or (isinstance(value, str) and "${" in value):
+            continue
+        if value is None:
+            # null is no length where max_steps gives one, and leaves a callback out.
+            if name != "epochs" and not re.fullmatch(r"callbacks\.\w+", name):
+                raise UserError(f"{name}=null: give a value, as in {name}={example(default)}.")
             continue
         if isinstance(default, str) and "${" in default:
             continue  # it follows another key, which is checked itself
@@ -198,8 +216,12 @@ def check_types(prefix, given, defaults):
 
 def expect(name, value, ok, kind, default):
     if not ok:
-        example = str(default).replace(" ", "").replace("True", "true").replace("False", "false")
-        raise UserError(f"{name}={value!r}: give {kind}, as in {name}={example}.")
+        raise UserError(f"{name}={value!r}: give {kind}, as in {name}={example(default)}.")
+
+
+def example(value):
+    """A default as one types it."""
+    return str(value).replace(" ", "").replace("True", "true").replace("False", "false")
 
 
 def help_text(configs):

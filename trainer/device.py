@@ -7,6 +7,7 @@ import inspect
 import os
 import shutil
 import sys
+import warnings
 
 import torch
 
@@ -15,6 +16,8 @@ from trainer.errors import UserError, check_choice
 
 MIB = 2**20
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+# cuBLAS is deterministic only with a fixed workspace, and looks once, when it is first used.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 FUSED = ("cpu", "cuda", "mps", "xpu")  # the devices for which torch has fused optimizers
 
 
@@ -32,25 +35,19 @@ def choose(name="auto"):
     UserError where it is not there.
     """
     there = available()
-    try:
-        device = torch.device(there[min(1, len(there) - 1)] if name == "auto" else name)
-    except (RuntimeError, TypeError):
-        device = None
-    known = (
-        device is not None
-        and device.type in there
-        and (device.index is None or device.type == "cpu" or str(device) in there or device.index == 0)
-    )
-    if not known:
-        raise UserError(
-            f"device={name}: this machine has {' and '.join(there)}. Type device=auto or device={there[-1]}."
-        )
-    if device.type in ("cpu", "mps"):
-        return torch.device(device.type)
-    index = device.index or 0
+    name = str(name)
+    if name == "auto":
+        name = there[1] if len(there) > 1 else "cpu"
+    kind, _, number = name.partition(":")
+    if name not in there and not (kind in there and number == "0"):  # "cuda:0" is there where "cuda" is
+        what = f"this machine has {' and '.join(there)}. Type device=auto or device={there[-1]}."
+        raise UserError(f"device={name}: {what}")
+    if kind in ("cpu", "mps"):
+        return torch.device(kind)
+    index = int(number or 0)
     # Before anything else touches a GPU, or device 0 would get a context of its own.
     torch.accelerator.set_device_index(index)
-    return torch.device(device.type, index)
+    return torch.device(kind, index)
 
 
 def describe(device):
@@ -94,29 +91,38 @@ def configure(device, deterministic):
     torch.use_deterministic_algorithms(deterministic)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not deterministic
-        torch.backends.cudnn.allow_tf32 = not deterministic
-        torch.set_float32_matmul_precision("highest" if deterministic else "high")
-        if deterministic:
-            # cuBLAS is deterministic only with a fixed workspace.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        with warnings.catch_warnings():  # some releases warn of these names; the newer ones may not be mixed with them
+            warnings.simplefilter("ignore")
+            torch.backends.cudnn.allow_tf32 = not deterministic
+            torch.set_float32_matmul_precision("highest" if deterministic else "high")
+    if device.type != "cpu" and hasattr(torch.get_device_module(device), "reset_peak_memory_stats"):
+        torch.get_device_module(device).reset_peak_memory_stats(device)  # the peak of this job, and not of one before
 
 
-def build_optimizer(factory, groups, device):
-    """`factory(groups)`, in its fused form where the optimizer and the device have one
-    and neither `fused` nor `foreach` was chosen.
+def build_optimizer(factory, groups, device, module=None):
+    """`factory(groups)`, in its fused form where there is one and neither `fused` nor `foreach` was chosen.
+
+    Fused forms are for dense floating-point parameters on some devices.
     """
     settings = inspect.signature(factory).parameters
     open_choice = all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
+    dense = not any(getattr(child, "sparse", False) for child in (module.modules() if module else ()))
+    floating = all(p.is_floating_point() for group in groups for p in group["params"])
     try:
-        return factory(groups, **({"fused": True} if open_choice and device.type in FUSED else {}))
-    except ValueError as error:  # how torch refuses a rate or a decay
-        raise UserError(f"optimizer: {error}. Type another value, as in optimizer.lr=0.001.") from error
+        return factory(
+            groups, **({"fused": True} if open_choice and dense and floating and device.type in FUSED else {})
+        )
+    except (ValueError, TypeError, IndexError) as error:  # how torch refuses a rate, a decay, a pair of betas
+        advice = " Type another value, as in optimizer.lr=0.001." if str(error).startswith("Invalid") else ""
+        raise UserError(f"optimizer: {error}.{advice}") from error
 
 
 def check_compiler(device):
     """UserError where `compile=true` cannot work:
     TorchInductor needs a C++ compiler on the CPU, and Triton elsewhere.
     """
+    if device.type == "mps":
+        return  # Inductor writes Metal there
     if device.type == "cpu":
         compilers = [os.environ.get("CXX") or "g++", "clang++", "cl"]
         if not any(shutil.which(compiler) for compiler in compilers):
@@ -124,7 +130,10 @@ def check_compiler(device):
                 "compile=true: there is no C++ compiler (g++, clang++ or cl) on the PATH.\n"
                 "Install one, or type compile=false."
             )
-    elif not torch.utils._triton.has_triton():
+        return
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
         raise UserError(
             f"compile=true: Triton does not work on {device}.\nInstall it (pip install triton), or type compile=false."
         )
@@ -152,13 +161,16 @@ def mix_seed(*parts):
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_generators(device, seed):
+def seed_generators(device, seed, replicas=()):
     """Seeds the CPU's default generator and the device's own:
     8 us, where torch.manual_seed walks through every backend (275 us).
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
+    for index in replicas:  # each GPU of a DataParallel draws from its own generator
+        if index != device.index:
+            torch.get_device_module(device).default_generators[index].manual_seed(mix_seed(seed, index))
 
 
 def synchronize(device):
@@ -192,11 +204,11 @@ def peak_memory(device):
     return torch.accelerator.max_memory_allocated(device)
 
 
-def release():
-    """Gives memory back: collects garbage, then empties the backend's cache. For the end of a job, never for a step."""
+def release(device):
+    """Gives memory back: collects garbage, then empties the device's cache. For the end of a job, never for a step."""
     gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()  # torch.accelerator's fails on mps in some releases
 
 
 def explain(error, module, batch, device):

@@ -1,6 +1,9 @@
 """What the user sees instead of a traceback: two exceptions, and the exit code and the lines that each becomes."""
 
 import difflib
+import logging
+
+log = logging.getLogger("stoker")
 
 
 class UserError(ValueError):

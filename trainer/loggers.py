@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trainer.callbacks import Callback
 from trainer.errors import UserError
+from trainer.rundir import finite
 
 
 class JSONL(Callback):
@@ -29,7 +30,7 @@ class JSONL(Callback):
     def on_log(self, trainer, row):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a", encoding="utf-8") as file:  # one write a row: a killed run leaves whole lines
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(finite(row)) + "\n")
 
 
 def read_rows(path):

@@ -1,10 +1,12 @@
 """The learning-rate finder: the loss over a rate that grows step by step, a suggestion, and the curve as a picture."""
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass
 
 from data.loader import seekable
+from trainer import checkpoint, schedules
 from trainer import device as devices
 from trainer.errors import UserError, check_number
 
@@ -19,26 +21,28 @@ class Found:
 
 
 def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
-    """Trains for up to `steps` steps while the rate grows from `lowest` to `highest` by equal factors,
-    and sets all back as it was.
+    """Trains for up to `steps` steps while the rate grows from `lowest` to `highest`; then all is as it was.
 
     It ends early where the smoothed loss is four times its lowest value
     (Smith 2017, arXiv 1506.01186, section 3.3, for the idea).
     """
     check_number("steps", steps, whole=True, least=10)
     loader = seekable(train_loader, trainer.seed)
-    before = copy.deepcopy((trainer.module.state_dict(), trainer.optimizer.state_dict()))
-    trainer.scheduler = trainer.make_scheduler(trainer.optimizer, total_steps=steps)
+    before = copy.deepcopy({name: part.state_dict() for name, part in trainer.stateful().items()})
+    trainer.scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
     rates, losses, mean = [], [], 0.0
     trainer.model.train()
     try:
-        while len(rates) < steps:
-            loader.seek(*divmod(len(rates), len(loader)))
+        for epoch in itertools.count():
+            if len(rates) >= steps or len(rates) < epoch:  # the end, or a loader that gives nothing
+                break
+            loader.seek(epoch, 0)
             for batch in loader:
                 rate = lowest * (highest / lowest) ** (len(rates) / (steps - 1))
                 for group in trainer.optimizer.param_groups:
                     group["lr"] = rate
-                devices.seed_generators(trainer.device, devices.mix_seed(trainer.seed, "step", len(rates)))
+                seed = devices.mix_seed(trainer.seed, "step", len(rates))
+                devices.seed_generators(trainer.device, seed, trainer.replicas)
                 batch = devices.move(batch, trainer.device)
                 loss = trainer.train_step(batch).item()
                 mean = 0.9 * mean + 0.1 * loss
@@ -49,28 +53,32 @@ def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
                 if len(rates) >= steps:
                     break
     finally:
-        trainer.module.load_state_dict(before[0])
-        trainer.optimizer.load_state_dict(before[1])
         trainer.scheduler = None
+        for name, part in trainer.stateful().items():
+            checkpoint.restore(part, before[name])
         trainer.release()
-    if not math.isfinite(losses[-1]):
+    if losses and not math.isfinite(losses[-1]):
         rates, losses = rates[:-1], losses[:-1]
     if len(rates) < 10:
-        raise UserError(
-            f"The loss is no longer finite after {len(rates)} steps, so there is no curve. "
-            "The data or the model give it too large values."
-        )
+        what = "the loader gave no more, or the loss was no longer finite"
+        raise UserError(f"No curve after {len(rates)} steps: {what}.")
     # A tenth of where the loss is lowest: within a factor of five of the best of seven rates for linear, mlp and cnn on
     # the digits with AdamW and SGD, where the steepest point and fastai's "valley" were off by up to a hundred.
     return Found(rates, losses, rates[losses.index(min(losses))] / 10)
 
 
-def draw(found, path):
-    """Writes the curve to `path` as a PNG and gives the path; needs the extra `plots`."""
+def figure_class():
+    """matplotlib's Figure; UserError where the extra `plots` is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("The curve is drawn by matplotlib. Type pip install -e '.[plots]'.") from None
+        raise UserError("task=lr_find draws its curve by matplotlib. Type pip install -e '.[plots]'.") from None
+    return Figure
+
+
+def draw(found, path):
+    """Writes the curve to `path` as a PNG and gives the path; needs the extra `plots`."""
+    Figure = figure_class()  # noqa: N806
     axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
     axes.semilogx(found.rates, found.losses)
     axes.axvline(found.suggestion, color="tab:red", linestyle="--", label=f"suggestion: {found.suggestion:.2g}")

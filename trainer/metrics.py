@@ -66,7 +66,21 @@ def wide(tensor):
     return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
-class TopK(_Sums):
+class Accuracy(_Sums):
+    """The share of samples whose largest output is their class; outputs (N, C), targets (N,)."""
+
+    def update(self, outputs, targets):
+        self.add_hits(outputs.argmax(-1) == class_of(targets))
+
+    def add_hits(self, hits):
+        count = hits.sum()
+        self.add(wide(torch.stack([count, torch.full_like(count, hits.numel())])))
+
+    def value(self, sums):
+        return sums[0] / sums[1]
+
+
+class TopK(Accuracy):
     """The share of samples whose class is among the `k` largest outputs; outputs (N, C), targets (N,)."""
 
     def __init__(self, k=5):
@@ -75,22 +89,7 @@ class TopK(_Sums):
 
     def update(self, outputs, targets):
         best = outputs.topk(min(self.k, outputs.shape[-1])).indices
-        correct = (best == class_of(targets).unsqueeze(-1)).any(-1)
-        self.add(wide(torch.stack([correct.sum(), torch.full_like(correct.sum(), correct.numel())])))
-
-    def value(self, sums):
-        return sums[0] / sums[1]
-
-
-class Accuracy(_Sums):
-    """The share of samples whose largest output is their class; outputs (N, C), targets (N,)."""
-
-    def update(self, outputs, targets):
-        correct = (outputs.argmax(-1) == class_of(targets)).sum()
-        self.add(wide(torch.stack([correct, torch.full_like(correct, len(outputs))])))
-
-    def value(self, sums):
-        return sums[0] / sums[1]
+        self.add_hits((best == class_of(targets).unsqueeze(-1)).any(-1))
 
 
 class Confusion(_Sums):

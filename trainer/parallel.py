@@ -1,13 +1,10 @@
 """The only file that knows strategies: single and dp (torch.nn.DataParallel); ddp and fsdp come here."""
 
 import contextlib
-import logging
 
 import torch
 
-from trainer.errors import UserError, did_you_mean
-
-log = logging.getLogger("stoker")
+from trainer.errors import UserError, did_you_mean, log
 
 
 def wrap(module, strategy, device):
@@ -43,8 +40,15 @@ def wrap(module, strategy, device):
         raise UserError(
             f"strategy={strategy}: device={device} is not among its GPUs.\nType device={device.type}:{indices[0]}."
         )
+    if module._compiled_call_impl is not None:
+        raise UserError(f"strategy={strategy}: replicas cannot be compiled. Type compile=false or strategy=single.")
     # DataParallel gathers on its first device, which has to be the one that holds the parameters.
     return torch.nn.DataParallel(module, device_ids=sorted(indices, key=lambda index: index != device.index))
+
+
+def replicas(model):
+    """The indices of the GPUs that hold a replica; none where there is one device."""
+    return tuple(getattr(model, "device_ids", None) or ()) if isinstance(model, torch.nn.DataParallel) else ()
 
 
 def gradient_sync(model, *, enabled):

@@ -1,7 +1,11 @@
 """The run directory: its name, what it continues, and the files that are written whole or not at all."""
 
+import atexit
+import contextlib
 import datetime
+import itertools
 import json
+import math
 import os
 import platform
 import shlex
@@ -12,26 +16,41 @@ from omegaconf import OmegaConf
 from trainer.cli import flat
 from trainer.errors import UserError, did_you_mean
 
-# Settings that may differ when a run is continued, since they change no weight.
-HARMLESS = ("run_dir", "resume", "device", "strategy", "log_every", "task", "run", "trusted")
-HARMLESS += ("dataset.workers", "dataset.resident", "dataset.root")
+# Settings that may differ when a run is continued.
+HARMLESS = ("run_dir", "resume", "device", "strategy", "log_every", "task", "run", "trusted", "max_minutes")
+HARMLESS += ("eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident", "dataset.root")
 
 
-def unused(model, dataset):
-    """runs/<date>-<model>-<dataset>, with a number where that is taken."""
+def claim(model, dataset):
+    """Makes runs/<date>-<model>-<dataset>, with a number where that is taken, also by a run of the same second."""
     name = f"runs/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{model}-{dataset}"
-    return next(path for path in (name, *(f"{name}-{i}" for i in range(2, 1000))) if not Path(path).exists())
+    for i in itertools.count(1):
+        path = Path(f"{name}-{i}" if i > 1 else name)
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        atexit.register(remove_empty, path)  # a mistake that is found before the training leaves nothing behind
+        return str(path)
+
+
+def remove_empty(path):
+    """Removes the folder where nothing was written into it, and the one around it likewise."""
+    with contextlib.suppress(OSError):
+        path.rmdir()
+        path.parent.rmdir()
 
 
 def to_resume(folder, resume, cfg):
-    """The checkpoint file to go on from, or None:
-    as `resume` says, and never with other settings than the run's own.
-    """
+    """The checkpoint file to go on from, or None: as `resume` says, never with other settings than the run's own."""
     from trainer import checkpoint
 
     if resume not in ("auto", "never"):
-        if not Path(resume).is_file():
+        if not isinstance(resume, str) or not Path(resume).is_file():
             raise UserError(f"resume={resume}: there is no such file. Type auto, never, or a checkpoint file.")
+        run = Path(resume).absolute().parents[1]  # RUN/checkpoints/FILE, where the file still lies in its run
+        if (run / "config.yaml").is_file():
+            check_same(f"resume={resume}", load_config("resume", run), cfg)
         return resume
     if folder.exists() and not folder.is_dir():
         raise UserError(f"run_dir={folder}: this is a file. Type the name of a folder.")
@@ -39,13 +58,18 @@ def to_resume(folder, resume, cfg):
         return None
     if resume == "never":
         raise UserError(f"run_dir={folder} has checkpoints, which resume=never would replace. Type another run_dir.")
-    before, now = flat(load_config("run_dir", folder)), flat(cfg)
+    check_same(f"run_dir={folder}", load_config("run_dir", folder), cfg)
+    return checkpoint.newest(folder / "checkpoints")[0]
+
+
+def check_same(what, before, now):
+    """UserError where two configs differ in more than what is harmless."""
+    before, now = flat(before), flat(now)
     other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not key.startswith(HARMLESS)]
     if other:
         differences = ", ".join(f"{key}={now.get(key)} (was {before.get(key)})" for key in other[:5])
         what_to_type = "Type the settings it had to continue it, or another run_dir."
-        raise UserError(f"run_dir={folder} holds a run with other settings: {differences}.\n{what_to_type}")
-    return checkpoint.newest(folder / "checkpoints")[0]
+        raise UserError(f"{what} holds a run with other settings: {differences}.\n{what_to_type}")
 
 
 def load_config(key, folder):
@@ -65,11 +89,58 @@ def command(overrides, *more):
     return shlex.join(["python", "train.py", *typed.values()])
 
 
+def result_of(trainer, saver):
+    """What result.json says of a finished fit, beside its metrics."""
+    from trainer import summary
+
+    best = saver.best and {"name": saver.name, "mode": "max" if saver.sign > 0 else "min", **saver.best}
+    length = {"steps": trainer.step, "total_steps": trainer.total_steps, "stopped": trainer.stop_reason}
+    machine = {"device": str(trainer.device), "precision": summary.precision(trainer), "versions": versions()}
+    parameters = sum(p.numel() for p in trainer.module.parameters())
+    return {"best": best, **length, **machine, "parameters": parameters, "memory_mib": trainer.memory_report()}
+
+
+def last_rows(folder):
+    """The last value of each number in metrics.jsonl, and the speed over all of it."""
+    from trainer.loggers import read_rows
+
+    rows = read_rows(folder / "metrics.jsonl")
+    samples, seconds = (sum(row.get(name) or 0 for row in rows) for name in ("train/samples", "train/seconds"))
+    last = {name: value for row in rows for name, value in row.items()}
+    return {**last, "samples_per_second": round(samples / seconds) if seconds else None}
+
+
+def closing_lines(folder, result, packages):
+    """The lines that end a run: the best, the test, the time, and what to type next."""
+    from trainer.summary import number, numbers, seconds
+
+    if best := result["best"]:
+        yield f"best     {best['name']} {number(best['value'])} at step {best['step']:,}"
+    if shown := numbers({name: value for name, value in result.items() if name.startswith("test/")}):
+        yield f"test     {shown}"
+    speed = result["samples_per_second"]
+    yield f"time     {seconds(result['seconds'])}{f', with {speed:,} samples/s in training' if speed else ''}"
+    yield f"run      {folder}"
+    trusted = [f"trusted=[{','.join(packages)}]"] if packages else []
+    yield f"         {command(['task=evaluate', f'run={folder}', *trusted])}"
+    if result["steps"] < result["total_steps"]:
+        yield f"         {command(result['overrides'], f'run_dir={folder}')}"
+
+
 def write_json(path, contents):
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.part")
-    partial.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(finite(contents), indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)
+
+
+def finite(value):
+    """The value with null for the numbers that JSON has not: nan and the infinities."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def versions():

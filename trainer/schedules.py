@@ -1,5 +1,6 @@
 """Learning-rate schedules: pure functions of the step, and the one function that makes an LR scheduler of them."""
 
+import inspect
 import math
 
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,6 +27,14 @@ def schedule(name, shape, optimizer, total_steps, warmup=0.0):
     # For the plan that is shown.
     scheduler.description = f"{name} after {warmup_steps} steps of warmup" if warmup_steps else name
     return scheduler
+
+
+def build(factory, optimizer, total_steps):
+    """The scheduler of a factory: called with (optimizer, total_steps=...), or with the optimizer where it has no such
+    argument, as torch's StepLR.
+    """
+    takes_steps = "total_steps" in inspect.signature(factory).parameters
+    return factory(optimizer, total_steps=total_steps) if takes_steps else factory(optimizer)
 
 
 def constant(optimizer, total_steps, warmup=0.0):

@@ -45,16 +45,21 @@ class Trainer:
         self.scaler = devices.grad_scaler(self.device, self.dtype)
         devices.configure(self.device, deterministic)
 
+        if getattr(loss, "reduction", "mean") != "mean":
+            raise UserError(f"loss: reduction={loss.reduction!r}; a batch is weighted by its samples, so give 'mean'.")
+        if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
+            raise UserError(f"loss: {type(loss).__name__} has parameters of its own; make it a part of the model.")
         self.module = model.to(self.device)  # the model itself: its state dict has the names that the user gave
         if compile:
             devices.check_compiler(self.device)
             self.module.compile()  # in place, so the names stay as they are
         self.model = parallel.wrap(self.module, strategy, self.device)  # what is called in a step
+        self.replicas = parallel.replicas(self.model)
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics = dict(metrics or {})
         self.callbacks = list(callbacks)
         groups = self.parameter_groups(decay_all)
-        self.optimizer = devices.build_optimizer(optimizer, groups, self.device) if optimizer else None
+        self.optimizer = devices.build_optimizer(optimizer, groups, self.device, self.module) if optimizer else None
         self.make_scheduler, self.scheduler = scheduler, None  # it needs total_steps, which fit knows
 
         self.step = 0  # the one clock: optimizer steps done
@@ -79,8 +84,10 @@ class Trainer:
                 epoch, position = divmod(self.step, self.steps_per_epoch)
                 self.train_loader.seek(epoch, position)
                 self.model.train()
+                before = self.step
                 for batch in self.train_loader:
-                    devices.seed_generators(self.device, devices.mix_seed(self.seed, "step", self.step))
+                    seed = devices.mix_seed(self.seed, "step", self.step)
+                    devices.seed_generators(self.device, seed, self.replicas)
                     batch = devices.move(batch, self.device)
                     self.train_loss.update(self.train_step(batch), batches.size(batch))
                     self.step += 1
@@ -97,8 +104,13 @@ class Trainer:
                     self.call("on_step_end")
                     if self.should_stop or last:
                         break
+                if self.step == before:
+                    given = f"len() is {self.steps_per_epoch}, and it gave {position} batches"
+                    raise UserError(f"The training loader ended early: {given}.")
         except RuntimeError as error:
-            self.explain(error, batch)
+            self.explain(
+                error, batch, "a higher grad_accum_steps (the same result in less memory), or a lower batch_size"
+            )
             raise
         finally:
             self.call("on_fit_end")
@@ -158,29 +170,35 @@ class Trainer:
                     loss_mean.update(loss, batches.size(batch))
                     self.update_metrics(outputs, batch)
         except RuntimeError as error:
-            self.explain(error, batch)
+            self.explain(error, batch, "a lower eval_batch_size")
             raise
         if not loss_mean.samples:
             raise UserError(f"The {split} loader gives no samples.")
         results = {"loss": loss_mean.compute()} | {name: metric.compute() for name, metric in self.metrics.items()}
-        return {f"{split}/{name}": v.item() if v.numel() == 1 else v.tolist() for name, v in results.items()}
+        values = {f"{split}/{name}": torch.as_tensor(value) for name, value in results.items()}
+        return {name: value.item() if value.numel() == 1 else value.tolist() for name, value in values.items()}
 
     def predict(self, loader):
-        """The outputs for all samples, one tensor (N, ...) on the CPU; batches are inputs, or (inputs, targets)."""
+        """The outputs for all samples, (N, ...) on the CPU, float32 also under autocast.
+
+        The batches are inputs, or (inputs, targets) as for evaluation.
+        """
         outputs = []
         with self.evaluating(), torch.inference_mode():
             for batch in loader:
                 batch = devices.move(batch, self.device)
                 with self.autocast:
                     outputs.append(self.model(batch[0] if isinstance(batch, (list, tuple)) else batch).cpu())
-        return torch.cat(outputs)
+        outputs = torch.cat(outputs)
+        return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
     def close(self):
         """Drops the model, the optimizer and all that hangs on them, and gives their memory back."""
         self.module = self.model = self.optimizer = self.scheduler = self.loss = None
         self.metrics, self.callbacks = {}, []
+        self.train_loader = self.val_loader = None
         self.train_loss.reset()
-        devices.release()
+        devices.release(self.device)
 
     def __enter__(self):
         return self
@@ -214,17 +232,18 @@ class Trainer:
     @contextlib.contextmanager
     def evaluating(self):
         """The model in evaluation mode, between on_eval_start and on_eval_end; all as before after it, or an error."""
-        training, started = self.module.training, time.perf_counter()
+        modes, started = [(module, module.training) for module in self.model.modules()], time.perf_counter()
         self.model.eval()
         try:
             self.call("on_eval_start")
             yield
         finally:
             self.call("on_eval_end")
-            self.model.train(training)
+            for module, training in modes:
+                module.training = training
             self.window_start += time.perf_counter() - started  # no part of the training's time
             if self.train_loader is None:  # not within a fit, which gives memory back at its own end
-                devices.release()
+                devices.release(self.device)
 
     def prepare(self, train_loader, val_loader, resume):
         """Checks what fit needs, builds the scheduler, and goes to where the checkpoint `resume` stands."""
@@ -236,7 +255,7 @@ class Trainer:
         if not self.steps_per_epoch:
             raise UserError("The training loader gives no batch: it has fewer samples than one batch, or none.")
         self.total_steps = self.max_steps or self.epochs * self.steps_per_epoch
-        self.scheduler = self.make_scheduler(self.optimizer, total_steps=self.total_steps)
+        self.scheduler = schedules.build(self.make_scheduler, self.optimizer, self.total_steps)
         self.step, self.should_stop, self.stop_reason = 0, False, None
         self.train_loss.reset()
         if resume is not None:
@@ -258,7 +277,7 @@ class Trainer:
         return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self):
-        """All that the course of the training depends on, beside the settings: what a checkpoint holds."""
+        """All that the training depends on, beside the settings, for a checkpoint; the tensors are the live ones."""
         states = {name: part.state_dict() for name, part in self.stateful().items()}
         callbacks = {name: callback.state_dict() for name, callback in self.named_callbacks().items()}
         return {"step": self.step, **states, "callbacks": callbacks}
@@ -273,7 +292,7 @@ class Trainer:
             if name not in state:
                 raise TrainingError(f"The checkpoint has no {name!r}: it was written by another Trainer.")
             try:
-                part.load_state_dict(state[name])
+                checkpoint.restore(part, state[name])
             except (RuntimeError, ValueError) as error:
                 reason = str(error).splitlines()[-1].strip()
                 raise UserError(f"The checkpoint does not fit this {name}: {reason}") from None
@@ -299,12 +318,11 @@ class Trainer:
         """MiB of parameters, gradients, optimizer state, buffers and data, and the peak."""
         return summary.memory_report(self)
 
-    def explain(self, error, batch):
+    def explain(self, error, batch, advice):
         """Raises the error as the user should see it where it is a wrong device or too little memory; else returns."""
         if isinstance(error, torch.OutOfMemoryError):
             size = "" if batch is None else f" with a batch of {batches.size(batch)}"
-            advice = "Type a higher grad_accum_steps (the same result in less memory), or a lower batch_size."
-            raise TrainingError(f"Out of memory on {self.device}{size}.\n{advice}") from error
+            raise TrainingError(f"Out of memory on {self.device}{size}.\nType {advice}.") from error
         if explained := devices.explain(error, self.module, batch, self.device):
             raise explained from error
 
@@ -312,4 +330,4 @@ class Trainer:
         """Drops gradients and gives memory back."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        devices.release()
+        devices.release(self.device)
