@@ -324,13 +324,14 @@ def test_a_channels_last_model_resumes_exactly(tmp_path, optimizer):
     assert_same(continued.state_dict(), whole)
 
 
-def test_a_loader_that_ends_early_is_named_and_not_waited_for():
-    class Short(list):
+@pytest.mark.parametrize("more", [2, -2])
+def test_a_loader_that_gives_another_number_of_batches_is_named(more):
+    class Wrong(list):
         def __len__(self):
-            return super().__len__() + 2
+            return super().__len__() + more
 
-    batches = Short(loaders()[0])
-    with pytest.raises(UserError, match=re.escape("len() is 10, and it gave 8 batches")):
+    batches = Wrong(loaders()[0])
+    with pytest.raises(UserError, match=re.escape(f"len() is {8 + more}, and it gave 8 batches")):
         make_trainer().fit(batches)
 
 

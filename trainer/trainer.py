@@ -84,33 +84,27 @@ class Trainer:
                 epoch, position = divmod(self.step, self.steps_per_epoch)
                 self.train_loader.seek(epoch, position)
                 self.model.train()
-                before = self.step
                 for batch in self.train_loader:
-                    seed = devices.mix_seed(self.seed, "step", self.step)
-                    devices.seed_generators(self.device, seed, self.replicas)
+                    self.seed_step()
                     batch = devices.move(batch, self.device)
-                    self.train_loss.update(self.train_step(batch), batches.size(batch))
+                    loss = self.train_step(batch)
                     self.step += 1
+                    self.train_loss.update(loss, batches.size(batch))
 
-                    epoch_done = self.step % self.steps_per_epoch == 0
-                    last = self.step == self.total_steps
-                    eval_due = val_loader is not None and (self.step % eval_every == 0 or last)
-                    if self.step % self.log_every == 0 or epoch_done or eval_due or last:
+                    evaluates = val_loader is not None and self.is_time(eval_every)
+                    if evaluates or self.is_time(self.log_every) or self.is_time(self.steps_per_epoch):
                         self.log_training(batch)
-                    if eval_due:
+                    if evaluates:
                         self.log(self.evaluate(val_loader, "val"))
-                    if epoch_done:
+                    if self.step % self.steps_per_epoch == 0:
                         self.call("on_epoch_end")
                     self.call("on_step_end")
-                    if self.should_stop or last:
+                    if self.should_stop or self.step == self.total_steps:
                         break
-                if self.step == before:
-                    given = f"len() is {self.steps_per_epoch}, and it gave {position} batches"
-                    raise UserError(f"The training loader ended early: {given}.")
+                else:  # the loader ended by itself
+                    self.check_whole_epoch(given=self.step - epoch * self.steps_per_epoch)
         except RuntimeError as error:
-            self.explain(
-                error, batch, "a higher grad_accum_steps (the same result in less memory), or a lower batch_size"
-            )
+            self.explain(error, batch, "a higher grad_accum_steps (same result, less memory), or a lower batch_size")
             raise
         finally:
             self.call("on_fit_end")
@@ -209,6 +203,19 @@ class Trainer:
     def stop(self, reason):
         """Ends the training after this step; the reason is shown."""
         self.should_stop, self.stop_reason = True, reason
+
+    def is_time(self, every):
+        """Whether what comes every so many steps comes after this one; the last step has all of it."""
+        return self.step % every == 0 or self.step == self.total_steps
+
+    def seed_step(self):
+        """Dropout and whatever else is random in a step draws from (seed, step): a resume draws the same."""
+        devices.seed_generators(self.device, devices.mix_seed(self.seed, "step", self.step), self.replicas)
+
+    def check_whole_epoch(self, given):
+        """UserError where the training loader gave more or fewer batches than it said."""
+        if given != self.steps_per_epoch:
+            raise UserError(f"The training loader's len() is {self.steps_per_epoch}, and it gave {given} batches.")
 
     def call(self, hook, *args):
         """Calls one hook of every callback, in the order of the list."""
