@@ -23,8 +23,8 @@ class Data:
     """The parts of a data set (None where there is no such part),
     and what models, losses and metrics have to know of it.
 
-    `mean` and `std` (one number a channel, for pixels in 0..1) belong to uint8 images; None: the inputs are floats
-    already prepared. The targets of a regression are (value - target_mean) / target_scale, so that errors can be told
+    `mean` and `std` (one number a channel, for pixels in 0..1) belong to uint8 images; None: uint8 is
+    only brought to 0..1. Floats stay as they are. The targets of a regression are (value - target_mean) / target_scale, so that errors can be told
     in the user's units. Labels are checked here, once.
     """
 

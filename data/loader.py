@@ -5,10 +5,8 @@ import os
 import torch
 
 from data.augment import Augment
-from trainer.device import free_memory, mix_seed
+from trainer.device import MIB, free_memory, mix_seed
 from trainer.errors import UserError, check_number
-
-MIB = 2**20
 
 
 def permutation(n, seed, epoch):
@@ -28,8 +26,7 @@ def make_loaders(
     resident="auto",
     workers="auto",
 ):
-    """((train, val, test), why): a loader for each split, None where there is none,
-    and a sentence that says where the data lies and why.
+    """((train, val, test), why): a loader for each split or None, and a sentence on where the data lies and why.
 
     `resident` is true, false or auto: on the device if all splits fit in half of its free memory. `workers` (auto: 0
     for tensors, up to 8 for image files) are the processes that read when it is not resident.
@@ -77,18 +74,16 @@ def seekable(loader, seed):
 
 def normalizer(mean, std, device):
     """A function: uint8 -> float32, (pixel / 255 - mean) / std by channel; anything else as it is."""
-    mean, std = (
-        torch.tensor([default] if x is None else x, device=device).view(-1, 1, 1)
-        for x, default in ((mean, 0.0), (std, 1.0))
-    )
+    pairs = ((mean, 0.0), (std, 1.0))
+    mean, std = (torch.tensor(default if x is None else x, device=device) for x, default in pairs)
     scale, offset = 1 / (255 * std), -mean / std
+    if scale.ndim:  # one a channel, in front of rows and columns
+        scale, offset = scale.view(-1, 1, 1), offset.view(-1, 1, 1)
     return lambda inputs: inputs.float().mul_(scale).add_(offset) if inputs.dtype == torch.uint8 else inputs
 
 
 class Seekable:
-    """Iterating gives the batches from where `seek` has set it to the end of that epoch;
-    the next `iter()`, the epoch after.
-    """
+    """Iterating gives the batches from where `seek` has set it to the end of that epoch, and then the epoch after."""
 
     next = (0, 0)
 
@@ -157,7 +152,7 @@ class DeviceLoader(Loader):
     def __init__(self, data, split, batch_size, **options):
         super().__init__(data, split, batch_size, **options)
         self.inputs, self.targets = (tensor.to(self.device) for tensor in self.split.tensors())
-        self.split = None  # what is on the device need not stay on the host
+        self.split = None  # what is on the device is read from there alone
 
     def read(self, plan):
         start = 0
