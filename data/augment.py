@@ -8,7 +8,7 @@ import torch
 
 from trainer.errors import UserError, check_number, did_you_mean
 
-# In the order in which they are applied, whatever the order of the list:
+# The geometric ones in the order in which they are applied, whatever the order of the list.
 # `flip` takes no value, the others this one unless told.
 GEOMETRIC = {"flip": True, "shift": 2, "crop": 4, "cutout": 8}
 MIXING = {"mixup": 0.2, "cutmix": 1.0}
@@ -16,12 +16,12 @@ DEFAULTS = GEOMETRIC | MIXING
 
 
 class Augment:
-    """`augment(inputs, targets, generator) -> (inputs, targets)`,
-    from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`.
+    """Augments batches: `augment(inputs, targets, generator) -> (inputs, targets)`.
 
-    Random left-right `flip`; `shift` by up to k pixels, zeros coming in; `crop` out of a frame of k reflected pixels;
-    `cutout` of a k x k square of zeros: one gather on the raw (uint8 or float) images. Then `normalize`. Then, in the
-    order of the list, `mixup` (Zhang 2018, arXiv 1710.09412), `cutmix` (Yun 2019, arXiv 1905.04899) and callables
+    Built from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`. Random left-right `flip`; `shift` by up to k
+    pixels, zeros coming in; `crop` out of a frame of k reflected pixels; `cutout` of a k x k square of zeros: one
+    gather on the raw (uint8 or float) images. Then `normalize`. Then, in the order of the list, `mixup` (Zhang 2018,
+    arXiv 1710.09412), `cutmix` (Yun 2019, arXiv 1905.04899) and callables
     `(inputs, targets, generator) -> (inputs, targets)`. The mixing ones make class targets soft: (N, num_classes).
     """
 
@@ -84,8 +84,10 @@ class Augment:
         return inputs, targets
 
     def _move_pixels(self, inputs, generator):
-        """Row and column of the source are independent of each other in all of these,
-        so two small tables (N, H) and (N, W) make the one gather.
+        """The images after flip, shift, crop and cutout.
+
+        Row and column of the source are independent of each other in all of these, so two small tables
+        (N, H) and (N, W) make the one gather.
         """
         n, channels, height, width = inputs.shape
         device = inputs.device
@@ -128,8 +130,8 @@ class Augment:
 def sample_beta(a, generator):
     """One draw of Beta(a, a), a 0-dim tensor on the generator's device; no rejection, so nothing waits for the device.
 
-    Devroye 1996, "Random variate generation in one line of code",
-    from Bailey's 1994 generator for Student's t: exact for every a > 0.
+    Devroye 1996, "Random variate generation in one line of code", from Bailey's 1994 generator for Student's t: exact
+    for every a > 0.
     """
     u, v = torch.rand(2, generator=generator, device=generator.device).unbind()
     cosine = torch.cos(2 * math.pi * v)
@@ -137,9 +139,7 @@ def sample_beta(a, generator):
 
 
 def _soft(targets, num_classes, dtype):
-    """Class numbers as (N, num_classes) probabilities;
-    what is soft already, and a regression's targets, as they are.
-    """
+    """Class numbers as (N, num_classes) probabilities; floating-point targets (soft, or a regression's) as they are."""
     if targets.is_floating_point():
         return targets
     if num_classes is None:

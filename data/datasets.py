@@ -20,12 +20,11 @@ MISSING = {"", "?", "na", "n/a", "nan", "null", "none"}
 
 @dataclass
 class Data:
-    """The parts of a data set (None where there is no such part),
-    and what models, losses and metrics have to know of it.
+    """The parts of a data set, and what models, losses and metrics have to know of it.
 
-    `mean` and `std` (one number a channel, for pixels in 0..1) belong to uint8 images; None: uint8 is
-    only brought to 0..1. Floats stay as they are. The targets of a regression are (value - target_mean) / target_scale, so that errors can be told
-    in the user's units. Labels are checked here, once.
+    A part that there is not is None. `mean` and `std` (one number a channel, for pixels in 0..1) belong to uint8
+    images; None: uint8 is only brought to 0..1. Floats stay as they are. The targets of a regression are
+    (value - target_mean) / target_scale, so that errors can be told in the user's units. Labels are checked here, once.
     """
 
     name: str
@@ -88,6 +87,7 @@ class TensorSplit:
 
 class ImageSplit:
     """Image files, decoded when asked for: uint8 (channels, H, W).
+
     `size`: the whole number to which both sides are resized, or the (H, W) of all.
     """
 
@@ -120,7 +120,8 @@ class ImageSplit:
 
 
 def decode_image(file, size, channels):
-    """A uint8 tensor (channels, H, W): grey for one channel, RGB for three;
+    """A uint8 tensor (channels, H, W): grey for one channel, RGB for three.
+
     UserError naming a file that cannot be read or has another size.
     """
     from PIL import Image
@@ -148,9 +149,9 @@ def decode_image(file, size, channels):
 def split_indices(targets, fractions, seed, stratified=True):
     """[rest, part, part, ...]: sorted indices, one part for each of `fractions` of the samples, disjoint and complete.
 
-    `targets` are the samples' labels, or just their number. Stratified: the same shares of each class, with
-    at least one sample of it in every part where the class has enough for that. A part that is asked for and
-    gets nothing is a UserError.
+    `targets` are the samples' labels, or just their number. Stratified: the same shares of each class, with at least
+    one sample of it in every part where the class has enough for that. A part that is asked for and gets nothing is a
+    UserError.
     """
     n = targets if isinstance(targets, int) else len(targets)
     generator = torch.Generator().manual_seed(mix_seed(seed, "split"))
@@ -277,20 +278,18 @@ def _torchvision(name, kind, megabytes, root, download, val_fraction, split_seed
 
 
 def _images_and_labels(dataset):
-    """uint8 (N, C, H, W) and int64 (N,) of a torchvision data set that keeps all of it in `.data`
-    (N, H, W) or (N, H, W, C).
-    """
+    """uint8 (N, C, H, W) and int64 (N,) of a torchvision data set with `.data` (N, H, W) or (N, H, W, C)."""
     images = torch.as_tensor(dataset.data)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
     return images.contiguous(), torch.as_tensor(dataset.targets, dtype=torch.int64)
 
 
 def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.1, split_seed=0, mean=None, std=None):
-    """Images in one folder a class: root/{train,val,test}/CLASS/*, or root/CLASS/*;
-    a part that has no folder is cut from the training images.
+    """Images in one folder a class: root/{train,val,test}/CLASS/*, or root/CLASS/*.
 
-    `size` null asks all images to have the size of the first, a whole number resizes them to size x size. `mean` and
-    `std` null are measured on (at most 5,000 of) the training images.
+    A part that has no folder is cut from the training images. `size` null asks all images to have the size of the
+    first, a whole number resizes them to size x size. `mean` and `std` null are measured on (at most 5,000 of) the
+    training images.
     """
     check_number("dataset.size", size, whole=True, least=1, optional=True)
     if check_number("dataset.channels", channels, whole=True) not in (1, 3):
@@ -347,9 +346,7 @@ def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.
 
 
 def _list_images(top, classes):
-    """(paths, labels) of the images in top/CLASS/, in order of their names, not of the file system;
-    UserError for a class not in `classes`.
-    """
+    """(paths, labels) of the images in top/CLASS/, in order of their names; UserError for a class not in `classes`."""
     files, labels, numbers = [], [], {name: label for label, name in enumerate(classes)}
     for name in sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and not entry.name.startswith(".")):
         if name not in numbers:
@@ -393,8 +390,7 @@ def synthetic(
     test_fraction=0.1,
     split_seed=0,
 ):
-    """Data of any size that can be learnt:
-    random patterns, one a class or target, and noise of `noise` times their deviation.
+    """Data of any size that can be learnt: random patterns, and noise of `noise` times their deviation.
 
     A sample of a class is its pattern plus noise; a regression's targets (standard normal, `num_classes` of them) are
     the amounts in which all patterns are added up. Shapes (C, H, W) become uint8 images, flat ones float32.
@@ -445,12 +441,12 @@ def csv(
     split_seed=0,
 ):
     """A table with a header line; one column is the target.
-    Numbers are standardised, categories one-hot, both by the training part alone.
 
-    A column in which every value is a finite number is numeric, unless named in `categorical`. A category that the
-    training part lacks is all zeros. `missing`: error, drop (the rows), or mean (the training part's; a missing
-    category is all zeros). `kind` auto: text, or at most 20 different whole numbers that are fewer than a tenth of the
-    rows, are classes; other targets are a regression.
+    Numbers are standardised, categories one-hot, both by the training part alone. A column in which every value is a
+    finite number is numeric, unless named in `categorical`. A category that the training part lacks is all zeros.
+    `missing`: error, drop (the rows), or mean (the training part's; a missing category is all zeros). `kind` auto:
+    text, or at most 20 different whole numbers that are fewer than a tenth of the rows, are classes; other targets are
+    a regression.
     """
     check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
     check_choice("dataset.missing", missing, ("error", "mean", "drop"))

@@ -66,8 +66,9 @@ def _default_workers(split):
 
 
 def seekable(loader, seed):
-    """The loader itself if it has `seek`, else an IterableLoader around it:
-    any iterable with a length, such as a plain DataLoader.
+    """The loader itself if it has `seek`, else an IterableLoader around it.
+
+    Any iterable with a length will do, such as a plain DataLoader.
     """
     return loader if hasattr(loader, "seek") else IterableLoader(loader, seed)
 
@@ -168,8 +169,9 @@ class DeviceLoader(Loader):
 
 
 class HostLoader(Loader):
-    """The split stays where it is; `workers` processes (0: this one) read and decode, and nothing more;
-    the rest happens on the device.
+    """The split stays where it is; `workers` processes (0: this one) only read and decode.
+
+    The rest happens on the device.
     """
 
     def __init__(self, data, split, batch_size, *, workers=0, **options):
@@ -198,9 +200,7 @@ class HostLoader(Loader):
 
 
 class Plan:
-    """The sampler of a HostLoader: the batches still to read,
-    set anew for each epoch, so that the workers can live on.
-    """
+    """The sampler of a HostLoader: the batches still to read, set anew each epoch, so that the workers can live on."""
 
     batches = ()
 
@@ -212,8 +212,9 @@ class Plan:
 
 
 class Reader(torch.utils.data.Dataset):
-    """Reads a batch in a worker. A user's mistake travels back as a value:
-    as an exception it would arrive inside a traceback.
+    """Reads a batch in a worker; gives a user's mistake as a value.
+
+    As an exception it would arrive inside a traceback.
     """
 
     def __init__(self, split):
@@ -228,12 +229,11 @@ class Reader(torch.utils.data.Dataset):
 
 class IterableLoader(Seekable):
     """The face of a Loader for any iterable with a length.
-    To begin at a position it has to read, and drop, the batches before it.
 
-    The iterable draws from a random stream of its own, (seed, epoch), whenever it is asked for a batch: so a
-    DataLoader's shuffling and torch's random numbers in its data set repeat themselves, and neither disturbs the
-    training nor is disturbed. Python's and numpy's global generators are left alone, and workers that outlive an epoch
-    (persistent_workers) go on with their own streams.
+    To begin at a position it has to read, and drop, the batches before it. The iterable draws from a random stream of
+    its own, (seed, epoch), whenever it is asked for a batch: so a DataLoader's shuffling and torch's random numbers in
+    its data set repeat themselves, and neither disturbs the training nor is disturbed. Python's and numpy's global
+    generators are left alone, and workers that outlive an epoch (persistent_workers) go on with their own streams.
     """
 
     def __init__(self, loader, seed=0):

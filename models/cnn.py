@@ -8,8 +8,9 @@ from trainer.errors import UserError, check_number
 
 
 class CNN(nn.Module):
-    """(N, C, H, W) -> (N, num_classes). One block for each of `channels`;
-    each halves the map while it stays at least 2x2.
+    """(N, C, H, W) -> (N, num_classes), by one block for each of `channels`.
+
+    Each block halves the map while it stays at least 2x2.
     """
 
     def __init__(self, in_shape, num_classes, channels=(32, 64, 128), kernel=3, dropout=0.0):

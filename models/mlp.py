@@ -13,7 +13,8 @@ NORMS = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 
 
 class MLP(nn.Module):
-    """(N, *in_shape) -> (N, num_classes). `hidden=[]` is a linear model;
+    """(N, *in_shape) -> (N, num_classes); `hidden=[]` is a linear model.
+
     norm="batch" needs two samples a batch to train.
     """
 

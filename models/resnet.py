@@ -26,8 +26,9 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """(N, C, H, W) -> (N, num_classes). `widths` and `blocks` have one entry a stage;
-    stages after the first halve the map while it stays 2x2.
+    """(N, C, H, W) -> (N, num_classes); `widths` and `blocks` have one entry a stage.
+
+    Stages after the first halve the map while it stays at least 2x2.
     """
 
     def __init__(self, in_shape, num_classes, widths=(64, 128, 256, 512), blocks=(2, 2, 2, 2)):

@@ -48,7 +48,7 @@ class Callback:
 class Monitor(Callback):
     """A callback that watches one logged number.
 
-    "auto" is the first metric of the validation set, or its loss, or the training loss.
+    "auto" is the first metric of the validation set whose good end is known, or its loss, or the training loss.
     """
 
     def __init__(self, monitor="auto", mode="auto"):
@@ -75,8 +75,9 @@ class Monitor(Callback):
         self.sign = 1 if higher else -1
 
     def improved(self, trainer, row, min_delta=0.0):
-        """True, and the row's value is the best one,
-        where the row has the number and it is better by more than `min_delta`; None where it has it not.
+        """Whether the row's number is better than the best one by more than `min_delta`; it is the best one then.
+
+        None where the row has it not.
         """
         if self.name not in row:
             return None
@@ -94,9 +95,10 @@ class Monitor(Callback):
 
 
 class Checkpoint(Monitor):
-    """Saves the whole state to `folder`/step_<number>.ckpt: every `every` steps or, for None, at the end of each epoch;
-    when the monitored number is the best so far; and at the end. Keeps the last `keep` and the best. The last callback
-    in the list, so that it saves what the others became in this step.
+    """Saves the whole state to `folder`/step_<number>.ckpt; keeps the last `keep` and the best.
+
+    It saves every `every` steps or, for None, at the end of each epoch; when the monitored number is the best so far;
+    and at the end. The last callback in the list, so that it saves what the others became in this step.
     """
 
     def __init__(self, folder, every=None, keep=2, monitor="auto", mode="auto"):
@@ -177,8 +179,8 @@ class EarlyStopping(Monitor):
 class EMA(Callback):
     """Evaluates and predicts with an exponential moving average of the weights and of BatchNorm's statistics.
 
-    The decay is min(decay, (1 + step) / (10 + step)),
-    so that the average is of use from the first epoch on (as tf.train.ExponentialMovingAverage has it).
+    The decay is min(decay, (1 + step) / (10 + step)), so that the average is of use from the first epoch on (as
+    tf.train.ExponentialMovingAverage has it).
     """
 
     def __init__(self, decay):
@@ -234,6 +236,7 @@ class EMA(Callback):
 
 class TimeLimit(Callback):
     """Ends the training after the step in which `minutes` are over.
+
     The schedule stays that of the whole length: continue the run to complete it.
     """
 

@@ -147,8 +147,9 @@ def digest(tensors, tree):
 
 
 def files(folder):
-    """The checkpoints `step_<number>.ckpt` of a folder as {step: path}, the newest first:
-    by number, since names sort 10 before 9.
+    """{step: path} of the checkpoints `step_<number>.ckpt` in a folder, the newest first.
+
+    By number, since names sort 10 before 9.
     """
     found = {}
     for path in Path(folder).glob("step_*.ckpt"):
@@ -159,8 +160,9 @@ def files(folder):
 
 
 def go_back(folder, step):
-    """Leaves no checkpoint of a step after `step`, nor what a killed save left behind: a run that goes on from there
-    writes them anew, and the newest has to be its own.
+    """Leaves no checkpoint of a step after `step`, nor what a killed save left behind.
+
+    A run that goes on from there writes them anew, and the newest has to be its own.
     """
     later = [path for number, path in files(folder).items() if number > step]
     for path in [*later, *Path(folder).glob(".step_*.part")]:

@@ -16,7 +16,8 @@ codes = []  # of the errors reported so far
 
 
 def run(main):
-    """Runs `main` and ends the process:
+    """Runs `main` and ends the process with an exit code.
+
     0 done, 2 the user's mistake, 3 the training failed, 130 interrupted, 1 (with a traceback) a bug of ours.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them and exiting with 1
@@ -154,8 +155,10 @@ def typed():
 
 
 def check_config(cfg):
-    """UserError for a value of another type than its default, a key at the top that there is not,
-    a part that is missing, or a value still to be given.
+    """UserError for a config that cannot be run.
+
+    A value of another type than its default, a key at the top that there is not, a part that is missing, two lengths,
+    or a value still to be given.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -225,9 +228,7 @@ def example(value):
 
 
 def help_text(configs):
-    """What there is to set: the groups with their options,
-    then train.yaml as it is, whose comments explain each key.
-    """
+    """What there is to set: the groups with their options, then the keys of train.yaml with its comments."""
     lines = [
         "Train a model:  python train.py [key=value ...] [group=option ...]",
         "",

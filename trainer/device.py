@@ -22,7 +22,7 @@ FUSED = ("cpu", "cuda", "mps", "xpu")  # the devices for which torch has fused o
 
 
 def available():
-    """The names that `device=` takes on this machine, the best one last."""
+    """The names that `device=` takes on this machine: cpu, the accelerator, and each of several by number."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return ["cpu"]
@@ -31,7 +31,8 @@ def available():
 
 
 def choose(name="auto"):
-    """The torch.device for `auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`, made the current one;
+    """The torch.device for `auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`, made the current one.
+
     UserError where it is not there.
     """
     there = available()
@@ -118,8 +119,9 @@ def build_optimizer(factory, groups, device, module=None):
 
 
 def check_compiler(device):
-    """UserError where `compile=true` cannot work:
-    TorchInductor needs a C++ compiler on the CPU, and Triton elsewhere.
+    """UserError where `compile=true` cannot work.
+
+    TorchInductor needs a C++ compiler on the CPU, nothing on mps, and Triton elsewhere.
     """
     if device.type == "mps":
         return  # Inductor writes Metal there
@@ -140,8 +142,9 @@ def check_compiler(device):
 
 
 def move(batch, device):
-    """The batch on the device: any nesting of tensors and objects with `.to`;
-    non-blocking from pinned memory; other things unchanged.
+    """The batch on the device: any nesting of tensors and objects with `.to`; other things unchanged.
+
+    Non-blocking from pinned memory.
     """
 
     def to_device(_, leaf):
@@ -154,15 +157,17 @@ def move(batch, device):
 
 
 def mix_seed(*parts):
-    """A 63-bit seed from any parts (numbers, strings):
-    a real hash, since `seed + epoch` makes neighbours share their streams.
+    """A 63-bit seed from any parts (numbers, strings).
+
+    A real hash, since `seed + epoch` makes neighbours share their streams.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_generators(device, seed, replicas=()):
-    """Seeds the CPU's default generator and the device's own:
+    """Seeds the default generators of the CPU, the device and the GPUs with replicas.
+
     8 us, where torch.manual_seed walks through every backend (275 us).
     """
     torch.default_generator.manual_seed(seed)
@@ -193,7 +198,7 @@ def free_memory(device):
 
 
 def peak_memory(device):
-    """The most bytes that this process has held: allocated on the device, or resident for the CPU."""
+    """The most bytes that this process has held: allocated on the device, or resident for the CPU and mps."""
     if device.type in ("cpu", "mps"):
         try:
             import resource
@@ -212,8 +217,9 @@ def release(device):
 
 
 def explain(error, module, batch, device):
-    """A UserError for torch's "expected all tensors to be on the same device"
-    that names each tensor in the wrong place; None for any other error.
+    """A UserError that names the tensors in the wrong place, or None.
+
+    For torch's "expected all tensors to be on the same device"; None for any other error.
     """
     text = str(error)
     if "on the same device" not in text and "is not on the expected device" not in text:

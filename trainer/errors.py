@@ -7,9 +7,7 @@ log = logging.getLogger("stoker")
 
 
 class UserError(ValueError):
-    """The user's mistake: one to three lines that name the key, the file or the class, and what to type.
-    Exit code 2.
-    """
+    """The user's mistake, exit code 2: one to three lines that name the key, file or class, and what to type."""
 
 
 class TrainingError(RuntimeError):
@@ -33,9 +31,7 @@ def check_choice(key, value, choices):
 
 
 def check_number(key, value, *, whole=False, least=None, above=None, most=None, optional=False):
-    """Raises UserError unless `value` is a number (a whole one) in the range; returns it.
-    None passes where it is `optional`.
-    """
+    """`value`, if it is a number (a whole one) in the range, or None where `optional`; UserError otherwise."""
     if value is None and optional:
         return value
     shown = "null" if value is None else value

@@ -11,7 +11,8 @@ from trainer.rundir import finite
 
 class JSONL(Callback):
     """Appends each row to the file `path`, one JSON object a line.
-    A continued run first cuts the rows after its step, so none is there twice.
+
+    A fit first cuts the rows after its step (from step 0: all), so none is there twice.
     """
 
     def __init__(self, path):
@@ -43,7 +44,7 @@ def read_rows(path):
 
 
 class TensorBoard(Callback):
-    """Writes every number to event files in `folder`; needs the extra `tensorboard`."""
+    """Writes the floats of each row to event files in `folder`; needs the extra `tensorboard`."""
 
     def __init__(self, folder):
         self.folder = os.fspath(folder)

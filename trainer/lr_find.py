@@ -23,8 +23,8 @@ class Found:
 def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
     """Trains for up to `steps` steps while the rate grows from `lowest` to `highest`; then all is as it was.
 
-    It ends early where the smoothed loss is four times its lowest value
-    (Smith 2017, arXiv 1506.01186, section 3.3, for the idea).
+    It ends early where the smoothed loss is four times its lowest value (Smith 2017, arXiv 1506.01186, section 3.3, for
+    the idea).
     """
     check_number("steps", steps, whole=True, least=10)
     loader = seekable(train_loader, trainer.seed)

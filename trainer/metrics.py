@@ -1,8 +1,4 @@
-"""Metrics that stay on the device until asked for: update(outputs, targets), compute(), reset(), as in torchmetrics.
-
-Each is weighted by samples, so batches of 7 give what one full batch gives.
-`higher_is_better` tells which end of it is the good one.
-"""
+"""Metrics on the device until asked for, as in torchmetrics: update(outputs, targets), compute(), reset()."""
 
 import torch
 
@@ -36,8 +32,10 @@ class Mean:
 
 
 class _Sums:
-    """Sums over all samples, kept as one float64 (float32 on mps) tensor on the device of the outputs;
-    the children say what is summed.
+    """Sums over all samples, so batches of 7 give what one full batch gives; the children say what is summed.
+
+    One tensor on the device of the outputs: float64 (float32 on mps), or int64 for Confusion. `higher_is_better` tells
+    which end of the metric is the good one.
     """
 
     higher_is_better = True
@@ -111,8 +109,9 @@ class Confusion(_Sums):
 
 
 class MSE(_Sums):
-    """The mean squared error over all targets, times `scale` squared:
-    the standard deviation by which a data set divided its targets.
+    """The mean squared error over all targets, times `scale` squared.
+
+    `scale` is the standard deviation by which a data set divided its targets.
     """
 
     higher_is_better = False
@@ -138,8 +137,9 @@ class MAE(MSE):
 
 
 class R2(_Sums):
-    """The share of the targets' variance that is explained, the mean over targets:
-    1 is perfect, 0 is as good as the mean. Outputs and targets (N, T).
+    """The share of the targets' variance that is explained, the mean over targets; outputs and targets (N, T).
+
+    1 is perfect, 0 is as good as the mean.
     """
 
     def update(self, outputs, targets):
@@ -157,7 +157,8 @@ class R2(_Sums):
 
 
 def check_same_shape(outputs, targets):
-    """UserError unless the shapes agree:
+    """UserError unless the shapes agree.
+
     (N, 1) against (N,) would broadcast to (N, N) and give a wrong number in silence.
     """
     if outputs.shape != targets.shape:
@@ -168,8 +169,9 @@ def check_same_shape(outputs, targets):
 
 
 def default_metrics(kind, scale=1.0):
-    """What is shown for a kind of data set: accuracy for "classification";
-    R2, MAE and MSE, in the targets' own units, for "regression".
+    """What is shown for a kind of data set.
+
+    Accuracy for "classification"; R2, MAE and MSE, in the targets' own units, for "regression".
     """
     if kind == "classification":
         return {"acc": Accuracy()}

@@ -8,11 +8,10 @@ from trainer.errors import UserError, did_you_mean, log
 
 
 def wrap(module, strategy, device):
-    """The module as it is called in training: itself for `single`;
-    for `dp`, or `dp:0+2`, its replicas on all visible GPUs, or on those listed.
+    """The module as it is called in training: itself for `single`, its replicas for `dp`.
 
-    The wrapper shares the module's parameters,
-    so state dicts are taken from the module and never carry a `module.` prefix.
+    `dp` takes all visible GPUs, `dp:0+2` those listed; with fewer than two it is the module itself. The wrapper shares
+    the module's parameters, so state dicts are taken from the module and never carry a `module.` prefix.
     """
     name, _, listed = str(strategy).partition(":")
     if name not in ("single", "dp") or (listed and name == "single"):

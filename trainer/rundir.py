@@ -82,9 +82,7 @@ def load_config(key, folder):
 
 
 def command(overrides, *more):
-    """`python train.py ...` with these settings, as a shell takes them;
-    a later one replaces an earlier one of its key.
-    """
+    """`python train.py ...` with these settings, as a shell takes them; of each key the last one."""
     typed = {override.partition("=")[0]: override for override in [*overrides, *more]}
     return shlex.join(["python", "train.py", *typed.values()])
 

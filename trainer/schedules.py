@@ -9,11 +9,10 @@ from trainer.errors import check_number
 
 
 def schedule(name, shape, optimizer, total_steps, warmup=0.0):
-    """A LambdaLR that multiplies each group's rate by `shape(progress)`,
-    progress being 0 after the warmup and 1 after the last step.
+    """A LambdaLR that multiplies each group's rate by `shape(progress)`.
 
-    `warmup` is a share of all steps where it is below 1 and a number of steps where it is a whole number;
-    the rate rises linearly over it.
+    The progress is 0 after the warmup and 1 after the last step. `warmup` is a share of all steps below 1 and a number
+    of steps from 1 on; the rate rises linearly over it.
     """
     check_number("scheduler.warmup", warmup, least=0)
     warmup_steps = round(warmup * total_steps) if warmup < 1 else round(warmup)
@@ -30,8 +29,9 @@ def schedule(name, shape, optimizer, total_steps, warmup=0.0):
 
 
 def build(factory, optimizer, total_steps):
-    """The scheduler of a factory: called with (optimizer, total_steps=...), or with the optimizer where it has no such
-    argument, as torch's StepLR.
+    """The scheduler of a factory, called with (optimizer, total_steps=...).
+
+    With the optimizer alone where it has no such argument, as torch's StepLR.
     """
     takes_steps = "total_steps" in inspect.signature(factory).parameters
     return factory(optimizer, total_steps=total_steps) if takes_steps else factory(optimizer)
@@ -49,8 +49,9 @@ def linear(optimizer, total_steps, warmup=0.0, final=0.0):
 
 
 def cosine(optimizer, total_steps, warmup=0.0, final=0.0):
-    """Down along half a cosine to `final` times the rate
-    (Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5, without restarts).
+    """Down along half a cosine to `final` times the rate.
+
+    Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5, without restarts.
     """
     check_number("scheduler.final", final, least=0)
     return schedule(
@@ -63,7 +64,10 @@ def cosine(optimizer, total_steps, warmup=0.0, final=0.0):
 
 
 def step(optimizer, total_steps, warmup=0.0, milestones=(0.5, 0.75), gamma=0.1):
-    """Times `gamma` at each milestone, given as shares of all steps (He et al. 2016, arXiv 1512.03385, section 4.2)."""
+    """Times `gamma` at each milestone, a share of the steps after the warmup.
+
+    He et al. 2016, arXiv 1512.03385, section 4.2.
+    """
     for milestone in milestones:
         check_number("scheduler.milestones", milestone, least=0, most=1)
     check_number("scheduler.gamma", gamma, above=0)
@@ -77,8 +81,9 @@ def step(optimizer, total_steps, warmup=0.0, milestones=(0.5, 0.75), gamma=0.1):
 
 
 def onecycle(optimizer, total_steps, peak=0.3, start=0.04, final=0.0):
-    """Up from `start` times the rate over the share `peak` of all steps and down to `final`,
-    along cosines (Smith and Topin 2019, arXiv 1708.07120).
+    """Up from `start` times the rate over the share `peak` of all steps and down to `final`, along cosines.
+
+    Smith and Topin 2019, arXiv 1708.07120.
     """
     check_number("scheduler.peak", peak, above=0, most=1)
     check_number("scheduler.start", start, least=0)

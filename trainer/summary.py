@@ -68,7 +68,7 @@ def mib(tensors):
 
 
 def layout(tensors):
-    """'float32 and int64 on cpu, 0.33 MiB' for a list of tensors."""
+    """'float32 on cpu, int64 on cpu; 0.33 MiB' for a list of tensors."""
     tensors = list(tensors)
     if not tensors:
         return "nothing"
@@ -77,8 +77,9 @@ def layout(tensors):
 
 
 def where(trainer, batch=None):
-    """The lines of `Trainer.where`: device, types and MiB of the model, the optimizer's state and a batch
-    (the last one trained on, unless one is given).
+    """The lines of `Trainer.where`: device, types and MiB of the model, the optimizer's state and a batch.
+
+    The batch is the last one trained on, unless one is given.
     """
     seen = trainer.batch_layout if batch is None else layout(tensor for _, tensor in batches.entries(batch))
     yield f"model      {layout([*trainer.module.parameters(), *trainer.module.buffers()])}"
@@ -87,7 +88,7 @@ def where(trainer, batch=None):
 
 
 def memory_report(trainer):
-    """MiB by what takes them; `peak` is the most that the device (for the CPU: the process) has held."""
+    """MiB by what takes them; `peak` is the most that the device (for the CPU and mps: the process) has held."""
     parameters = list(trainer.module.parameters())
     return {
         "parameters": mib(parameters),

@@ -23,9 +23,7 @@ class Table(Callback):
 
 
 def results(folder):
-    """The results of all jobs in a sweep's folder, the best first,
-    those that failed last; each has its directory under "job".
-    """
+    """The results of all jobs in a sweep's folder, best first, failed ones last; each has its directory under "job"."""
     found = []
     for path in sorted(
         Path(folder).glob("*/result.json"),
@@ -39,7 +37,7 @@ def results(folder):
 
 
 def table(folder):
-    """The lines of the table: what is monitored, the test metrics, the time, and what was typed."""
+    """The lines of the table: what is monitored, a test metric, the time, and what was typed."""
     if not (found := results(folder)):
         return []
     from trainer.summary import number  # it imports torch, which a mistake on the command line need not wait for

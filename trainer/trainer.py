@@ -290,7 +290,7 @@ class Trainer:
         return {"step": self.step, **states, "callbacks": callbacks}
 
     def load(self, path):
-        """Loads a checkpoint file: weights, step and callbacks, and, within a fit, optimizer, schedule and scaler."""
+        """Loads a checkpoint file: weights, step, callbacks, scaler, and optimizer and schedule where there are any."""
         self.load_state_dict(checkpoint.load(path))
 
     def load_state_dict(self, state):
