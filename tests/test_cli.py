@@ -5,11 +5,9 @@ import inspect
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -526,31 +524,35 @@ def test_a_job_of_a_sweep_is_the_run_that_it_would_be_alone(sweep, tmp_path):
 
 # Ctrl-C
 
+PRESS = """
+import os, pathlib, signal
+from trainer.callbacks import Callback
+
+class Press(Callback):
+    def __init__(self, pressed):
+        self.pressed = pathlib.Path(pressed)
+
+    def on_step_end(self, trainer):
+        if trainer.step == 517 and not self.pressed.exists():
+            self.pressed.touch()
+            os.kill(os.getpid(), signal.SIGINT)
+"""
 LONG = ("dataset=synthetic", "dataset.n=8000", "batch_size=128", "epochs=20", "log_every=15", "checkpoint.every=33")
+LONG += ("+callbacks.press._target_=press.Press", "+callbacks.press.pressed=pressed", "run_dir=here")
 
 
-def interrupted(folder):
-    """The run with a SIGINT some time after its first checkpoint, and then the same command again."""
-    folder.mkdir()
-    command = [sys.executable, TRAIN, *LONG, "run_dir=here"]
-    process = subprocess.Popen(
-        command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    end = time.monotonic() + PATIENCE
-    while not checkpoint.files(folder / "here" / "checkpoints") and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=PATIENCE)
-    left = listing(folder)
-    at = max(checkpoint.files(folder / "here" / "checkpoints"))
-    return SimpleNamespace(
-        code=process.returncode, out=out, err=err, files=left, at=at, continued=run(folder, *LONG, "run_dir=here")
-    )
-
-
-@pytest.mark.skipif(os.name != "posix", reason="SIGINT is sent to a child process")
+@pytest.mark.skipif(os.name != "posix", reason="sends itself a SIGINT")
 def test_ctrl_c_and_the_same_command_again_end_where_the_whole_run_ends(tmp_path):
-    whole, cut = at_once(lambda: run(tmp_path / "whole", *LONG, "run_dir=here"), lambda: interrupted(tmp_path / "cut"))
+    """The signal that Ctrl-C sends, in the middle of an epoch, between two checkpoints: always at the same step."""
+    (tmp_path / "press.py").write_text(PRESS, encoding="utf-8")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "pressed").touch()  # so that nothing is pressed there
+    whole, cut = at_once(
+        lambda: run(tmp_path / "whole", *LONG, PYTHONPATH=str(tmp_path)),
+        lambda: run(tmp_path / "cut", *LONG, PYTHONPATH=str(tmp_path)),
+    )
+    cut.at = max(checkpoint.files(tmp_path / "cut" / "here" / "checkpoints"))
+    cut.continued = run(tmp_path / "cut", *LONG, PYTHONPATH=str(tmp_path))
     assert whole.code == 0
     assert (
         cut.code == 130
@@ -559,7 +561,7 @@ def test_ctrl_c_and_the_same_command_again_end_where_the_whole_run_ends(tmp_path
         and "interrupted" in cut.err
     )
     assert (
-        0 < cut.at < 20 * 50
+        cut.at == 495  # the last multiple of 33 before 517
         and "here/result.json" not in cut.files
         and not [name for name in cut.files if name.endswith(".part")]
     )
