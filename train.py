@@ -10,7 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from trainer import cli, rundir
-from trainer.build import TRUSTED, build, check_fit, locate, own_packages, retarget
+from trainer.build import TRUSTED, build, check_fit, has_usual_outputs, locate, own_packages, retarget
 from trainer.errors import UserError, check_choice, check_number
 
 START = time.perf_counter()
@@ -50,6 +50,7 @@ def train(cfg):
     with open_dict(cfg):
         cfg.run_dir = run_directory(cfg)
     folder = Path(cfg.run_dir)
+    rundir.make(folder)
     resume = rundir.to_resume(folder, cfg.resume, cfg)
     checkpoints = {"_target_": "trainer.callbacks.Checkpoint", "folder": str(folder / "checkpoints")}
     saver = build("checkpoint", {**checkpoints, **cfg.checkpoint, "monitor": cfg.monitor, "mode": cfg.monitor_mode})
@@ -60,13 +61,16 @@ def train(cfg):
             trainer.fit(train_loader, val_loader, resume=resume)
         except KeyboardInterrupt:
             again = rundir.command(typed, f"run_dir={folder}")
+            if in_sweep():
+                again = f"the same command with hydra.sweep.dir={folder.parent}"
             print(f"\ninterrupted at step {trainer.step}. To go on from the last checkpoint:\n{again}", file=sys.stderr)
             raise SystemExit(cli.INTERRUPTED) from None
         result = {"overrides": typed, **rundir.result_of(trainer, saver)}
         if saver.best:
             trainer.load(checkpoint.path_of(saver.folder, saver.best["step"]))
         test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
-    result |= {**rundir.last_rows(folder), **test, "seconds": round(time.perf_counter() - start, 3)}
+    seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
+    result |= {**rundir.last_rows(folder), **test, "seconds": seconds}
     rundir.write_json(folder / "result.json", result)
     print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
 
@@ -139,11 +143,12 @@ def building(cfg, more_callbacks=()):
     devices.seed_generators(device, devices.mix_seed(check_number("seed", cfg.seed, whole=True, least=0), "model"))
     model = build("model", cfg.model, in_shape=data.in_shape, num_classes=data.num_classes)
     loss = build("loss", cfg.loss)
-    # A Trainer with a loss of its own may mean something else by loss, outputs and metrics.
-    plain = locate("trainer", cfg.trainer._target_).compute_loss is Trainer.compute_loss
-    if plain:
+    # A Trainer with a loss or metrics of its own may mean something else by them.
+    own = locate("trainer", cfg.trainer._target_)
+    if own.compute_loss is Trainer.compute_loss:
         check_fit(model, loss, data)
-    metrics = default_metrics(data.kind, data.target_scale) if plain else {}
+    usual = own.update_metrics is Trainer.update_metrics and has_usual_outputs(model, data)
+    metrics = default_metrics(data.kind, data.target_scale) if usual else {}
     for name, node in cfg.metrics.items():
         metrics[name] = build(f"metrics.{name}", node, num_classes=data.num_classes)
     callbacks = [build(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if is_on(node)]
@@ -173,7 +178,10 @@ def run_directory(cfg):
     job = HydraConfig.get()
     if in_sweep():
         return f"{job.sweep.dir}/{job.sweep.subdir}"
-    return str(cfg.run_dir or rundir.claim(job.runtime.choices["model"], job.runtime.choices["dataset"]))
+    typed = [override.partition("=")[0] for override in cli.typed()]
+    names = {group: job.runtime.choices[group] for group in ("model", "dataset")}
+    names |= {group: cfg[group]._target_.split(".")[-1] for group in names if f"{group}._target_" in typed}
+    return str(cfg.run_dir or rundir.claim(names["model"], names["dataset"]))
 
 
 if __name__ == "__main__":

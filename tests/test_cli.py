@@ -524,6 +524,22 @@ def test_a_job_of_a_sweep_is_the_run_that_it_would_be_alone(sweep, tmp_path):
 
 # Ctrl-C
 
+
+def test_a_key_inside_a_list_and_keys_of_other_options_are_explained(tmp_path):
+    answers = {
+        "model.hidden.x=1": "model.hidden.x=1: this does not go together",
+        "dataset.path=x": "It is a key of dataset=csv.",
+        "run_dir=press.py": "run_dir=press.py: nothing can be written there",
+    }
+    (tmp_path / "press.py").touch()
+    for typed, answer in answers.items():
+        done = run(tmp_path, typed)
+        assert done.code == 2, typed
+        assert answer in done.err, typed
+        assert len(done.err.splitlines()) <= 3, typed
+        assert done.files == ["press.py"], typed
+
+
 PRESS = """
 import os, pathlib, signal
 from trainer.callbacks import Callback

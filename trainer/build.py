@@ -92,11 +92,7 @@ def retarget(cfg, keep):
 
 
 def check_fit(model, loss, data):
-    """UserError where the loss is not for this data, or the model does not take its inputs or gives other outputs.
-
-    Two samples, on the CPU: on a GPU, one class too many is an assertion in a kernel, which ends the process.
-    """
-    import torch
+    """UserError where the loss is not for this data, or the model does not take its inputs or gives other outputs."""
     from torch import nn
 
     name = type(loss).__name__
@@ -106,23 +102,44 @@ def check_fit(model, loss, data):
     if isinstance(loss, nn.CrossEntropyLoss) and data.kind == "regression":
         there = f"{data.name} has numbers to predict"
         raise UserError(f"loss={name} is for classes, and {there}. Type loss=mse, l1 or huber.")
+    outputs, targets = outputs_for(model, data)
+    try:
+        loss(outputs, targets)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise UserError(f"loss={name}: {str(error).splitlines()[0]}") from error
+
+
+def outputs_for(model, data):
+    """(outputs, targets) of two samples, on the CPU; UserError where the outputs are not of the data's shape.
+
+    On a GPU, one class too many would be an assertion in a kernel, which ends the process.
+    """
+    import torch
+
     samples = [data.train[i] for i in range(min(2, len(data.train)))]
     inputs, targets = (torch.stack([torch.as_tensor(sample[i]) for sample in samples]) for i in (0, 1))
     inputs = inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
+    name = type(model).__name__
     model.eval()
     try:
         with torch.no_grad():
             outputs = model(inputs)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         what, reason = f"{inputs.dtype} of shape {tuple(data.in_shape)}", str(error).splitlines()[0]
-        raise UserError(f"model={type(model).__name__} does not take inputs of {what}: {reason}") from error
+        raise UserError(f"model={name} does not take inputs of {what}: {reason}") from error
     finally:
         model.train()
     shape = tuple(getattr(outputs, "shape", ()))[1:]
     if shape != (data.num_classes,):
         wanted = f"{data.name} needs ({data.num_classes},)"
-        raise UserError(f"model={type(model).__name__} gives outputs of shape {shape} a sample, and {wanted}.")
+        raise UserError(f"model={name} gives outputs of shape {shape} a sample, and {wanted}.")
+    return outputs, targets
+
+
+def has_usual_outputs(model, data):
+    """Whether the usual metrics mean something for this model, also under a loss of one's own."""
     try:
-        loss(outputs, targets)
-    except (RuntimeError, ValueError, TypeError) as error:
-        raise UserError(f"loss={name}: {str(error).splitlines()[0]}") from error
+        outputs_for(model, data)
+    except UserError:
+        return False
+    return True

@@ -257,7 +257,7 @@ class NaNGuard(Callback):
     def on_log(self, trainer, row):
         for name, value in row.items():
             if name.endswith("/loss") and not math.isfinite(value):
-                lr = trainer.optimizer.param_groups[0]["lr"]
+                lr = trainer.lr
                 raise TrainingError(
                     f"{name} is {value} at step {trainer.step} (learning rate {lr:.3g}).\n"
                     "Type a lower optimizer.lr, or max_grad_norm=1."

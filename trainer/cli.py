@@ -35,6 +35,12 @@ def run(main):
         print("\ninterrupted before the training had begun.", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except Exception as error:
+        from hydra.core.hydra_config import HydraConfig
+
+        ours = isinstance(error, UserError)
+        if isinstance(error, (ValueError, TypeError)) and not ours and not HydraConfig.initialized():
+            # Hydra lets a few mistakes through to the libraries below it, such as a key inside a list.
+            error = UserError(f"{' '.join(sys.argv[1:])}: this does not go together ({str(error).splitlines()[0]}).")
         sys.exit(report(error))
 
 
@@ -78,8 +84,8 @@ def message(error):
     if override is not None or "Error when parsing" in str(error):
         typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
         return (
-            f"error: {typed}: this is not understood. Settings are key=value, as in epochs=3; "
-            "lists are 'key=[1,2]', in quotes for the shell."
+            f"error: {typed}: this is not understood. Settings are key=value, as in epochs=3, and lists 'key=[1,2]'.\n"
+            "A value with unusual characters wants quotes inside those of the shell: \"dataset.path='my täble.csv'\"."
         )
     if key:
         return f"error: {key}: {str(cause).splitlines()[0]}."
@@ -88,16 +94,24 @@ def message(error):
 
 
 def no_such_key(key, config):
-    """What to say of a key that the config has not: the same name in another place, or the nearest one."""
-    names = list(flat(config))
-    name = key.split(".")[-1]
-    elsewhere = [other for other in names if other.split(".")[-1] == name and not other.startswith("hydra")]
-    leaves = {other.split(".")[-1]: other for other in reversed(names) if not other.startswith("hydra")}
-    siblings = [other for other in names if other.rpartition(".")[0] == key.rpartition(".")[0]]
-    groups = {other.split(".")[0] for other in names} - {"hydra"} if "." not in key else set()
-    hint = f" Did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(key, [*siblings, *sorted(groups)])
-    if not hint and (near := difflib.get_close_matches(name, leaves, n=1)):
-        hint = f" Did you mean {leaves[near[0]]!r}?"
+    """What to say of a key that there is not: where else there is one of that name, or the nearest name."""
+    names = [name for name in flat(config) if not name.startswith("hydra")]
+    group, _, last = key.rpartition(".")
+    nearby = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == group}
+    nearby |= {name.split(".")[0]: name.split(".")[0] for name in names} if not group else {}
+    anywhere = {name.rpartition(".")[2]: name for name in reversed(names)}
+    folder = Path(sys.argv[0]).resolve().parent / "configs" / group
+    files = sorted(folder.glob("*.yaml")) if group else []
+    options = [path.stem for path in files if f"\n{last}:" in path.read_text(encoding="utf-8")]
+    near = difflib.get_close_matches(last, nearby, n=1) or difflib.get_close_matches(last, anywhere, n=1)
+    if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
+        hint = f" Type +{key}=... for an argument of your own {group}."
+    elif options:
+        hint = f" It is a key of {group}={options[0]}."
+    elif last in anywhere:
+        hint = f" Did you mean {anywhere[last]!r}?"
+    else:
+        hint = f" Did you mean {nearby.get(near[0], anywhere.get(near[0]))!r}?" if near else ""
     return f"{key}: there is no such key.{hint}\nType python train.py --help to see the keys."
 
 
@@ -178,7 +192,9 @@ def check_config(cfg):
     check_types("", given, defaults)
     keys = {override.partition("=")[0] for override in typed()}
     if {"epochs", "max_steps"} <= keys and None not in (given["epochs"], given["max_steps"]):
-        raise UserError(f"max_steps={given['max_steps']} is a length instead of epochs. Type one of them.")
+        raise UserError(
+            f"max_steps={given['max_steps']} and epochs={given['epochs']} both give the length. Type one of them."
+        )
     try:
         for key in sorted(OmegaConf.missing_keys(cfg)):
             raise UserError(f"{key}: this has no default. Type {key}=...")

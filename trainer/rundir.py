@@ -34,6 +34,27 @@ def claim(model, dataset):
         return str(path)
 
 
+def make(folder):
+    """Makes the folder, if it is not there; UserError where that cannot be, or where nothing can be written into it."""
+    try:
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            atexit.register(remove_empty, folder)
+        if not os.access(folder, os.W_OK) or not folder.is_dir():
+            raise PermissionError(0, "a file, or read-only")
+    except OSError as error:
+        raise UserError(
+            f"run_dir={folder}: nothing can be written there ({error.strerror}). Type another run_dir."
+        ) from None
+
+
+def seconds_before(folder, result):
+    """The seconds of result.json where the run was complete already, and this one has only looked at it; else None."""
+    path = folder / "result.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return before.get("seconds") if before.get("steps") == result["steps"] == result["total_steps"] else None
+
+
 def remove_empty(path):
     """Removes the folder where nothing was written into it, and the one around it likewise."""
     with contextlib.suppress(OSError):
@@ -48,12 +69,14 @@ def to_resume(folder, resume, cfg):
     if resume not in ("auto", "never"):
         if not isinstance(resume, str) or not Path(resume).is_file():
             raise UserError(f"resume={resume}: there is no such file. Type auto, never, or a checkpoint file.")
+        try:
+            checkpoint.load(resume)
+        except checkpoint.DamagedCheckpoint as error:
+            raise UserError(f"resume={resume}: {error}") from None
         run = Path(resume).absolute().parents[1]  # RUN/checkpoints/FILE, where the file still lies in its run
         if (run / "config.yaml").is_file():
-            check_same(f"resume={resume}", load_config("resume", run), cfg)
+            check_same(f"resume={resume}", load_config("resume", run), cfg, ("epochs", "max_steps", "patience"))
         return resume
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"run_dir={folder}: this is a file. Type the name of a folder.")
     if not checkpoint.files(folder / "checkpoints"):
         return None
     if resume == "never":
@@ -62,13 +85,14 @@ def to_resume(folder, resume, cfg):
     return checkpoint.newest(folder / "checkpoints")[0]
 
 
-def check_same(what, before, now):
-    """UserError where two configs differ in more than what is harmless."""
+def check_same(what, before, now, also=()):
+    """UserError where two configs differ in more than what is harmless and what `also` may differ."""
+    harmless = (*HARMLESS, *also)
     before, now = flat(before), flat(now)
-    other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not key.startswith(HARMLESS)]
+    other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not key.startswith(harmless)]
     if other:
         differences = ", ".join(f"{key}={now.get(key)} (was {before.get(key)})" for key in other[:5])
-        what_to_type = "Type the settings it had to continue it, or another run_dir."
+        what_to_type = "Type the settings it had to continue it; for a new run, another run_dir and no resume."
         raise UserError(f"{what} holds a run with other settings: {differences}.\n{what_to_type}")
 
 
@@ -76,7 +100,9 @@ def load_config(key, folder):
     """The config that a run was started with; UserError where `folder` is no run directory."""
     path = Path(folder) / "config.yaml"
     if not path.is_file():
-        hint = did_you_mean(folder, Path(folder).parent.glob("*"))
+        hint = did_you_mean(folder, (other for other in Path(folder).parent.glob("*") if str(other) != str(folder)))
+        if jobs := sorted(Path(folder).glob("*/config.yaml")):
+            hint = f" It is a sweep: type {key}={jobs[0].parent} or another of its {len(jobs)} jobs."
         raise UserError(f"{key}={folder}: there is no config.yaml in it, so it is no run directory.{hint}")
     return OmegaConf.load(path)
 

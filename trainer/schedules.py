@@ -24,7 +24,9 @@ def schedule(name, shape, optimizer, total_steps, warmup=0.0):
 
     scheduler = LambdaLR(optimizer, factor)
     # For the plan that is shown.
-    scheduler.description = f"{name} after {warmup_steps} steps of warmup" if warmup_steps else name
+    scheduler.description = (
+        f"{name} after {warmup_steps} step{'s' * (warmup_steps != 1)} of warmup" if warmup_steps else name
+    )
     return scheduler
 
 

@@ -29,7 +29,8 @@ def plan(trainer):
     yield f"device   {devices.describe(trainer.device)}, {precision(trainer)} ({trainer.precision_reason})"
     yield f"model    {type(trainer.module).__name__}, {parameters:,} parameters{fixed}"
     yield (
-        f"plan     {length} = {trainer.total_steps:,} steps, batch {batch_size or 'as the loader gives it'}{cuts}, "
+        f"plan     {length} = {trainer.total_steps:,} step{'s' * (trainer.total_steps != 1)}, "
+        f"batch {batch_size or 'as the loader gives it'}{cuts}, "
         f"{type(optimizer).__name__}{fused} lr {optimizer.param_groups[0].get('initial_lr', 0):g}, "
         f"{getattr(trainer.scheduler, 'description', type(trainer.scheduler).__name__)}{at}"
     )

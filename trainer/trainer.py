@@ -9,6 +9,7 @@ from data.loader import seekable
 from trainer import batch as batches
 from trainer import checkpoint, parallel, schedules, summary
 from trainer import device as devices
+from trainer.callbacks import Callback
 from trainer.errors import TrainingError, UserError, check_number
 from trainer.metrics import Mean
 
@@ -58,10 +59,22 @@ class Trainer:
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics = dict(metrics or {})
         self.callbacks = list(callbacks)
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(f"callbacks: {callback!r} is no trainer.callbacks.Callback.")
+        if optimizer is not None and not callable(optimizer):
+            example = "functools.partial(torch.optim.AdamW, lr=1e-3)"
+            raise UserError(
+                f"optimizer: give what makes one, such as {example}; the Trainer calls it with the parameters."
+            )
         groups = self.parameter_groups(decay_all)
         self.optimizer = devices.build_optimizer(optimizer, groups, self.device, self.module) if optimizer else None
-        self.make_scheduler, self.scheduler = scheduler, None  # it needs total_steps, which fit knows
+        self.make_scheduler, self.scheduler = (
+            scheduler or schedules.constant,
+            None,
+        )  # it needs total_steps, which fit knows
 
+        self.lr = None  # of the last step
         self.step = 0  # the one clock: optimizer steps done
         self.total_steps = self.steps_per_epoch = None
         self.should_stop, self.stop_reason = False, None
@@ -85,7 +98,7 @@ class Trainer:
                 self.train_loader.seek(epoch, position)
                 self.model.train()
                 for batch in self.train_loader:
-                    self.seed_step()
+                    self.begin_step()
                     batch = devices.move(batch, self.device)
                     loss = self.train_step(batch)
                     self.step += 1
@@ -208,8 +221,9 @@ class Trainer:
         """Whether what comes every so many steps comes after this one; the last step has all of it."""
         return self.step % every == 0 or self.step == self.total_steps
 
-    def seed_step(self):
-        """Dropout and whatever else is random in a step draws from (seed, step): a resume draws the same."""
+    def begin_step(self):
+        """Notes the rate of the step, and seeds it: what is random in it is a function of (seed, step)."""
+        self.lr = self.optimizer.param_groups[0]["lr"]
         devices.seed_generators(self.device, devices.mix_seed(self.seed, "step", self.step), self.replicas)
 
     def check_whole_epoch(self, given):
@@ -232,8 +246,7 @@ class Trainer:
         samples, seconds = self.train_loss.samples, time.perf_counter() - self.window_start
         self.batch_layout = summary.layout(tensor for _, tensor in batches.entries(batch))
         self.train_loss.reset()
-        lr = self.optimizer.param_groups[0]["lr"]
-        self.log({"train/loss": loss, "train/lr": lr, "train/samples": samples, "train/seconds": seconds})
+        self.log({"train/loss": loss, "train/lr": self.lr, "train/samples": samples, "train/seconds": seconds})
         self.window_start = time.perf_counter()
 
     @contextlib.contextmanager
@@ -256,6 +269,10 @@ class Trainer:
         """Checks what fit needs, builds the scheduler, and goes to where the checkpoint `resume` stands."""
         if self.optimizer is None:
             raise UserError("fit needs an optimizer: Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)).")
+        if self.loss is None and type(self).compute_loss is Trainer.compute_loss:
+            raise UserError(
+                "fit needs a loss: give Trainer(loss=torch.nn.CrossEntropyLoss()), or override compute_loss."
+            )
         self.train_loader, self.val_loader = seekable(train_loader, self.seed), val_loader
         self.data_bytes = sum(getattr(loader, "nbytes", 0) for loader in (train_loader, val_loader))
         self.steps_per_epoch = len(train_loader)
