@@ -529,7 +529,7 @@ def test_a_key_inside_a_list_and_keys_of_other_options_are_explained(tmp_path):
     answers = {
         "model.hidden.x=1": "model.hidden.x=1: this does not go together",
         "dataset.path=x": "It is a key of dataset=csv.",
-        "run_dir=press.py": "run_dir=press.py: nothing can be written there",
+        "run_dir=press.py": "run_dir=press.py: this is a file or cannot be written",
     }
     (tmp_path / "press.py").touch()
     for typed, answer in answers.items():

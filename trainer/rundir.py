@@ -26,26 +26,28 @@ def claim(model, dataset):
     name = f"runs/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{model}-{dataset}"
     for i in itertools.count(1):
         path = Path(f"{name}-{i}" if i > 1 else name)
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        atexit.register(remove_empty, path)  # a mistake that is found before the training leaves nothing behind
-        return str(path)
+        if make(path):
+            return str(path)
 
 
 def make(folder):
-    """Makes the folder, if it is not there; UserError where that cannot be, or where nothing can be written into it."""
+    """Makes the folder, and gives whether it was not there; UserError where nothing can be written into it.
+
+    What is still empty of it at the end is removed: a mistake that is found before the training leaves nothing behind.
+    """
+    parts = [part for part in (folder, *folder.parents) if not part.exists()]
     try:
-        if not folder.exists():
-            folder.mkdir(parents=True)
-            atexit.register(remove_empty, folder)
-        if not os.access(folder, os.W_OK) or not folder.is_dir():
-            raise PermissionError(0, "a file, or read-only")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    except FileExistsError:
+        parts = []
     except OSError as error:
-        raise UserError(
-            f"run_dir={folder}: nothing can be written there ({error.strerror}). Type another run_dir."
-        ) from None
+        reason = f"it cannot be made ({error.strerror})"
+        raise UserError(f"run_dir={folder}: {reason}. Type another run_dir.") from None
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"run_dir={folder}: this is a file or cannot be written. Type another run_dir.")
+    atexit.register(remove_empty, parts)
+    return bool(parts)
 
 
 def seconds_before(folder, result):
@@ -55,11 +57,11 @@ def seconds_before(folder, result):
     return before.get("seconds") if before.get("steps") == result["steps"] == result["total_steps"] else None
 
 
-def remove_empty(path):
-    """Removes the folder where nothing was written into it, and the one around it likewise."""
+def remove_empty(folders):
+    """Removes those of the folders, the inner ones first, into which nothing was written."""
     with contextlib.suppress(OSError):
-        path.rmdir()
-        path.parent.rmdir()
+        for folder in folders:
+            folder.rmdir()
 
 
 def to_resume(folder, resume, cfg):
