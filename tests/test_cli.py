@@ -551,7 +551,7 @@ class Press(Callback):
     def on_step_end(self, trainer):
         if trainer.step == 517 and not self.pressed.exists():
             self.pressed.touch()
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started all in the background
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
             os.kill(os.getpid(), signal.SIGINT)
 """
 LONG = ("dataset=synthetic", "dataset.n=8000", "batch_size=128", "epochs=20", "log_every=15", "checkpoint.every=33")
