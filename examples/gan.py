@@ -1,25 +1,20 @@
-"""A GAN (Goodfellow 2014, arXiv 1406.2661), a Trainer with a step of its own and two optimizers.
-python train.py model._target_=examples.gan.GAN trainer._target_=examples.gan.GANTrainer optimizer.lr=1e-3"""
+"""A GAN: python train.py model._target_=examples.gan.GAN trainer._target_=examples.gan.GANTrainer optimizer.lr=1e-3"""
 
-from math import prod
-
-from torch import nn, randn
+from torch import Size, nn, randn
 from torch.nn.functional import softplus
 
 from trainer import Trainer
 
 
-class GAN(nn.Module):
-    def __init__(self, in_shape, noise=16):
+class GAN(nn.Module):  # Goodfellow 2014, arXiv 1406.2661
+    def __init__(self, in_shape):
         super().__init__()
-        self.noise, size = noise, prod(in_shape)
-        self.generator = nn.Sequential(
-            nn.Linear(noise, 128), nn.ReLU(), nn.Linear(128, size), nn.Unflatten(1, in_shape)
-        )
-        self.judge = nn.Sequential(nn.Flatten(), nn.Linear(size, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
+        size = Size(in_shape).numel()
+        self.generator = nn.Sequential(nn.Linear(16, 99), nn.ReLU(), nn.Linear(99, size), nn.Unflatten(1, in_shape))
+        self.judge = nn.Sequential(nn.Flatten(), nn.Linear(size, 99), nn.LeakyReLU(0.2), nn.Linear(99, 1))
 
     def forward(self, inputs):  # as many fakes as there are inputs
-        return self.generator(randn(len(inputs), self.noise, device=inputs.device))
+        return self.generator(randn(len(inputs), 16, device=inputs.device))
 
 
 class GANTrainer(Trainer):
@@ -31,17 +26,15 @@ class GANTrainer(Trainer):
         return {**super().stateful(), "judge_optimizer": self.judge_optimizer}
 
     def compute_loss(self, batch):
-        fakes = self.model(batch[0])
-        return softplus(-self.module.judge(fakes)).mean(), fakes
+        return softplus(-self.module.judge(fakes := self.model(batch[0]))).mean(), fakes
 
     def train_step(self, batch):
         loss, fakes = self.compute_loss(batch)
         loss.backward()
         self.optimizer.step()
-        self.judge_optimizer.zero_grad()  # what the generator's loss left there
-        real, fake = self.module.judge(batch[0]), self.module.judge(fakes.detach())
-        (softplus(-real) + softplus(fake)).mean().backward()
+        self.module.zero_grad()  # also what the generator's loss left at the judge
+        (softplus(-self.module.judge(batch[0])) + softplus(self.module.judge(fakes.detach()))).mean().backward()
         self.judge_optimizer.step()
-        self.scheduler.step()
         self.module.zero_grad()
+        self.scheduler.step()
         return loss.detach()
