@@ -52,15 +52,9 @@ def data_line(data, loaders, why):
 
 
 def optimizer_tensors(optimizer):
-    """The list of (name, tensor) of the optimizer's state."""
-    if optimizer is None:
-        return []
-    return [
-        (f"{key}", value)
-        for state in optimizer.state.values()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-    ]
+    """The list of the tensors of the optimizer's state."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def mib(tensors):
@@ -84,7 +78,7 @@ def where(trainer, batch=None):
     """
     seen = trainer.batch_layout if batch is None else layout(tensor for _, tensor in batches.entries(batch))
     yield f"model      {layout([*trainer.module.parameters(), *trainer.module.buffers()])}"
-    yield f"optimizer  {layout(tensor for _, tensor in optimizer_tensors(trainer.optimizer))}"
+    yield f"optimizer  {layout(optimizer_tensors(trainer.optimizer))}"
     yield f"batch      {seen}"
 
 
@@ -94,7 +88,7 @@ def memory_report(trainer):
     return {
         "parameters": mib(parameters),
         "gradients": mib(p.grad for p in parameters if p.grad is not None),
-        "optimizer": mib(tensor for _, tensor in optimizer_tensors(trainer.optimizer)),
+        "optimizer": mib(optimizer_tensors(trainer.optimizer)),
         "buffers": mib(trainer.module.buffers()),
         "data": trainer.data_bytes / MIB,
         "peak": devices.peak_memory(trainer.device) / MIB,

@@ -69,10 +69,8 @@ class Trainer:
             )
         groups = self.parameter_groups(decay_all)
         self.optimizer = devices.build_optimizer(optimizer, groups, self.device, self.module) if optimizer else None
-        self.make_scheduler, self.scheduler = (
-            scheduler or schedules.constant,
-            None,
-        )  # it needs total_steps, which fit knows
+        self.make_scheduler = scheduler or schedules.constant
+        self.scheduler = None  # it needs total_steps, which fit knows
 
         self.lr = None  # of the last step
         self.step = 0  # the one clock: optimizer steps done
