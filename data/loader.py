@@ -5,7 +5,7 @@ import os
 import torch
 
 from data.augment import Augment
-from trainer.device import MIB, free_memory, mix_seed, to_device
+from trainer.device import MIB, free_memory, mix_seed, move, to_device
 from trainer.errors import UserError, check_number
 
 # As many numbers as are gathered and normalised at once, at most: 16 batches of 128 MNIST digits, and a CPU's cache.
@@ -217,7 +217,7 @@ class HostLoader(Loader):
         for batch in self.loader:
             if isinstance(batch, UserError):
                 raise batch
-            yield tuple(tensor.to(self.device, non_blocking=tensor.is_pinned()) for tensor in batch)
+            yield move(batch, self.device)
 
     def close(self):
         self.split = self.loader = None

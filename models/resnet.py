@@ -52,7 +52,6 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        self.to(memory_format=torch.channels_last)  # as in cnn.py
 
     def forward(self, inputs):
         return self.head(self.stages(self.stem(inputs)).mean((2, 3)))

@@ -139,7 +139,7 @@ def test_a_step_that_the_fp16_scaler_skips_does_not_advance_the_schedule():
 
     class Watch(Callback):
         def on_step_end(self, trainer):
-            seen.append((trainer.step, trainer.scheduler.last_epoch, trainer.scaler.get_scale()))
+            seen.append((trainer.step, trainer.scheduler.steps, trainer.scaler.get_scale()))
 
     trainer.callbacks = [Watch()]
     trainer.fit(train_loader)
@@ -312,9 +312,10 @@ def test_a_channels_last_model_resumes_exactly(tmp_path, optimizer):
     def trainer():
         torch.manual_seed(0)
         model = CNN((3, 8, 8), 3, channels=[8, 16])
-        assert model.features[0].weight.is_contiguous(memory_format=torch.channels_last)
         callbacks = [EMA(0.9), Checkpoint(tmp_path, every=3, keep=9)]
-        return make_trainer(model, optimizer=functools.partial(optimizer, lr=1e-2), callbacks=callbacks, epochs=2)
+        made = make_trainer(model, optimizer=functools.partial(optimizer, lr=1e-2), callbacks=callbacks, epochs=2)
+        assert model.features[0].weight.is_contiguous(memory_format=torch.channels_last)
+        return made
 
     whole = trainer()
     whole.fit(DeviceLoader(data, "train", 8, shuffle=True))

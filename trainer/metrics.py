@@ -14,12 +14,14 @@ class Mean:
         self.reset()
 
     def update(self, value, samples=1):
-        # It starts as a Python number, so it takes the value's device.
-        self.total = self.total + wide(value.detach()) * samples
+        if isinstance(self.total, float):
+            self.total = torch.tensor(self.total, dtype=wide_type(value), device=value.device)
+        self.total.add_(value.detach(), alpha=samples)  # one kernel, although the total is wider
         self.samples += samples
 
     def compute(self):
-        return self.total / self.samples if self.samples else torch.tensor(torch.nan)
+        total = torch.tensor(self.total, dtype=torch.float64) if isinstance(self.total, float) else self.total
+        return total / self.samples if self.samples else torch.tensor(torch.nan)
 
     def reset(self):
         self.total, self.samples = 0.0, 0
@@ -28,7 +30,7 @@ class Mean:
         return {"total": self.total, "samples": self.samples}
 
     def load_state_dict(self, state):
-        self.total, self.samples = state["total"], state["samples"]
+        self.total, self.samples = float(state["total"]), state["samples"]
 
 
 class _Sums:
@@ -59,9 +61,14 @@ def class_of(targets):
     return targets.argmax(-1) if targets.is_floating_point() and targets.ndim > 1 else targets
 
 
-def wide(tensor):
+def wide_type(tensor):
     """The type to sum in: float64, but float32 on mps, which has no other."""
-    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def wide(tensor):
+    """The tensor in the type to sum in."""
+    return tensor.to(wide_type(tensor))
 
 
 class Accuracy(_Sums):

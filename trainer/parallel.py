@@ -6,6 +6,8 @@ import torch
 
 from trainer.errors import UserError, did_you_mean, log
 
+NOTHING = contextlib.nullcontext()
+
 
 def wrap(module, strategy, device):
     """The module as it is called in training: itself for `single`, its replicas for `dp`.
@@ -52,4 +54,4 @@ def replicas(model):
 
 def gradient_sync(model, *, enabled):
     """A context in which backward passes exchange gradients, or do not: only the last micro-batch of a step has to."""
-    return contextlib.nullcontext()
+    return NOTHING

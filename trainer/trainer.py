@@ -7,7 +7,7 @@ import torch
 
 from data.loader import seekable
 from trainer import batch as batches
-from trainer import checkpoint, parallel, schedules, summary
+from trainer import checkpoint, cpu, optimizers, parallel, schedules, summary
 from trainer import device as devices
 from trainer.callbacks import Callback
 from trainer.errors import TrainingError, UserError, check_number
@@ -29,8 +29,8 @@ class Trainer:
     def __init__(
         self, model, loss=None, optimizer=None, scheduler=schedules.constant, metrics=None, callbacks=(), *,
         epochs=1, max_steps=None, device="auto", strategy="single", precision="auto", compile=False,
-        grad_accum_steps=1, max_grad_norm=None, log_every=50, eval_every=None, decay_all=False, seed=0,
-        deterministic=False,
+        channels_last="auto", tune=cpu.TUNINGS, grad_accum_steps=1, max_grad_norm=None, log_every=50,
+        eval_every=None, decay_all=False, seed=0, deterministic=False,
     ):  # fmt: skip
         self.epochs = check_number("epochs", epochs, whole=True, least=1, optional=max_steps is not None)
         self.max_steps = check_number("max_steps", max_steps, whole=True, least=1, optional=True)
@@ -50,7 +50,10 @@ class Trainer:
             raise UserError(f"loss: reduction={loss.reduction!r}; a batch is weighted by its samples, so give 'mean'.")
         if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
             raise UserError(f"loss: {type(loss).__name__} has parameters of its own; make it a part of the model.")
-        self.module = model.to(self.device)  # the model itself: its state dict has the names that the user gave
+        self.module = devices.place(
+            model, self.device, channels_last
+        )  # its state dict has the names that the user gave
+        cpu.tune(tune, self.device, self.module, compile)
         if compile:
             devices.check_compiler(self.device)
             self.module.compile()  # in place, so the names stay as they are
@@ -68,7 +71,9 @@ class Trainer:
                 f"optimizer: give what makes one, such as {example}; the Trainer calls it with the parameters."
             )
         groups = self.parameter_groups(decay_all)
-        self.optimizer = devices.build_optimizer(optimizer, groups, self.device, self.module) if optimizer else None
+        self.optimizer = None
+        if optimizer is not None:
+            self.optimizer = optimizers.build(optimizer, groups, self.device, self.module, compile)
         self.make_scheduler = scheduler or schedules.constant
         self.scheduler = None  # it needs total_steps, which fit knows
 
@@ -127,14 +132,14 @@ class Trainer:
 
         Each of the `grad_accum_steps` micro-batches is weighted by its share of the samples.
         """
-        total_loss = 0.0
-        micro_batches = batches.split(batch, self.grad_accum_steps)
+        losses, micro_batches = [], batches.split(batch, self.grad_accum_steps)
         for i, (micro_batch, share) in enumerate(micro_batches, 1):
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
                 with self.autocast:
                     loss, _ = self.compute_loss(micro_batch)
-                self.scaler.scale(loss * share).backward()
-            total_loss += loss.detach() * share
+                loss = loss if share == 1 else loss * share
+                self.scaler.scale(loss).backward()
+            losses.append(loss.detach())
         if self.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
@@ -144,7 +149,7 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.scaler.get_scale() >= scale:  # a step that the fp16 scaler skipped does not advance the schedule
             self.scheduler.step()
-        return total_loss
+        return sum(losses[1:], losses[0])
 
     def compute_loss(self, batch):
         """(the mean loss over the batch, the outputs that the metrics get); called in training and in evaluation."""

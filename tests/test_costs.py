@@ -1,0 +1,156 @@
+"""What a step costs, in things that can be counted: Python calls, operators, host syncs, reads of the data, imports."""
+
+import functools
+import subprocess
+import sys
+from collections import Counter
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from data.datasets import Data, TensorSplit
+from data.loader import DeviceLoader, HostLoader
+from trainer.callbacks import EMA, NaNGuard
+from trainer.trainer import Trainer
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def batches(n):
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, 5, generator=generator), torch.arange(4) % 3) for _ in range(n)]
+
+
+def trainer(optimizer=SGD, **settings):
+    torch.manual_seed(0)
+    return Trainer(torch.nn.Linear(5, 3), torch.nn.CrossEntropyLoss(), optimizer, device="cpu", **settings)
+
+
+def bare_loop(batches):
+    torch.manual_seed(0)
+    model, loss = torch.nn.Linear(5, 3), torch.nn.CrossEntropyLoss()
+    optimizer = SGD(model.parameters(), fused=True)
+    for inputs, targets in batches:
+        loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def python_calls(function):
+    """How many Python functions were called while the function ran."""
+    count = 0
+
+    def profile(frame, event, _):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def per_step(count):
+    """What 200 steps more add to `count(steps)`, a step."""
+    count(20)  # what is done once
+    return (count(300) - count(100)) / 200
+
+
+def test_python_calls_of_a_step():
+    def ours(steps):
+        fitted, given = trainer(callbacks=[NaNGuard()], log_every=10**6), batches(steps)
+        return python_calls(lambda: fitted.fit(given))
+
+    def bare(steps):
+        given = batches(steps)
+        return python_calls(lambda: bare_loop(given))
+
+    assert per_step(ours) <= per_step(bare) + 10, per_step(ours) - per_step(bare)
+
+
+def test_operators_of_a_step_are_the_bare_loop_s_and_three_more():
+    def count(run, steps):
+        given = batches(steps)
+        with Operators() as operators:
+            run(given)
+        return operators.counts
+
+    def ours(given):
+        trainer(log_every=10**6).fit(given)
+
+    extra = count(ours, 300) - count(ours, 100)
+    extra.subtract(count(bare_loop, 300) - count(bare_loop, 100))
+    added = {name: n / 200 for name, n in extra.items() if n and not name.startswith("profiler.")}
+    assert added.pop("aten.add_.Tensor") == 1  # the running mean of the loss
+    assert added.pop("aten.detach.default") == 2  # the loss, for the window and for the mean
+    assert not added
+
+
+def test_the_device_is_asked_for_a_number_only_when_a_row_is_logged():
+    for optimizer in (SGD, functools.partial(torch.optim.AdamW, lr=1e-3)):
+        rows = []
+
+        class Rows(NaNGuard):
+            def on_log(self, trainer, row, rows=rows):
+                rows.append(row)
+
+        with Operators() as operators:
+            trainer(optimizer, callbacks=[Rows(), EMA(0.9)], log_every=25, max_grad_norm=1.0).fit(batches(100))
+        assert len(rows) == 4 == operators.counts["aten._local_scalar_dense.default"]
+
+
+class Counted(TensorSplit):
+    """Counts how often each sample is read."""
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.reads, self.wholes = Counter(), 0
+
+    def __getitem__(self, index):
+        self.reads.update(index)
+        return super().__getitem__(index)
+
+    def tensors(self):
+        self.wholes += 1
+        return super().tensors()
+
+
+def test_resident_data_is_read_once_and_streamed_data_once_an_epoch():
+    for kind in (DeviceLoader, HostLoader):
+        split = Counted(torch.randn(30, 5), torch.arange(30) % 3)
+        loader = kind(Data("counted", split, None, None, (5,), 3), "train", 4, shuffle=True)
+        trainer(epochs=3).fit(loader)
+        if kind is DeviceLoader:
+            assert split.wholes == 1 and not split.reads
+        else:
+            assert not split.wholes and split.reads == Counter(dict.fromkeys(range(30), 3))
+
+
+def test_the_default_job_imports_no_compiler(tmp_path):
+    code = f"""
+import sys
+sys.argv = ["train.py", "max_steps=2", "run_dir={tmp_path / "run"}"]
+import runpy
+try:
+    runpy.run_path("train.py", run_name="__main__")
+except SystemExit as error:
+    assert not error.code, error.code
+print("compiler:", [name for name in ("torch._dynamo", "torch._inductor", "torchvision") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "compiler: []" in done.stdout

@@ -1,0 +1,77 @@
+"""Optimizers: built in their fused form, and stepped without what torch.optim wraps around a step."""
+
+import inspect
+import types
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from trainer import device as devices
+from trainer.errors import UserError
+
+
+def build(factory, groups, device, module=None, compiled=False):
+    """`factory(groups)`, in its fused form where there is one and neither `fused` nor `foreach` was chosen.
+
+    Fused forms are for dense floating-point parameters on some devices. Groups that turn out to have equal settings
+    become one, since each costs a step of its own.
+    """
+    if not compiled:
+        spare_the_compiler()
+    settings = inspect.signature(factory).parameters
+    open_choice = all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
+    dense = not any(getattr(child, "sparse", False) for child in (module.modules() if module else ()))
+    floating = all(p.is_floating_point() for group in groups for p in group["params"])
+    fused = {"fused": True} if open_choice and dense and floating and device.type in devices.FUSED else {}
+    try:
+        optimizer = factory(groups, **fused)
+    except (ValueError, TypeError, IndexError) as error:  # how torch refuses a rate, a decay, a pair of betas
+        advice = " Type another value, as in optimizer.lr=0.001." if str(error).startswith("Invalid") else ""
+        raise UserError(f"optimizer: {error}.{advice}") from error
+    first, *others = optimizer.param_groups
+    for group in others:
+        if {**group, "params": 0} == {**first, "params": 0}:
+            first["params"] += group["params"]
+            optimizer.param_groups.remove(group)
+    if (
+        not compiled
+        and type(optimizer).__module__.startswith("torch.optim.")
+        and not optimizer.defaults["differentiable"]
+    ):
+        make_lean(optimizer)
+    return optimizer
+
+
+def make_lean(optimizer):
+    """The same `step` and `zero_grad` without the wrappers of torch.optim, which cost 30 us a step.
+
+    They import torch._dynamo, call hooks and record a name for the profiler; the last two remain where someone listens.
+    """
+    kind = type(optimizer)
+    bare = torch.no_grad()(inspect.unwrap(kind.step))
+    full = kind.profile_hook_step(bare)
+
+    def step(self, closure=None):
+        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        return (full if hooks or torch.autograd._profiler_enabled() else bare)(self, closure)
+
+    def zero_grad(self, set_to_none=True):
+        if not set_to_none:
+            return kind.zero_grad(self, set_to_none)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    optimizer.step, optimizer.zero_grad = types.MethodType(step, optimizer), types.MethodType(zero_grad, optimizer)
+
+
+def spare_the_compiler():
+    """Lets optimizers work without importing torch._dynamo, which takes a second at the start of every run.
+
+    Their methods import it only to tell the compiler to look away; each is told here that it needs no telling.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
+        if not hasattr(method, "__dynamo_disable"):
+            method.__dynamo_disable = method  # where torch._compile looks before it imports the compiler
