@@ -113,6 +113,8 @@ def build_optimizer(factory, groups, device, module=None):
         return factory(
             groups, **({"fused": True} if open_choice and dense and floating and device.type in FUSED else {})
         )
+    except UserError:
+        raise
     except (ValueError, TypeError, IndexError) as error:  # how torch refuses a rate, a decay, a pair of betas
         advice = " Type another value, as in optimizer.lr=0.001." if str(error).startswith("Invalid") else ""
         raise UserError(f"optimizer: {error}.{advice}") from error
