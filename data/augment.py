@@ -1,4 +1,4 @@
-"""Batched augmentation on the device of the batch: every sample draws its own values, all from one generator."""
+"""Batched augmentation on the device of the batch: every sample has its own random values, all from one generator."""
 
 import functools
 import math
@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
+from trainer.device import to_device
 from trainer.errors import UserError, check_number, did_you_mean
 
 # The geometric ones in the order in which they are applied, whatever the order of the list.
 # `flip` takes no value, the others this one unless told.
 GEOMETRIC = {"flip": True, "shift": 2, "crop": 4, "cutout": 8}
+SLIDING = ("crop", "shift")  # drawn in this order for the rows, then for the columns
 MIXING = {"mixup": 0.2, "cutmix": 1.0}
 DEFAULTS = GEOMETRIC | MIXING
 
@@ -18,11 +20,14 @@ DEFAULTS = GEOMETRIC | MIXING
 class Augment:
     """Augments batches: `augment(inputs, targets, generator) -> (inputs, targets)`.
 
-    Built from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`. Random left-right `flip`; `shift` by up to k
-    pixels, zeros coming in; `crop` out of a frame of k reflected pixels; `cutout` of a k x k square of zeros: one
-    gather on the raw (uint8 or float) images. Then `normalize`. Then, in the order of the list, `mixup` (Zhang 2018,
-    arXiv 1710.09412), `cutmix` (Yun 2019, arXiv 1905.04899) and callables
-    `(inputs, targets, generator) -> (inputs, targets)`. The mixing ones make class targets soft: (N, num_classes).
+    Built from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`. Random left-right `flip`, or `{flip: alternate}`:
+    each sample in every second epoch (Jordan 2024, arXiv 2404.00498, section 3.6); `shift` by up to k pixels, zeros
+    coming in; `crop` out of a frame of k reflected pixels; `cutout` of a k x k square of zeros: one gather on the raw
+    (uint8 or float) images. Then `normalize`. Then, in the order of the list, `mixup` (Zhang 2018, arXiv 1710.09412),
+    `cutmix` (Yun 2019, arXiv 1905.04899) and callables `(inputs, targets, generator) -> (inputs, targets)`. The mixing
+    ones make class targets soft: (N, num_classes).
+
+    The generator is the CPU's whatever the device, so the same pictures are made on each.
     """
 
     def __init__(self, spec=(), num_classes=None, normalize=None):
@@ -54,10 +59,10 @@ class Augment:
             self.rest.append(functools.partial(function, a=a, num_classes=self.num_classes))
         elif item != "flip":
             self.geometric[item] = check_number(key, value, whole=True, least=1)
-        elif value is True:
+        elif value is True or value == "alternate":
             self.geometric[item] = value
         else:
-            raise UserError(f"{key}={value}: flip takes no value. Type dataset.augment=[flip].")
+            raise UserError(f"{key}={value}: there is no such flip. Type flip or {{flip: alternate}}.")
 
     def check(self, in_shape):
         """UserError where these augmentations cannot work on inputs of this shape."""
@@ -74,66 +79,88 @@ class Augment:
             )
 
     def __call__(self, inputs, targets, generator):
-        self.check(inputs.shape[1:])
-        if self.geometric:
-            inputs = self._move_pixels(inputs, generator)
-        if self.normalize is not None:
-            inputs = self.normalize(inputs)
+        inputs = self.images(inputs, self.draw(inputs.shape, generator))
+        return self.mix(inputs, targets, generator)
+
+    def draw(self, shape, generator, flips=None):
+        """What the geometric ones need for a batch of (N, C, H, W): a dict of tensors on the CPU, a row a sample.
+
+        `flips` (N,) says for an alternating flip who is flipped in this epoch; None draws that too.
+        """
+        self.check(shape[1:])
+        if not self.geometric:
+            return {}
+        draws, (n, sizes) = {}, (shape[0], shape[2:])
+        if "flip" in self.geometric:
+            alternates = self.geometric["flip"] == "alternate" and flips is not None
+            draws["flip"] = flips.view(n, 1) if alternates else torch.rand((n, 1), generator=generator) < 0.5
+        sliding = [
+            (f"{name} {axis}", self.geometric[name]) for axis in (0, 1) for name in SLIDING if name in self.geometric
+        ]
+        for name, k in sliding:
+            draws[name] = torch.randint(-k, k + 1, (n, 1), generator=generator)
+        if "cutout" in self.geometric:
+            # The middle lies anywhere in the image, so the square may hang over the border.
+            for axis, size in enumerate(sizes):
+                middle = torch.randint(0, size, (n, 1), generator=generator)
+                draws[f"cutout {axis}"] = middle - self.geometric["cutout"] // 2
+        return draws
+
+    def images(self, inputs, draws):
+        """The inputs of one batch, or of several at once, with their draws: moved, then normalised."""
+        if draws:
+            inputs = self._move_pixels(inputs, draws)
+        return inputs if self.normalize is None else self.normalize(inputs)
+
+    def mix(self, inputs, targets, generator):
+        """One batch after what looks at the whole of it: mixup, cutmix and callables."""
         for function in self.rest:
             inputs, targets = function(inputs, targets, generator)
         return inputs, targets
 
-    def _move_pixels(self, inputs, generator):
+    def _move_pixels(self, inputs, draws):
         """The images after flip, shift, crop and cutout.
 
         Row and column of the source are independent of each other in all of these, so two small tables
         (N, H) and (N, W) make the one gather.
         """
         n, channels, height, width = inputs.shape
-        device = inputs.device
-        shift, crop, cutout = (self.geometric.get(name, 0) for name in ("shift", "crop", "cutout"))
-
-        def draw(low, high):  # whole numbers from low to high
-            return torch.randint(low, high + 1, (n, 1), generator=generator, device=device)
-
+        draws = {name: to_device(draw, inputs.device) for name, draw in draws.items()}
         # The last operation is undone first: from the pixel that is written back to the pixel that is read.
-        flips = torch.rand((n, 1), generator=generator, device=device) < 0.5 if "flip" in self.geometric else None
         sources, visible = [], []
-        for size in (height, width):
-            place = torch.arange(size, device=device).expand(n, size)
-            if crop:
-                place = (place + draw(-crop, crop)).abs()
+        for axis, size in enumerate((height, width)):
+            place = torch.arange(size, device=inputs.device).expand(n, size)
+            if "crop" in self.geometric:
+                place = (place + draws[f"crop {axis}"]).abs()
                 place = size - 1 - (size - 1 - place).abs()
-            if shift:
-                place = place - draw(-shift, shift)
+            if "shift" in self.geometric:
+                place = place - draws[f"shift {axis}"]
                 visible.append((place >= 0) & (place < size))
                 place = place.clamp(0, size - 1)
             sources.append(place)
         rows, columns = sources
-        if flips is not None:
-            columns = torch.where(flips, width - 1 - columns, columns)
+        if "flip" in self.geometric:
+            columns = torch.where(draws["flip"], width - 1 - columns, columns)
         index = (rows.unsqueeze(2) * width + columns.unsqueeze(1)).view(n, 1, height * width)
         moved = inputs.flatten(2).gather(2, index.expand(n, channels, height * width)).view(inputs.shape)
-        if shift:
+        if visible:
             moved *= (visible[0].unsqueeze(2) & visible[1].unsqueeze(1)).unsqueeze(1)
-        if cutout:
+        if "cutout" in self.geometric:
             inside = []
-            for size in (height, width):
-                # The middle lies anywhere in the image, so the square may hang over the border.
-                start = draw(0, size - 1) - cutout // 2
-                place = torch.arange(size, device=device)
-                inside.append((place >= start) & (place < start + cutout))
+            for axis, size in enumerate((height, width)):
+                place, start = torch.arange(size, device=inputs.device), draws[f"cutout {axis}"]
+                inside.append((place >= start) & (place < start + self.geometric["cutout"]))
             moved *= ~(inside[0].unsqueeze(2) & inside[1].unsqueeze(1)).unsqueeze(1)
         return moved
 
 
 def sample_beta(a, generator):
-    """One draw of Beta(a, a), a 0-dim tensor on the generator's device; no rejection, so nothing waits for the device.
+    """One draw of Beta(a, a), a 0-dim tensor on the CPU, so nothing waits for a device; no rejection.
 
     Devroye 1996, "Random variate generation in one line of code", from Bailey's 1994 generator for Student's t: exact
     for every a > 0.
     """
-    u, v = torch.rand(2, generator=generator, device=generator.device).unbind()
+    u, v = torch.rand(2, generator=generator).unbind()
     cosine = torch.cos(2 * math.pi * v)
     return (1 + cosine.sign() * torch.rsqrt(1 + 1 / ((u ** (-1 / a) - 1) * cosine.square()))) / 2
 
@@ -162,7 +189,7 @@ def _cutmix(inputs, targets, generator, *, a, num_classes):
     targets = _soft(targets, num_classes, inputs.dtype if inputs.is_floating_point() else torch.float32)
     side = (1 - sample_beta(a, generator)).sqrt()
     inside = []
-    middles = torch.rand(2, generator=generator, device=inputs.device).unbind()
+    middles = torch.rand(2, generator=generator).unbind()
     for size, middle in zip(inputs.shape[2:], middles, strict=True):
         place = torch.arange(size, device=inputs.device)
         start, stop = ((middle - side / 2) * size).round(), ((middle + side / 2) * size).round()

@@ -60,6 +60,33 @@ def test_streamed_equals_resident(workers, augment, drop_last):
         assert same(resident, streamed)
 
 
+@pytest.mark.parametrize("augment", [[], ["flip", {"crop": 2}, "shift", "cutout", "cutmix", "mixup"]])
+def test_batches_gathered_together_equal_batches_gathered_one_by_one(augment):
+    split = TensorSplit(torch.randint(0, 256, (53, 3, 9, 8), dtype=torch.uint8), torch.arange(53) % 5)
+    data = Data("noise", split, None, None, (3, 9, 8), 5, mean=[0.1, 0.5, 0.4], std=[0.2, 0.3, 0.25])
+    together, single = (DeviceLoader(data, "train", 4, shuffle=True, augment=augment) for _ in range(2))
+    assert together.batches_at_once == 16
+    single.batches_at_once = 1
+    for epoch, position in [(0, 0), (1, 5), (2, 13)]:
+        together.seek(epoch, position)
+        single.seek(epoch, position)
+        assert same(together, single)
+
+
+def test_an_alternating_flip_flips_each_sample_in_every_second_epoch():
+    ramp = torch.arange(8, dtype=torch.uint8).expand(40, 1, 8, 8).contiguous()
+    ramp[:, 0, 0] = torch.arange(40, dtype=torch.uint8).view(40, 1)  # the first row tells which sample it is
+    data = Data("ramps", TensorSplit(ramp, torch.zeros(40, dtype=torch.int64)), None, None, (1, 8, 8), 5)
+    loader, flipped = DeviceLoader(data, "train", 7, shuffle=True, augment=[{"flip": "alternate"}]), []
+    for _ in range(4):
+        batches = torch.cat([(inputs * 255).round() for inputs, _ in loader])
+        order = batches[:, 0, 0, 0].long().argsort()
+        flipped.append(batches[order, 0, 1, 0] == 7)
+    assert 5 < flipped[0].sum() < 35
+    for epoch in range(1, 4):
+        assert torch.equal(flipped[epoch], ~flipped[epoch - 1])
+
+
 @pytest.mark.parametrize(
     "loader",
     [

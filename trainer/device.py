@@ -158,6 +158,13 @@ def move(batch, device):
     return batches.walk(to_device, batch)
 
 
+def to_device(tensor, device):
+    """A tensor that was just made on the CPU, on the device; through pinned memory, so that nothing waits for it."""
+    if device.type in ("cpu", "mps"):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def mix_seed(*parts):
     """A 63-bit seed from any parts (numbers, strings).
 
