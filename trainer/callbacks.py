@@ -176,6 +176,56 @@ class EarlyStopping(Monitor):
         self.waited = state["waited"]
 
 
+class Lookahead(Callback):
+    """Every `every` steps, slow weights go a part of the way to the trained ones, which then go on from the slow ones.
+
+    slow = d * slow + (1 - d) * trained, BatchNorm's statistics included. d rises as (step / total_steps) ** `power` to
+    `decay` at the end (Jordan 2024, arXiv 2404.00498, section 3.4); for power 0 it is the same throughout (Zhang 2019,
+    arXiv 1907.08610, algorithm 1, where 1 - d is called alpha). The training ends with the slow weights.
+    """
+
+    def __init__(self, every=5, decay=0.5, power=0):
+        self.every = check_number("callbacks.lookahead.every", every, whole=True, least=1)
+        self.decay = check_number("callbacks.lookahead.decay", decay, least=0, most=1)
+        self.power = check_number("callbacks.lookahead.power", power, least=0)
+        self.slow, self.step = None, 0
+
+    def on_fit_start(self, trainer):
+        """UserError where an EMA stands in front of it, which would hand it averages instead of the weights."""
+        before = trainer.callbacks[: trainer.callbacks.index(self)]
+        if any(isinstance(callback, EMA) for callback in before):
+            raise UserError("callbacks: Lookahead changes the weights that EMA averages. Put it in front of EMA.")
+        current = floating_state(trainer)
+        self.slow = copied(self.slow if self.slow and trainer.step else current, like=current)
+        self.step = trainer.step
+
+    def on_step_end(self, trainer):
+        self.update(trainer)
+
+    def on_eval_start(self, trainer):
+        if self.slow is not None:  # or evaluated before any training
+            self.update(trainer)
+
+    @torch.no_grad()
+    def update(self, trainer):
+        """Does the step's part, once: a step with an evaluation asks for it before that and at its end."""
+        due, last = trainer.step % self.every == 0, trainer.step == trainer.total_steps
+        if self.step == trainer.step or not (due or last):
+            return
+        self.step, current = trainer.step, floating_state(trainer)
+        slow, trained = [self.slow[name] for name in current], list(current.values())
+        if due:
+            decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
+            torch._foreach_lerp_(slow, trained, 1 - decay)
+        torch._foreach_copy_(trained, slow)  # in place: a swap of `.data` is ignored by sharded modules
+
+    def state_dict(self):
+        return {"slow": self.slow, "step": self.step}
+
+    def load_state_dict(self, state):
+        self.slow, self.step = state["slow"], state["step"]
+
+
 class EMA(Callback):
     """Evaluates and predicts with an exponential moving average of the weights and of BatchNorm's statistics.
 
@@ -227,53 +277,6 @@ class EMA(Callback):
 
     def load_state_dict(self, state):
         self.average, self.step = state["average"], state["step"]
-
-
-class Lookahead(Callback):
-    """Every `every` steps, slow weights go a part of the way to the trained ones, which then go on from the slow ones.
-
-    slow = d * slow + (1 - d) * trained, BatchNorm's statistics included. d rises as (step / total_steps) ** `power` to
-    `decay` at the end (Jordan 2024, arXiv 2404.00498, section 3.4); for power 0 it is the same throughout (Zhang 2019,
-    arXiv 1907.08610, algorithm 1, where 1 - d is called alpha). The training ends with the slow weights.
-    """
-
-    def __init__(self, every=5, decay=0.5, power=0):
-        self.every = check_number("callbacks.lookahead.every", every, whole=True, least=1)
-        self.decay = check_number("callbacks.lookahead.decay", decay, least=0, most=1)
-        self.power = check_number("callbacks.lookahead.power", power, least=0)
-        self.slow, self.step = None, 0
-
-    def on_fit_start(self, trainer):
-        current = floating_state(trainer)
-        self.slow = copied(self.slow if self.slow and trainer.step else current, like=current)
-        self.step = trainer.step
-
-    def on_step_end(self, trainer):
-        self.update(trainer)
-
-    def on_eval_start(self, trainer):
-        if self.slow is not None:  # or evaluated before any training
-            self.update(trainer)
-
-    @torch.no_grad()
-    def update(self, trainer):
-        """Does the step's part, once: a step with an evaluation asks for it before that and at its end."""
-        if self.step == trainer.step:
-            return
-        self.step = trainer.step
-        current, last = floating_state(trainer), trainer.step == trainer.total_steps
-        slow = [self.slow[name] for name in current]
-        if trainer.step % self.every == 0:
-            decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
-            torch._foreach_lerp_(slow, list(current.values()), 1 - decay)
-        if trainer.step % self.every == 0 or last:
-            torch._foreach_copy_(list(current.values()), slow)  # in place, as in EMA
-
-    def state_dict(self):
-        return {"slow": self.slow, "step": self.step}
-
-    def load_state_dict(self, state):
-        self.slow, self.step = state["slow"], state["step"]
 
 
 def floating_state(trainer):
