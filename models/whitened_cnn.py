@@ -20,7 +20,7 @@ class WhitenedCNN(nn.Module):
     """
 
     def __init__(
-        self, in_shape, num_classes, widths=(64, 256, 256), norm_momentum=0.4, logit_scale=1 / 9, views="mirror_shift"
+        self, in_shape, num_classes, widths=(64, 256, 256), norm_momentum=0.4, logit_scale=0.111, views="mirror_shift"
     ):
         super().__init__()
         channels, height, width = check_image("whitened_cnn", in_shape)

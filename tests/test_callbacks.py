@@ -123,7 +123,7 @@ class Seen(Callback):
 
 @pytest.mark.parametrize(("every", "decay", "power"), [(5, 0.5, 0), (4, 0.774, 3), (1, 0.9, 1)])
 def test_lookahead_is_its_formula(every, decay, power):
-    """24 steps: the last one ends with the slow weights also where it is no multiple of `every`."""
+    """24 steps: the last one ends with the slow weights also where 24 is no multiple of `every`."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
     slow = {name: t.clone() for name, t in model.state_dict().items() if t.is_floating_point()}
     trained, after = Seen(), Seen()
@@ -131,10 +131,10 @@ def test_lookahead_is_its_formula(every, decay, power):
     trainer.fit(loaders()[0])
     assert trainer.step == len(trained.states) == 24
     for step, (before, now) in enumerate(zip(trained.states, after.states, strict=True), 1):
+        goes_back = step % every == 0 or step == 24
         for name in slow:
-            if step % every == 0:
+            if goes_back:
                 slow[name] += (before[name] - slow[name]) * (1 - decay * (step / 24) ** power)
-            goes_back = step % every == 0 or step == 24
             torch.testing.assert_close(now[name], slow[name] if goes_back else before[name], rtol=1e-5, atol=1e-6)
     assert_same(after.states[-1], dict(trainer.module.state_dict()))
 

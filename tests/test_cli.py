@@ -693,6 +693,14 @@ def test_every_set_of_callbacks_trains(compose, tmp_path, callbacks):
     assert (tmp_path / "tensorboard").exists() == (callbacks == "tensorboard")
 
 
+@pytest.mark.parametrize("dataset", ["digits", "synthetic"])
+def test_the_whitened_recipe_trains_on_other_images(compose, tmp_path, dataset):
+    shape = ["dataset.in_shape=[3,9,11]"] if dataset == "synthetic" else []
+    recipe = ["experiment=cifar10_94", f"dataset={dataset}", "model.widths=[8,12]", *shape]
+    trainer = trained(compose, tmp_path, *recipe)
+    assert trainer.callbacks == ["Progress", "Lookahead", "JSONL", "NaNGuard", "Whiten"]
+
+
 def test_callbacks_with_a_null_are_off(compose, tmp_path):
     assert trained(compose, tmp_path).callbacks == ["Progress", "JSONL", "NaNGuard"]
 

@@ -179,9 +179,9 @@ class EarlyStopping(Monitor):
 class Lookahead(Callback):
     """Every `every` steps, slow weights go a part of the way to the trained ones, which then go on from the slow ones.
 
-    slow = d * slow + (1 - d) * trained, BatchNorm's statistics included. d rises as (step / total_steps) ** `power` to
-    `decay` at the end (Jordan 2024, arXiv 2404.00498, section 3.4); for power 0 it is the same throughout (Zhang 2019,
-    arXiv 1907.08610, algorithm 1, where 1 - d is called alpha). The training ends with the slow weights.
+    slow = d * slow + (1 - d) * trained, BatchNorm's statistics included; the last step ends so too. d rises as
+    (step / total_steps) ** `power` to `decay` at the end (Jordan 2024, arXiv 2404.00498, section 3.4); for power 0 it
+    is the same throughout (Zhang 2019, arXiv 1907.08610, algorithm 1, where 1 - d is called alpha).
     """
 
     def __init__(self, every=5, decay=0.5, power=0):
@@ -209,14 +209,12 @@ class Lookahead(Callback):
     @torch.no_grad()
     def update(self, trainer):
         """Does the step's part, once: a step with an evaluation asks for it before that and at its end."""
-        due, last = trainer.step % self.every == 0, trainer.step == trainer.total_steps
-        if self.step == trainer.step or not (due or last):
+        if self.step == trainer.step or not trainer.is_time(self.every):
             return
         self.step, current = trainer.step, floating_state(trainer)
         slow, trained = [self.slow[name] for name in current], list(current.values())
-        if due:
-            decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
-            torch._foreach_lerp_(slow, trained, 1 - decay)
+        decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
+        torch._foreach_lerp_(slow, trained, 1 - decay)
         torch._foreach_copy_(trained, slow)  # in place: a swap of `.data` is ignored by sharded modules
 
     def state_dict(self):
