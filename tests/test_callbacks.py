@@ -11,7 +11,7 @@ from conftest import assert_same, make_data, make_model, make_trainer
 
 from data.loader import DeviceLoader
 from trainer import checkpoint
-from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard, Progress, TimeLimit
+from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead, NaNGuard, Progress, TimeLimit
 from trainer.errors import TrainingError, UserError
 from trainer.loggers import JSONL, TensorBoard
 from trainer.lr_find import draw, lr_find
@@ -106,6 +106,77 @@ def test_ema_is_taken_back_when_an_evaluation_fails():
     with pytest.raises(ValueError, match="unpack"):
         trainer.evaluate([(torch.zeros(2, 6), torch.zeros(2), "too much")])
     assert_same(dict(trainer.module.state_dict()), before)
+
+
+# Lookahead
+
+
+class Seen(Callback):
+    """Keeps a copy of the weights and statistics after each step, as they are at its place in the list."""
+
+    def __init__(self):
+        self.states = []
+
+    def on_step_end(self, trainer):
+        self.states.append({name: t.clone() for name, t in trainer.module.state_dict().items()})
+
+
+@pytest.mark.parametrize(("every", "decay", "power"), [(5, 0.5, 0), (4, 0.774, 3), (1, 0.9, 1)])
+def test_lookahead_is_its_formula(every, decay, power):
+    """24 steps: the last one ends with the slow weights also where 24 is no multiple of `every`."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+    slow = {name: t.clone() for name, t in model.state_dict().items() if t.is_floating_point()}
+    trained, after = Seen(), Seen()
+    trainer = make_trainer(model, callbacks=[trained, Lookahead(every, decay, power), after])
+    trainer.fit(loaders()[0])
+    assert trainer.step == len(trained.states) == 24
+    for step, (before, now) in enumerate(zip(trained.states, after.states, strict=True), 1):
+        goes_back = step % every == 0 or step == 24
+        for name in slow:
+            if goes_back:
+                slow[name] += (before[name] - slow[name]) * (1 - decay * (step / 24) ** power)
+            torch.testing.assert_close(now[name], slow[name] if goes_back else before[name], rtol=1e-5, atol=1e-6)
+    assert_same(after.states[-1], dict(trainer.module.state_dict()))
+
+
+def test_an_evaluation_sees_what_lookahead_makes_of_its_step_and_changes_nothing(tmp_path):
+    train_loader, val_loader = loaders()
+
+    def run(folder, **settings):
+        callbacks = [Lookahead(every=3, decay=0.5), EMA(0.9), Checkpoint(folder, every=1, keep=100)]
+        trainer, rows = make_trainer(callbacks=callbacks, **settings), []
+        log, trainer.log = trainer.log, lambda row: (rows.append({"step": trainer.step, **row}), log(row))
+        trainer.fit(train_loader, val_loader)
+        return trainer, [row for row in rows if "val/loss" in row]
+
+    often, rows = run(tmp_path / "often", eval_every=1)
+    seldom, _ = run(tmp_path / "seldom", eval_every=24)
+    assert_same(dict(often.module.state_dict()), dict(seldom.module.state_dict()))
+    assert len(rows) == 24
+    for row in rows:
+        callbacks = [Lookahead(every=3, decay=0.5), EMA(0.9)]
+        other = make_trainer(make_model(seed=5), callbacks=callbacks, scheduler=None, optimizer=None)
+        other.load_state_dict(checkpoint.load(checkpoint.path_of(tmp_path / "often", row["step"])))
+        assert other.evaluate(val_loader)["val/loss"] == row["val/loss"]
+
+
+@pytest.mark.parametrize("step", [2, 10, 15])
+def test_lookahead_continues_where_it_was(tmp_path, step):
+    def run(folder, resume=None):
+        trainer = make_trainer(callbacks=[Lookahead(every=5, decay=0.7, power=3), Checkpoint(folder, 1, keep=99)])
+        trainer.fit(loaders()[0], resume=resume)
+        return trainer.state_dict()
+
+    whole = run(tmp_path / "whole")
+    again = run(tmp_path / "again", resume=checkpoint.path_of(tmp_path / "whole", step))
+    for part in ("model", "optimizer"):
+        assert_same(again[part], whole[part])
+    assert_same(again["callbacks"]["Lookahead"], whole["callbacks"]["Lookahead"])
+
+
+def test_lookahead_stands_in_front_of_ema():
+    with pytest.raises(UserError, match="in front of EMA"):
+        make_trainer(callbacks=[EMA(0.9), Lookahead()]).fit(loaders()[0])
 
 
 # Early stopping, time limit, NaN guard

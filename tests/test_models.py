@@ -1,16 +1,27 @@
 """Every model on every shape it claims: outputs, a gradient for each parameter, learning; and what it refuses."""
 
+import functools
+import itertools
+
 import pytest
 import torch
+from conftest import assert_same, make_trainer
 
+from data import datasets
+from data.loader import DeviceLoader, HostLoader
 from models.cnn import CNN
 from models.linear import Linear
 from models.mlp import MLP
 from models.resnet import ResNet
+from models.whitened_cnn import Whiten, WhitenedCNN, convolution, first_images
+from trainer import checkpoint, schedules
+from trainer.callbacks import Callback, Checkpoint, Lookahead
 from trainer.errors import UserError
+from trainer.optimizers import decoupled_sgd
 
 IMAGES = [(1, 8, 8), (3, 9, 14), (1, 28, 28), (3, 32, 32)]
 SMALL_RESNET = {"widths": [8, 12, 16, 24], "blocks": [1, 2, 1, 1]}
+SMALL_WHITENED = {"widths": [8, 24, 16]}
 CASES = [(model, shape, {}) for model in (Linear, MLP) for shape in [(5,), *IMAGES]]
 CASES += [
     (MLP, (5,), {"norm": "batch"}),
@@ -18,7 +29,9 @@ CASES += [
     (MLP, (5,), {"hidden": []}),
 ]
 CASES += [(CNN, shape, knobs) for shape in IMAGES for knobs in ({}, {"channels": [4] * 6, "kernel": 5})] + [
-    (ResNet, shape, SMALL_RESNET) for shape in IMAGES
+    (model, shape, knobs)
+    for model, knobs in ((ResNet, SMALL_RESNET), (WhitenedCNN, SMALL_WHITENED))
+    for shape in IMAGES
 ]
 
 
@@ -31,7 +44,8 @@ def test_shapes_gradients_and_learning(model, in_shape, knobs):
     assert outputs.shape == (14, 7)
     first = torch.nn.functional.cross_entropy(outputs, targets)
     first.backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in network.parameters())
+    learnt = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in learnt)
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
     for _ in range(8):
         optimizer.zero_grad()
@@ -51,7 +65,10 @@ def test_a_batch_is_the_sum_of_its_samples_in_evaluation(model, in_shape, knobs)
 
 
 @pytest.mark.parametrize("in_shape", IMAGES)
-@pytest.mark.parametrize(("model", "knobs"), [(CNN, {}), (CNN, {"channels": [4] * 6}), (ResNet, SMALL_RESNET)])
+@pytest.mark.parametrize(
+    ("model", "knobs"),
+    [(CNN, {}), (CNN, {"channels": [4] * 6}), (ResNet, SMALL_RESNET), (WhitenedCNN, SMALL_WHITENED)],
+)
 def test_a_last_batch_of_one_sample_trains(model, knobs, in_shape):
     assert model(in_shape, 3, **knobs).train()(torch.randn(1, *in_shape)).isfinite().all()
 
@@ -98,6 +115,10 @@ def test_resnet_is_resnet_18():
         (CNN, {"dropout": -0.1}, "model.dropout"),
         (ResNet, {"widths": [64, -1]}, "model.widths"),
         (ResNet, {"blocks": [2, 2]}, "model.blocks"),
+        (WhitenedCNN, {"widths": []}, "model.widths"),
+        (WhitenedCNN, {"norm_momentum": 0}, "model.norm_momentum"),
+        (WhitenedCNN, {"logit_scale": 0}, "model.logit_scale"),
+        (WhitenedCNN, {"views": "mirrors"}, "model.views"),
     ],
 )
 def test_impossible_knobs_name_their_key(model, knobs, key):
@@ -105,7 +126,147 @@ def test_impossible_knobs_name_their_key(model, knobs, key):
         model((3, 16, 16), 10, **knobs)
 
 
-@pytest.mark.parametrize("model", [CNN, ResNet])
+@pytest.mark.parametrize("model", [CNN, ResNet, WhitenedCNN])
 def test_a_flat_input_names_the_models_for_it(model):
     with pytest.raises(UserError, match="model=mlp"):
         model((20,), 10)
+
+
+# WhitenedCNN
+
+
+def test_whitened_cnn_is_the_papers_network():
+    """1.97 million parameters at 10 classes, and maps of 31, 15, 7 and 3 pixels."""
+    network = WhitenedCNN((3, 32, 32), 10)
+    assert sum(parameter.numel() for parameter in network.parameters()) == 1_972_792
+    sizes = []
+    for layer in [network.first, *network.blocks]:
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.register_forward_hook(lambda module, inputs, output: sizes.append(tuple(output.shape[1:])))
+    network.train()(torch.randn(2, 3, 32, 32))
+    assert sizes == [(24, 31, 31), (64, 31, 31), (64, 15, 15), (256, 15, 15), (256, 7, 7), (256, 7, 7), (256, 3, 3)]
+    with pytest.raises(UserError, match="3x3 up"):
+        WhitenedCNN((3, 2, 32), 10)
+    assert WhitenedCNN((1, 3, 3), 2).train()(torch.randn(1, 1, 3, 3)).isfinite().all()
+
+
+def test_a_convolution_hands_its_inputs_on_at_first():
+    images = torch.randn(2, 5, 6, 7)
+    assert torch.equal(convolution(5, 8)(images)[:, :5], images)
+    assert torch.equal(convolution(5, 3)(images), images[:, :3])
+
+
+def test_the_logits_are_the_mean_over_the_views():
+    network = {views: WhitenedCNN((3, 9, 8), 4, [8, 8], views=views) for views in ("none", "mirror", "mirror_shift")}
+    images = torch.randn(5, 3, 9, 8, dtype=torch.float64)
+    state = network["none"].train().state_dict()
+    logits = {}
+    for views, model in network.items():
+        model.load_state_dict(state)
+        logits[views] = model.double().eval()
+    one, two, six = (model(images) for model in logits.values())
+    plain = logits["none"]
+    padded = torch.nn.functional.pad(images, (1, 1, 1, 1), mode="reflect")
+    up_left, down_right = padded[:, :, 0:9, 0:8], padded[:, :, 2:11, 2:10]
+    torch.testing.assert_close(two, (one + plain(images.flip(3))) / 2)
+    moved = plain(up_left) + plain(up_left.flip(3)) + plain(down_right) + plain(down_right.flip(3))
+    torch.testing.assert_close(six, (one + plain(images.flip(3))) / 4 + moved / 8)
+    assert not torch.equal(one, two) and not torch.equal(two, six)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_whitened_patches_are_uncorrelated(channels):
+    images = torch.randn(200, channels, 9, 11)
+    images = (images + 2 * images.mean((1, 2, 3), keepdim=True) + images.roll(1, 3)).clone()  # neighbours are alike
+    network = WhitenedCNN(images.shape[1:], 3, [8])
+    network.whiten(images.split(64), eps=1e-9)
+    outputs = torch.nn.functional.conv2d(images, network.first.weight)
+    half = outputs.shape[1] // 2
+    assert half == 4 * channels and torch.equal(outputs[:, half:], -outputs[:, :half])
+    found = outputs[:, :half].transpose(0, 1).flatten(1)
+    torch.testing.assert_close(found @ found.T / found.shape[1], torch.eye(half), rtol=0, atol=1e-4)
+
+
+def test_eps_keeps_a_direction_without_variance_small():
+    """All pixels of each patch alike: one direction of four has a variance."""
+    network, images = WhitenedCNN((1, 6, 6), 3, [8]), torch.randn(50, 1, 1, 1).expand(50, 1, 6, 6)
+    network.whiten([images], eps=0.25)
+    value = 4 * images[:, 0, 0, 0].square().mean()
+    assert network.first.weight.flatten(1).norm(dim=1).amax() <= 2.0001
+    outputs = torch.nn.functional.conv2d(images, network.first.weight)[:, :4]
+    torch.testing.assert_close(outputs.square().mean((0, 2, 3)).amax(), value / (value + 0.25))
+
+
+def images_data():
+    return datasets.synthetic(n=90, in_shape=(3, 8, 8), num_classes=4)
+
+
+def whitened_trainer(*callbacks, loader=DeviceLoader, **settings):
+    """A trainer in the manner of experiment=cifar10_94, and its loader: 3 epochs of 7 steps."""
+    torch.manual_seed(0)
+    augment = [{"flip": "alternate"}, {"crop": 2}]
+    batches = loader(images_data(), "train", 10, shuffle=True, augment=augment, drop_last=True)
+    trainer = make_trainer(
+        WhitenedCNN((3, 8, 8), 4, **SMALL_WHITENED),
+        loss=torch.nn.CrossEntropyLoss(label_smoothing=0.2),
+        optimizer=functools.partial(decoupled_sgd, lr=5, batch_size=10),
+        scheduler=functools.partial(schedules.linear, warmup=0.23, final=0.07),
+        callbacks=[Whiten(images=25, bias_epochs=1.5), Lookahead(every=4, decay=0.7, power=3), *callbacks],
+        decay_all=True,
+        **settings,
+    )
+    return trainer, batches
+
+
+def test_whiten_sets_the_filters_once_and_the_bias_learns_for_a_while():
+    trainer, batches = whitened_trainer()
+    expected = WhitenedCNN((3, 8, 8), 4, **SMALL_WHITENED)
+    seen = torch.cat([images for images, _ in batches])[:25]
+    expected.whiten([seen])
+    biases, seen_by_training = [], []
+
+    class Watch(Callback):
+        def on_step_end(self, trainer):
+            biases.append(trainer.module.first.bias.detach().clone())
+
+    trainer.callbacks.insert(0, Watch())  # the trained weights, before Lookahead
+    step = trainer.train_step
+    trainer.train_step = lambda batch: seen_by_training.append(batch[0].clone()) or step(batch)
+    trainer.fit(batches)
+    torch.testing.assert_close(trainer.module.first.weight, expected.first.weight, rtol=1e-4, atol=1e-5)
+    frozen = 11  # steps of 7 an epoch that begin before 1.5 epochs
+    moves = [not torch.equal(a, b) for a, b in itertools.pairwise(biases)]
+    assert all(moves[: frozen - 1])
+    assert not trainer.module.first.bias.requires_grad and not trainer.module.first.weight.requires_grad
+    # Lookahead moves it a last time, at its next turn.
+    assert not any(moves[frozen:][1:3])
+    # What was looked at for the filters is seen again by the training.
+    assert len(seen_by_training) == 21
+    torch.testing.assert_close(torch.cat(seen_by_training)[:25], seen, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("step", [3, 9, 12])
+@pytest.mark.parametrize("loader", [DeviceLoader, HostLoader])
+def test_a_resumed_whitened_training_ends_as_the_whole_one(tmp_path, loader, step):
+    whole, batches = whitened_trainer(Checkpoint(tmp_path, every=3, keep=99), loader=loader)
+    whole.fit(batches)
+    again, batches = whitened_trainer(Checkpoint(tmp_path / "again", every=3, keep=99), loader=loader)
+    with torch.no_grad():
+        for parameter in again.module.parameters():  # nothing of a new start may stay
+            parameter.add_(0.1)
+    again.fit(batches, resume=checkpoint.path_of(tmp_path, step))
+    for part in ("model", "optimizer"):
+        assert_same(again.state_dict()[part], whole.state_dict()[part])
+    assert_same(again.callbacks[1].state_dict(), whole.callbacks[1].state_dict())
+
+
+def test_first_images_are_as_many_as_asked_or_there_are():
+    batches = DeviceLoader(images_data(), "train", 10, shuffle=True)
+    assert [len(images) for images in first_images(batches, 25)] == [10, 10, 5]
+    assert sum(len(images) for images in first_images(batches, 1000)) == batches.samples
+
+
+def test_whiten_wants_the_model_that_it_is_for():
+    trainer = make_trainer(CNN((3, 8, 8), 4), callbacks=[Whiten()])
+    with pytest.raises(UserError, match="model=whitened_cnn"):
+        trainer.fit(DeviceLoader(images_data(), "train", 10))

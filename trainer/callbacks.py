@@ -1,4 +1,4 @@
-"""What happens between steps: the Callback, progress, checkpoints, early stopping, EMA, a time limit, the NaN guard."""
+"""What happens between steps: the Callback, progress, checkpoints, early stopping, averages, time limit, NaN guard."""
 
 import math
 import sys
@@ -176,6 +176,54 @@ class EarlyStopping(Monitor):
         self.waited = state["waited"]
 
 
+class Lookahead(Callback):
+    """Every `every` steps, slow weights go a part of the way to the trained ones, which then go on from the slow ones.
+
+    slow = d * slow + (1 - d) * trained, BatchNorm's statistics included; the last step ends so too. d rises as
+    (step / total_steps) ** `power` to `decay` at the end (Jordan 2024, arXiv 2404.00498, section 3.4); for power 0 it
+    is the same throughout (Zhang 2019, arXiv 1907.08610, algorithm 1, where 1 - d is called alpha).
+    """
+
+    def __init__(self, every=5, decay=0.5, power=0):
+        self.every = check_number("callbacks.lookahead.every", every, whole=True, least=1)
+        self.decay = check_number("callbacks.lookahead.decay", decay, least=0, most=1)
+        self.power = check_number("callbacks.lookahead.power", power, least=0)
+        self.slow, self.step = None, 0
+
+    def on_fit_start(self, trainer):
+        """UserError where an EMA stands in front of it, which would hand it averages instead of the weights."""
+        before = trainer.callbacks[: trainer.callbacks.index(self)]
+        if any(isinstance(callback, EMA) for callback in before):
+            raise UserError("callbacks: Lookahead changes the weights that EMA averages. Put it in front of EMA.")
+        current = floating_state(trainer)
+        self.slow = copied(self.slow if self.slow and trainer.step else current, like=current)
+        self.step = trainer.step
+
+    def on_step_end(self, trainer):
+        self.update(trainer)
+
+    def on_eval_start(self, trainer):
+        if self.slow is not None:  # or evaluated before any training
+            self.update(trainer)
+
+    @torch.no_grad()
+    def update(self, trainer):
+        """Does the step's part, once: a step with an evaluation asks for it before that and at its end."""
+        if self.step == trainer.step or not trainer.is_time(self.every):
+            return
+        self.step, current = trainer.step, floating_state(trainer)
+        slow, trained = [self.slow[name] for name in current], list(current.values())
+        decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
+        torch._foreach_lerp_(slow, trained, 1 - decay)
+        torch._foreach_copy_(trained, slow)  # in place: a swap of `.data` is ignored by sharded modules
+
+    def state_dict(self):
+        return {"slow": self.slow, "step": self.step}
+
+    def load_state_dict(self, state):
+        self.slow, self.step = state["slow"], state["step"]
+
+
 class EMA(Callback):
     """Evaluates and predicts with an exponential moving average of the weights and of BatchNorm's statistics.
 
@@ -187,14 +235,9 @@ class EMA(Callback):
         self.decay = check_number("ema", decay, above=0, most=1)
         self.average, self.raw, self.step = None, None, 0
 
-    def tensors(self, trainer):
-        return {name: tensor for name, tensor in trainer.module.state_dict().items() if tensor.is_floating_point()}
-
     def on_fit_start(self, trainer):
-        current = self.tensors(trainer)
-        start = self.average if self.average and trainer.step else current
-        # A loaded average comes on the CPU.
-        self.average = {name: torch.empty_like(tensor).copy_(start[name]) for name, tensor in current.items()}
+        current = floating_state(trainer)
+        self.average = copied(self.average if self.average and trainer.step else current, like=current)
         self.step = trainer.step
 
     def on_step_end(self, trainer):
@@ -207,7 +250,7 @@ class EMA(Callback):
             return
         self.step = trainer.step
         decay = min(self.decay, (1 + self.step) / (10 + self.step))
-        current = self.tensors(trainer)
+        current = floating_state(trainer)
         torch._foreach_lerp_([self.average[name] for name in current], list(current.values()), 1 - decay)
 
     @torch.no_grad()
@@ -215,7 +258,7 @@ class EMA(Callback):
         if self.average is None:  # evaluated before any training
             return
         self.update(trainer)
-        current = self.tensors(trainer)
+        current = floating_state(trainer)
         self.raw = {name: tensor.clone() for name, tensor in current.items()}
         for name, tensor in current.items():
             tensor.copy_(self.average[name])  # in place: a swap of `.data` is ignored by sharded modules
@@ -223,7 +266,7 @@ class EMA(Callback):
     @torch.no_grad()
     def on_eval_end(self, trainer):
         if self.raw is not None:
-            for name, tensor in self.tensors(trainer).items():
+            for name, tensor in floating_state(trainer).items():
                 tensor.copy_(self.raw[name])
             self.raw = None
 
@@ -232,6 +275,16 @@ class EMA(Callback):
 
     def load_state_dict(self, state):
         self.average, self.step = state["average"], state["step"]
+
+
+def floating_state(trainer):
+    """{name: tensor} of the weights and statistics that can be averaged, the live ones."""
+    return {name: tensor for name, tensor in trainer.module.state_dict().items() if tensor.is_floating_point()}
+
+
+def copied(tensors, like):
+    """Copies with the devices and layouts of the tensors in `like`: those of a checkpoint come on the CPU."""
+    return {name: torch.empty_like(tensor).copy_(tensors[name]) for name, tensor in like.items()}
 
 
 class TimeLimit(Callback):

@@ -1,4 +1,4 @@
-"""Optimizers: built in their fused form, and stepped without what torch.optim wraps around a step."""
+"""Optimizers: in their fused form, stepped without what torch.optim wraps around a step; and one that torch has not."""
 
 import inspect
 import types
@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trainer import device as devices
-from trainer.errors import UserError
+from trainer.errors import UserError, check_number
 
 
 def build(factory, groups, device, module=None, compiled=False):
@@ -25,6 +25,8 @@ def build(factory, groups, device, module=None, compiled=False):
     fused = {"fused": True} if open_choice and dense and floating and device.type in devices.FUSED else {}
     try:
         optimizer = factory(groups, **fused)
+    except UserError:
+        raise
     except (ValueError, TypeError, IndexError) as error:  # how torch refuses a rate, a decay, a pair of betas
         advice = " Type another value, as in optimizer.lr=0.001." if str(error).startswith("Invalid") else ""
         raise UserError(f"optimizer: {error}.{advice}") from error
@@ -75,3 +77,30 @@ def spare_the_compiler():
         method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
         if not hasattr(method, "__dynamo_disable"):
             method.__dynamo_disable = method  # where torch._compile looks before it imports the compiler
+
+
+def decoupled_sgd(
+    params, lr, batch_size, momentum=0.85, weight_decay=0.0153, bias_scale=64.0, fused=None, foreach=None
+):
+    """A torch.optim.SGD with Nesterov momentum, on parameter groups, of a rate and a decay per 1,024 samples.
+
+    `lr` is how far 1,024 samples of the same gradient move a weight, and `weight_decay` the share by which they shrink
+    it, whatever the batch size and the momentum are and, for the decay, the rate. Biases and the weights of norms (one
+    dimension) have `bias_scale` times the rate and the same decay. Jordan 2024, arXiv 2404.00498, section 3.4.
+    """
+    check_number("optimizer.lr", lr, above=0)
+    check_number("optimizer.batch_size", batch_size, whole=True, least=1)
+    check_number("optimizer.momentum", momentum, above=0, most=0.999)
+    check_number("optimizer.weight_decay", weight_decay, least=0)
+    check_number("optimizer.bias_scale", bias_scale, above=0)
+    # The loss is a mean over the batch, and momentum repeats its gradient (so much, as the paper counts it).
+    per_step = batch_size / 1024 / (1 + 1 / (1 - momentum))
+    groups = []
+    for group in params:
+        matrices, vectors = ([p for p in group["params"] if (p.ndim > 1) is many] for many in (True, False))
+        for parameters, scale in ((matrices, 1.0), (vectors, bias_scale)):
+            if parameters:
+                rate, decay = lr * scale * per_step, group.get("weight_decay", weight_decay) * per_step
+                # torch's decay is times the rate.
+                groups.append({"params": parameters, "lr": rate, "weight_decay": decay / rate})
+    return torch.optim.SGD(groups, lr=lr * per_step, momentum=momentum, nesterov=True, fused=fused, foreach=foreach)
