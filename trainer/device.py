@@ -19,6 +19,7 @@ MIB = 2**20
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 # cuBLAS is deterministic only with a fixed workspace, and looks once, when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+GRAPHS = ("cuda",)  # the devices on which a whole step can be captured
 FUSED = ("cpu", "cuda", "mps", "xpu")  # the devices for which torch has fused optimizers
 
 
@@ -175,6 +176,36 @@ def copy_beside(tensor, device):
 @functools.cache
 def copy_stream(device):
     """The one stream of the device for copies."""
+    return torch.get_device_module(device).Stream(device)
+
+
+def beside(work, batch, device):
+    """`work(batch)` in the stream in which graphs are captured: what autograd makes in another cannot be in a graph."""
+    backend = torch.get_device_module(device)
+    here, aside = backend.current_stream(device), capture_stream(device)
+    aside.wait_stream(here)
+    with backend.stream(aside):
+        result = work(batch)
+    here.wait_stream(aside)
+    return result
+
+
+def record(work, batch, device):
+    """A function that does `work(batch)` again on the same memory, as one graph; it gives the same tensor each time."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=capture_stream(device)):
+        result = work(batch)
+
+    def replay():
+        graph.replay()
+        return result
+
+    return replay
+
+
+@functools.cache
+def capture_stream(device):
+    """The one stream of the device for captures, and for the steps in front of them."""
     return torch.get_device_module(device).Stream(device)
 
 

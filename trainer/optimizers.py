@@ -10,11 +10,11 @@ from trainer import device as devices
 from trainer.errors import UserError, check_number
 
 
-def build(factory, groups, device, module=None, compiled=False):
+def build(factory, groups, device, module=None, compiled=False, captured=False):
     """`factory(groups)`, in its fused form where there is one and neither `fused` nor `foreach` was chosen.
 
     Fused forms are for dense floating-point parameters on some devices. Groups that turn out to have equal settings
-    become one, since each costs a step of its own.
+    become one, since each costs a step of its own. For a step that is `captured` the rates are tensors.
     """
     if not compiled:
         spare_the_compiler()
@@ -42,6 +42,19 @@ def build(factory, groups, device, module=None, compiled=False):
     ):
         make_lean(optimizer)
     return optimizer
+
+
+def make_capturable(optimizer, device):
+    """The rates as tensors, which a graph reads anew at each replay, and the count of steps on the device."""
+    if not optimizer.defaults.get("fused") and not optimizer.defaults.get("capturable"):
+        raise UserError(
+            f"compile=graph: {type(optimizer).__name__} has no fused form. Type optimizer=adamw, adam or sgd."
+        )
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", float(group["lr"]))
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+        if "capturable" in group:
+            group["capturable"] = True
 
 
 def make_lean(optimizer):

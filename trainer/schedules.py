@@ -25,19 +25,24 @@ class Schedule:
 
     def set_rates(self):
         factor = self.factor(self.steps)
-        for group in self.optimizer.param_groups:
-            rate = group["initial_lr"] * factor
+        self.rates = [group["initial_lr"] * factor for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if isinstance(group["lr"], float):
                 group["lr"] = rate
             else:
                 group["lr"].fill_(rate)  # the tensor that a captured step reads
 
+    def get_last_lr(self):
+        """The rate of each group, a number also where the group holds a tensor."""
+        return self.rates
+
     def state_dict(self):
         return {"steps": self.steps}
 
     def load_state_dict(self, state):
-        """The rates themselves come back with the optimizer's state."""
+        """The rates themselves come back with the optimizer's state, which is loaded before."""
         self.steps = state["steps"]
+        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
 def schedule(name, shape, optimizer, total_steps, warmup=0.0):

@@ -7,7 +7,7 @@ import torch
 
 from data.loader import seekable
 from trainer import batch as batches
-from trainer import checkpoint, cpu, optimizers, parallel, schedules, summary
+from trainer import checkpoint, cpu, graph, optimizers, parallel, schedules, summary
 from trainer import device as devices
 from trainer.callbacks import Callback
 from trainer.errors import TrainingError, UserError, check_number
@@ -54,7 +54,9 @@ class Trainer:
             model, self.device, channels_last
         )  # its state dict has the names that the user gave
         cpu.tune(tune, self.device, self.module, compile)
-        if compile:
+        if compile == "graph":
+            graph.check(type(self), Trainer, self.device, self.dtype, strategy)
+        elif compile:
             devices.check_compiler(self.device)
             self.module.compile()  # in place, so the names stay as they are
         self.model = parallel.wrap(self.module, strategy, self.device)  # what is called in a step
@@ -73,7 +75,9 @@ class Trainer:
         groups = self.parameter_groups(decay_all)
         self.optimizer = None
         if optimizer is not None:
-            self.optimizer = optimizers.build(optimizer, groups, self.device, self.module, compile)
+            compiled = {"compiled": compile is True, "captured": compile == "graph"}
+            self.optimizer = optimizers.build(optimizer, groups, self.device, self.module, **compiled)
+        self.run = graph.Captured(self.optimizer, self.device) if compile == "graph" else graph.eagerly
         self.make_scheduler = scheduler or schedules.constant
         self.scheduler = None  # it needs total_steps, which fit knows
 
@@ -128,7 +132,15 @@ class Trainer:
             self.release()
 
     def train_step(self, batch):
-        """One optimizer step on one batch; gives the mean loss.
+        """One optimizer step on one batch, and one of the schedule; gives the mean loss."""
+        scale = self.scaler.get_scale()
+        loss = self.run(self.optimize, batch)
+        if self.scaler.get_scale() >= scale:  # a step that the fp16 scaler skipped does not advance the schedule
+            self.scheduler.step()
+        return loss
+
+    def optimize(self, batch):
+        """The step's work on the device, which asks it for nothing: `compile=graph` captures it.
 
         Each of the `grad_accum_steps` micro-batches is weighted by its share of the samples.
         """
@@ -143,12 +155,9 @@ class Trainer:
         if self.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
-        scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        if self.scaler.get_scale() >= scale:  # a step that the fp16 scaler skipped does not advance the schedule
-            self.scheduler.step()
         return sum(losses[1:], losses[0])
 
     def compute_loss(self, batch):
@@ -204,7 +213,7 @@ class Trainer:
 
     def close(self):
         """Drops the model, the optimizer and all that hangs on them, and gives their memory back."""
-        self.module = self.model = self.optimizer = self.scheduler = self.loss = None
+        self.module = self.model = self.optimizer = self.scheduler = self.loss = self.run = None
         self.metrics, self.callbacks = {}, []
         self.train_loader = self.val_loader = None
         self.train_loss.reset()
@@ -226,7 +235,7 @@ class Trainer:
 
     def begin_step(self):
         """Notes the rate of the step, and seeds it: what is random in it is a function of (seed, step)."""
-        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.lr = self.scheduler.get_last_lr()[0]
         devices.seed_generators(self.device, devices.mix_seed(self.seed, "step", self.step), self.replicas)
 
     def check_whole_epoch(self, given):
@@ -287,6 +296,9 @@ class Trainer:
         self.train_loss.reset()
         if resume is not None:
             self.load(resume)
+        if self.run is not graph.eagerly:
+            optimizers.make_capturable(self.optimizer, self.device)  # the rates that were loaded are numbers
+            self.run = graph.Captured(self.optimizer, self.device)  # anew: the optimizer's tensors may be others now
 
     def parameter_groups(self, decay_all):
         """The trainable parameters for the optimizer; biases and the weights of norms (one dimension) without decay."""
