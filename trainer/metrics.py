@@ -36,8 +36,8 @@ class Mean:
 class _Sums:
     """Sums over all samples, so batches of 7 give what one full batch gives; the children say what is summed.
 
-    One tensor on the device of the outputs: float64 (float32 on mps), or int64 for Confusion. `higher_is_better` tells
-    which end of the metric is the good one.
+    One tensor on the device of the outputs: float64 (float32 on mps), or int64 for what is counted. `higher_is_better`
+    tells which end of the metric is the good one.
     """
 
     higher_is_better = True
@@ -74,15 +74,19 @@ def wide(tensor):
 class Accuracy(_Sums):
     """The share of samples whose largest output is their class; outputs (N, C), targets (N,)."""
 
+    def reset(self):
+        super().reset()
+        self.count = 0
+
     def update(self, outputs, targets):
         self.add_hits(outputs.argmax(-1) == class_of(targets))
 
     def add_hits(self, hits):
-        count = hits.sum()
-        self.add(wide(torch.stack([count, torch.full_like(count, hits.numel())])))
+        self.add(hits.sum())
+        self.count += hits.numel()
 
     def value(self, sums):
-        return sums[0] / sums[1]
+        return wide(sums) / self.count
 
 
 class TopK(Accuracy):
