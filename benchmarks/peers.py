@@ -302,17 +302,15 @@ def fastai(job, clock):
         def after_validate(self):
             clock.evaluated(self.learn.recorder.metrics[0].value)
 
-    def wrapped(groups, lr, **_):
-        return OptimWrapper(opt=work.optimizer(job)([parameter for group in groups for parameter in group]))
-
     clock.begin()
     train, test = work.loaders(job)
     clock.steps = len(train)
+    model = work.model(job)
     learner = Learner(
         DataLoaders(train, test, device=torch.device(job.device)),
-        work.model(job),
+        model,
         loss_func=F.cross_entropy,
-        opt_func=wrapped,
+        opt_func=lambda *_, **__: OptimWrapper(opt=work.optimizer(job)(model.parameters())),
         lr=work.optimizer(job).keywords["lr"],
         metrics=accuracy,
         cbs=[Watch(), *([MixedPrecision(amp_mode="bf16")] if job.precision == "bf16" else [])],
