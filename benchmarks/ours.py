@@ -55,6 +55,8 @@ def ours(job, clock):
             resident=False if "streamed" in job.variants else "auto",
         )
     clock.steps = len(train)
+    if "streamed" not in job.variants:
+        clock.data_mib = sum(getattr(loader, "nbytes", 0) for loader in (train, val)) / 2**20
     writers = [JSONL(os.path.join(job.scratch, "metrics.jsonl")), Checkpoint(os.path.join(job.scratch, "checkpoints"))]
     more = dict(variant.split("=") for variant in job.variants if "=" in variant)
     with Trainer(

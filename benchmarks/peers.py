@@ -6,7 +6,7 @@ import warnings
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from benchmarks import work
+from benchmarks import by_hand, work
 from benchmarks.work import NotOffered
 
 
@@ -62,7 +62,7 @@ def lightning(job, clock):
 
 
 def accelerate(job, clock):
-    """The tutorials' loop with what Accelerate asks for."""
+    """The tutorials' loop, with model, optimizer and loaders prepared and a backward of its own."""
     from accelerate import Accelerator
 
     clock.begin()
@@ -70,31 +70,13 @@ def accelerate(job, clock):
         cpu=job.device == "cpu", mixed_precision="no" if job.precision == "fp32" else job.precision
     )
     train, test = work.loaders(job)
+    clock.steps = len(train)
     model = work.model(job)
     optimizer = clock.watch(work.optimizer(job)(model.parameters()))
     model, optimizer = accelerator.prepare(model, optimizer)
     if train.batch_size is not None:  # it does not take loaders whose batches are ready
         train, test = accelerator.prepare(train, test)
-    clock.steps = len(train)
-    for _ in range(job.epochs):
-        model.train()
-        for inputs, targets in train:
-            inputs, targets = inputs.to(accelerator.device), targets.to(accelerator.device)
-            optimizer.zero_grad()
-            with accelerator.autocast():
-                loss = F.cross_entropy(model(inputs), targets)
-            accelerator.backward(loss)
-            optimizer.step()
-        clock.evaluating()
-        model.eval()
-        correct = samples = 0
-        with torch.no_grad():
-            for inputs, targets in test:
-                outputs = model(inputs.to(accelerator.device))
-                predictions, targets = accelerator.gather_for_metrics((outputs.argmax(1), targets.to(outputs.device)))
-                correct += (predictions == targets).sum()
-                samples += len(targets)
-        clock.evaluated(correct.item() / samples)
+    by_hand.fit(job, clock, model, optimizer, train, test, backward=accelerator.backward)
 
 
 def hf(job, clock):

@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import random
@@ -34,10 +35,12 @@ TITLES = {
     "first_step_s": "first step s",
     "first_epoch_s": "first epoch s",
     "total_s": "total s",
+    "growth": "us/step / 1x",
     "peak_mib": "peak MiB",
+    "rest_mib": "peak MiB without the data",
     "accuracy": "test accuracy",
 }
-DIGITS = {"us": 1, "s": 3, "mib": 0}
+DIGITS = {"growth": 3, "us": 1, "s": 3, "mib": 0}
 # What is compared -> contestants before the peers, the one that is 1, whether peers come along, columns, the ratio's.
 WHATS = {
     "epochs": (
@@ -49,11 +52,10 @@ WHATS = {
     ),
     "overhead": (["ours:ready", "bare:ready"], "bare:ready", True, ["step_us", "over_bare_us"], "step_us"),
     "startup": (["ours", "ours:one", "bare:one"], "bare:one", True, ["first_step_s"], "first_step_s"),
-    "scale": (["ours", "ours:10x"], "ours", False, ["step_us", "sum_s", "peak_mib"], "step_us"),
+    "scale": (["ours", "ours:10x"], "ours", False, ["growth", "step_us", "peak_mib", "rest_mib"], "step_us"),
     "memory": (["ours", "bare"], "bare + data", False, ["peak_mib"], "peak_mib"),
     "folder": (["ours", "bare"], "ours", False, ["first_epoch_s", "sum_s", "total_s", "accuracy"], "total_s"),
 }
-MNIST_MIB = 70_000 * 28 * 28 / 2**20
 
 
 def main():
@@ -167,13 +169,18 @@ def round_off(value):
 
 
 def derive(results, what):
-    """Adds to a round what follows from two contestants."""
-    if what == "overhead":
-        for result in results.values():
-            if "step_us" in result:
-                result["over_bare_us"] = result["step_us"] - results["bare:ready"]["step_us"]
-    if what == "memory":
-        results["bare + data"] = {"peak_mib": results["bare"]["peak_mib"] + MNIST_MIB}
+    """Adds to a round what follows from two numbers of it."""
+    for name, result in results.items():
+        if "note" in result:
+            continue
+        if what == "overhead":
+            result["over_bare_us"] = result["step_us"] - results["bare:ready"].get("step_us", math.nan)
+        if what == "scale":
+            once = results.get(name.removesuffix("10x").rstrip(":+"), {})
+            result["growth"] = result["step_us"] / once.get("step_us", math.nan)
+            result["rest_mib"] = result["peak_mib"] - result["data_mib"]
+    if what == "memory" and "note" not in results["ours"] | results["bare"]:
+        results["bare + data"] = {"peak_mib": results["bare"]["peak_mib"] + results["ours"]["data_mib"]}
 
 
 def table(rounds, missing, columns, compared, base):

@@ -172,6 +172,7 @@ class Clock:
 
     def __init__(self, job):
         self.job, self.first_step, self.steps = job, None, None  # the contestant says how many steps an epoch has
+        self.data_mib = 0.0  # where it has the data set in memory
         self.ends, self.evaluation_starts, self.accuracies = [], [], []
 
     def begin(self):
@@ -218,6 +219,7 @@ class Clock:
             "step_us": 1e6 * train_s / self.steps,
             "first_step_s": self.first_step,
             "peak_mib": peak_mib(self.job.device),
+            "data_mib": self.data_mib,
             "accuracy": self.accuracies[-1],
         }
 

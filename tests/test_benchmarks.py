@@ -145,9 +145,14 @@ def test_what_is_derived_within_a_round():
     results = {"ours:ready": {"step_us": 120.0}, "bare:ready": {"step_us": 100.0}, "hf:ready": {"note": "failed"}}
     run.derive(results, "overhead")
     assert [result.get("over_bare_us") for result in results.values()] == [20.0, 0.0, None]
-    results = {"ours": {"peak_mib": 500.0}, "bare": {"peak_mib": 450.0}}
+    results = {"ours": {"peak_mib": 500.0, "data_mib": 50.0}, "bare": {"peak_mib": 450.0}}
     run.derive(results, "memory")
-    assert results["bare + data"]["peak_mib"] == pytest.approx(450 + 70_000 * 784 / 2**20)
+    assert results["bare + data"] == {"peak_mib": 500.0}
+    names = {"ours:streamed": 100.0, "ours:10x": 150.0, "ours:streamed+10x": 110.0, "ours": 50.0}
+    results = {name: {"step_us": us, "peak_mib": 7.0, "data_mib": 4.0} for name, us in names.items()}
+    run.derive(results, "scale")
+    assert [result["growth"] for result in results.values()] == [1.0, 3.0, 1.1, 1.0]
+    assert results["ours"]["rest_mib"] == 3.0
 
 
 def test_the_command_prints_its_table_and_writes_it(tmp_path):
