@@ -1,0 +1,83 @@
+"""This project's Trainer, with the callbacks that it ships."""
+
+import json
+import os
+import time
+
+import torch
+
+from benchmarks import work
+from data.loader import make_loaders
+from trainer import Trainer
+from trainer.callbacks import Callback, Checkpoint, NaNGuard, Progress
+from trainer.loggers import JSONL
+from trainer.metrics import Accuracy
+
+
+class Watch(Callback):
+    """Tells the clock what happens."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def on_step_end(self, trainer):
+        self.clock.step()
+
+    def on_eval_start(self, trainer):
+        self.clock.evaluating()
+
+    def on_log(self, trainer, row):
+        if "val/acc" in row:
+            self.clock.evaluated(row["val/acc"])
+
+
+class FirstStep(Callback):
+    """Prints the time of the first row, which is that of the first step where a run has only one."""
+
+    def on_log(self, trainer, row):
+        if "train/loss" in row:
+            print("first step", time.time(), flush=True)
+
+
+def ours(job, clock):
+    """Its variants: writing (rows and checkpoints, as train.py does), streamed, and Trainer arguments as key=value."""
+    clock.begin()
+    if {"ready", "one"} & set(job.variants):
+        train, val = work.loaders(job)
+    else:
+        (train, val, _), _ = make_loaders(
+            work.read(job),
+            batch_size=job.batch_size,
+            eval_batch_size=work.EVAL_BATCH,
+            device=job.device,
+            seed=job.seed,
+            augment=[{"crop": 4}, "flip"] if job.work in work.PHOTOGRAPHS else [],
+            resident=False if "streamed" in job.variants else "auto",
+        )
+    clock.steps = len(train)
+    if "streamed" not in job.variants:
+        clock.data_mib = sum(getattr(loader, "nbytes", 0) for loader in (train, val)) / 2**20
+    writers = [JSONL(os.path.join(job.scratch, "metrics.jsonl")), Checkpoint(os.path.join(job.scratch, "checkpoints"))]
+    more = dict(variant.split("=") for variant in job.variants if "=" in variant)
+    with Trainer(
+        work.model(job),
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=work.optimizer(job),
+        metrics={"acc": Accuracy()},
+        callbacks=[Watch(clock), Progress(), NaNGuard(), *(writers if "writing" in job.variants else [])],
+        epochs=job.epochs,
+        device=job.device,
+        precision=job.precision,
+        seed=job.seed,
+        **{key: plain(value) for key, value in more.items()},
+    ) as trainer:
+        trainer.fit(train, val)
+        return trainer.module
+
+
+def plain(text):
+    """A number, true, false or null as JSON has them; anything else is a string."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,271 @@
+"""Prints one table of paired ratios: `python benchmarks/run.py --help`. It imports no torch; each contestant does."""
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import random
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import typing
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DISTRIBUTIONS = {  # of the contestants that have to be installed
+    "lightning": "lightning",
+    "accelerate": "accelerate",
+    "hf": "transformers",
+    "ignite": "pytorch-ignite",
+    "skorch": "skorch",
+    "keras": "keras",
+    "fastai": "fastai",
+}
+TITLES = {
+    "train_s": "train s/epoch",
+    "evaluation_s": "evaluation s/epoch",
+    "sum_s": "sum s",
+    "step_us": "us/step",
+    "over_bare_us": "us/step over the bare loop",
+    "first_step_s": "first step s",
+    "first_epoch_s": "first epoch s",
+    "total_s": "total s",
+    "growth": "us/step / 1x",
+    "peak_mib": "peak MiB",
+    "rest_mib": "peak MiB without the data",
+    "accuracy": "test accuracy",
+}
+DIGITS = {"growth": 3, "us": 1, "s": 3, "mib": 0}
+
+
+class What(typing.NamedTuple):
+    """What a table compares."""
+
+    contestants: list  # before the peers
+    base: str  # the one whose ratio is 1
+    peers: str | None  # the variants in which the peers come along, "" being none; None: they do not
+    columns: list
+    compared: str  # the column of which the ratios are
+    work: str | None = None  # the only one, where there is no choice
+    epochs: int = 3
+
+
+TIMES = ["train_s", "evaluation_s", "sum_s", "step_us", "first_step_s", "peak_mib", "accuracy"]
+WHATS = {
+    "epochs": What(["ours", "bare", "ideal", "ideal:mallopt+channels_last", "replay"], "ours", "", TIMES, "sum_s"),
+    "overhead": What(
+        ["ours:ready", "bare:ready"], "bare:ready", ":ready", ["step_us", "over_bare_us"], "step_us", "linear"
+    ),
+    "startup": What(
+        ["ours", "ours:one", "bare:one"], "bare:one", ":one", ["first_step_s"], "first_step_s", "linear", 1
+    ),
+    "scale": What(["ours", "ours:10x"], "ours", None, ["growth", "step_us", "peak_mib", "rest_mib"], "step_us"),
+    "memory": What(["ours", "bare"], "bare + data", None, ["peak_mib"], "peak_mib", "mlp"),
+    "folder": What(
+        ["ours", "bare"], "ours", None, ["first_epoch_s", "sum_s", "total_s", "accuracy"], "total_s", "folder", 10
+    ),
+}
+
+
+def main():
+    options = read_options()
+    what = WHATS[options.what]
+    names, missing = contestants(options)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.work in ("cifar", "folder"):
+            copy_images(Path(folder, "images"), 500 if options.what == "scale" else 1000)
+            if options.what == "scale":
+                copy_images(Path(folder, "images-10x"), 5000)
+        rounds = []
+        for number in range(options.rounds):
+            shuffled = random.Random(number).sample(names, len(names))
+            rounds.append({name: run_one(name, number, options, folder) for name in shuffled})
+            derive(rounds[-1], options.what)
+    command = shlex.join(["python", "benchmarks/run.py", *sys.argv[1:]])
+    lines = [f"`{command}`", "", machine(options), ""]
+    lines += table(rounds, missing, what.columns, what.compared, what.base)
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.output:
+        Path(options.output).write_text(text, encoding="utf-8")
+
+
+def read_options():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--what", choices=WHATS, default="epochs")
+    parser.add_argument("--work", choices=("linear", "mlp", "cnn", "cifar", "folder"), help="default: mlp, or --what's")
+    parser.add_argument("--contestants", nargs="+", metavar="NAME[:VARIANT+VARIANT]", help="ideal:channels_last, ...")
+    parser.add_argument("--rounds", type=positive, default=3, help="each has a seed of its own")
+    parser.add_argument("--epochs", type=positive, help="of which the first is a warm-up (default 3; folder 10)")
+    parser.add_argument("--threads", type=positive, default=os.cpu_count())
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--output", metavar="FILE", help="also write the table there, as Markdown")
+    options = parser.parse_args()
+    what = WHATS[options.what]
+    if what.work and options.work not in (None, what.work):
+        parser.error(f"--what {options.what} has a work of its own, {what.work}: leave --work out")
+    options.work = what.work or options.work or "mlp"
+    options.epochs = options.epochs or what.epochs
+    for name in options.contestants or []:
+        if name.partition(":")[0] not in ("ours", "bare", "ideal", "replay", *DISTRIBUTIONS):
+            parser.error(f"--contestants {name}: give ours, bare, ideal, replay, {', '.join(DISTRIBUTIONS)}")
+    if options.what != "startup":
+        needed = "cifar10_jpeg" if options.work in ("cifar", "folder") else "MNIST/raw"
+        if not Path(os.environ.get("DATA_ROOT", ""), needed).is_dir():
+            parser.error(f"there is no {needed} below DATA_ROOT: set DATA_ROOT=DIR")
+    return options
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def contestants(options):
+    """(the names to run, {name: why it is not there}) of what was asked, or of all; the base is always there."""
+    what = WHATS[options.what]
+    names = options.contestants
+    if names is None:
+        names = what.contestants + [name + what.peers for name in DISTRIBUTIONS if what.peers is not None]
+        if options.what == "scale" and options.work == "folder":
+            names = [*names, "ours:streamed", "ours:streamed+10x"]
+    needed = [what.base] if what.base in what.contestants else what.contestants
+    names = list(dict.fromkeys([*needed, *names]))
+    missing = {name: "not installed" for name in names if not installed(name)}
+    if options.device == "cpu" and "replay" in names:
+        missing["replay"] = "only with --device cuda"
+    return [name for name in names if name not in missing], missing
+
+
+def installed(name):
+    distribution = DISTRIBUTIONS.get(name.partition(":")[0])
+    return distribution is None or version(distribution) is not None
+
+
+def version(distribution):
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def run_one(label, seed, options, folder):
+    """The numbers of one contestant, trained in a process of its own, or {"note": why there are none}."""
+    name, _, variants = label.partition(":")
+    variants = variants.split("+") if variants else []
+    job = {"name": name, "variants": variants, "work": options.work, "epochs": options.epochs, "seed": seed}
+    job |= {"precision": options.precision, "device": options.device}
+    job |= {"workers": 2 if options.what == "folder" and name == "bare" else 0}
+    job |= {"images": str(Path(folder, "images-10x" if "10x" in variants else "images"))}
+    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+    if options.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # some take a GPU wherever there is one
+    with tempfile.TemporaryDirectory() as scratch:
+        environment["XDG_CACHE_HOME"] = scratch  # no one finds what an earlier process has left
+        job |= {"scratch": scratch, "started": time.time()}
+        command = [sys.executable, "-m", "benchmarks.contestant", json.dumps(job)]
+        if label == "ours" and options.what == "startup":
+            clock = "+callbacks.clock._target_=benchmarks.ours.FirstStep"
+            command = [sys.executable, "train.py", "max_steps=1", f"run_dir={scratch}/run", f"seed={seed}", clock]
+            command.append(f"device={options.device}")
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = read_result(done, job["started"])
+    shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
+    print(f"round {seed} {label} {shown}", file=sys.stderr, flush=True)
+    return result
+
+
+def read_result(done, started):
+    """What the process printed, or why it did not."""
+    for line in done.stdout.splitlines():
+        kind, _, value = line.rpartition(" ") if line.startswith("first step") else line.partition(" ")
+        if kind == "result":
+            return json.loads(value)
+        if kind == "first step":
+            return {"first_step_s": float(value) - started}
+    errors = [line for line in done.stderr.splitlines() if "Error" in line]  # a progress bar may come after it
+    return {"note": f"failed: {errors[-1] if errors else f'exit code {done.returncode}'}"}
+
+
+def derive(results, what):
+    """Adds to a round what follows from two numbers of it."""
+    for name, result in results.items():
+        if "note" in result:
+            continue
+        if what == "overhead":
+            result["over_bare_us"] = result["step_us"] - results["bare:ready"].get("step_us", math.nan)
+        if what == "scale":
+            once = results.get(name.removesuffix("10x").rstrip(":+"), {})
+            result["growth"] = result["step_us"] / once.get("step_us", math.nan)
+            result["rest_mib"] = result["peak_mib"] - result["data_mib"]
+    if what == "memory" and "note" not in results["ours"] | results["bare"]:
+        results["bare + data"] = {"peak_mib": results["bare"]["peak_mib"] + results["ours"]["data_mib"]}
+
+
+def table(rounds, missing, columns, compared, base):
+    """Markdown lines: medians over the rounds, and the median (least to most) of each round's ratio to `base`.
+
+    `rounds`: [{contestant: {column: number} or {"note": text}}]. An accuracy is a mean with its deviation. The rows
+    are in order of the ratio; `missing` and those without numbers in some round come last, with the reason.
+    """
+    notes, rows = dict(missing), []
+    for name in rounds[0]:
+        results = [results[name] for results in rounds]
+        bases = [results[base] for results in rounds]
+        reasons = [result["note"] for result in results + bases if "note" in result]
+        if reasons:
+            notes[name] = reasons[0]
+            continue
+        ratios = [result[compared] / one[compared] for result, one in zip(results, bases, strict=True)]
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        cells = [cell(column, [result[column] for result in results]) for column in columns]
+        rows.append((statistics.median(ratios), f"| {' | '.join([name, ratio, *cells])} |"))
+    titles = [f"n = {len(rounds)}", f"{TITLES[compared]} / {base}", *(TITLES[column] for column in columns)]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    return lines + [row for _, row in sorted(rows)] + [f"| {name} | {notes[name]} |" for name in sorted(notes)]
+
+
+def cell(column, values):
+    if column == "accuracy":
+        return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
+    return f"{statistics.median(values):,.{DIGITS[column.rpartition('_')[2]]}f}"
+
+
+def machine(options):
+    """A sentence on the processor, the versions and the GPU."""
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    versions = [f"{name} {version(name)}" for name in ("torch", *DISTRIBUTIONS.values()) if version(name)]
+    if options.device == "cuda" and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        model += ", " + subprocess.run(query, capture_output=True, text=True).stdout.strip().replace("\n", ", ")
+    threads = f"{os.cpu_count()} cores, {options.threads} thread{'s' * (options.threads != 1)}"
+    return (
+        f"{options.work}, {options.precision}, {options.epochs} epochs; {model}, {threads}; "
+        f"Python {platform.python_version()}, {', '.join(versions)}."
+    )
+
+
+def copy_images(folder, each):
+    """Copies the first `each` training images of every class, and all test images, of DATA_ROOT/cifar10_jpeg."""
+    source = Path(os.environ["DATA_ROOT"], "cifar10_jpeg")
+    for part, most in (("train", each), ("test", None)):
+        for kind in sorted(path for path in (source / part).iterdir() if path.is_dir()):
+            (folder / part / kind.name).mkdir(parents=True, exist_ok=True)
+            for image in sorted(kind.glob("*.jpg"))[:most]:
+                shutil.copyfile(image, folder / part / kind.name / image.name)
+
+
+if __name__ == "__main__":
+    main()

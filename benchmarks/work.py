@@ -1,0 +1,235 @@
+"""What every contestant does: the models, the data, the optimizers, and the stopwatch."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import statistics
+import sys
+import time
+
+import torch
+from torch import nn
+
+BATCH = {"linear": 64, "mlp": 128, "cnn": 128, "cifar": 256, "folder": 256}
+EVAL_BATCH = 1000
+CNN_SAMPLES = 20_000  # of the 60,000 MNIST images; the linear model and the MLP train on all of them
+PHOTOGRAPHS = ("cifar", "folder")  # CIFAR-10 from JPEG files, with random crops and flips
+MNIST_MEAN, MNIST_STD = (0.1307,), (0.3081,)
+CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2452, 0.2428, 0.2606)
+
+
+@dataclasses.dataclass
+class Job:
+    """One training of one contestant. `started` is time.time() just before its process was."""
+
+    name: str
+    variants: tuple = ()  # "ready": batches that lie in memory; "one": a single random one; others are a contestant's
+    work: str = "mlp"
+    epochs: int = 3
+    seed: int = 0
+    precision: str = "fp32"
+    device: str = "cpu"
+    workers: int = 0  # of the tutorials' DataLoader
+    images: str = ""  # folder with train/CLASS/*.jpg and test/CLASS/*.jpg
+    scratch: str = "."  # folder for what a contestant writes
+    started: float = 0.0
+
+    @property
+    def batch_size(self):
+        return BATCH[self.work]
+
+
+class NotOffered(Exception):
+    """What a contestant cannot do; the table says so in its row."""
+
+
+def model(job):
+    """The same weights for the same seed."""
+    torch.manual_seed(job.seed)
+    if job.work == "linear":
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+    if job.work == "mlp":
+        sizes = [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+        return nn.Sequential(nn.Flatten(), *sizes)
+
+    def block(channels, width):
+        return nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+
+    if job.work == "cnn":
+        head = [nn.Linear(64 * 7 * 7, 128), nn.ReLU(), nn.Linear(128, 10)]
+        return nn.Sequential(*block(1, 32), *block(32, 64), nn.Flatten(), *head)
+    blocks = [*block(3, 32), *block(32, 64), *block(64, 128)]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 4 * 4, 10))
+
+
+def optimizer(job):
+    """A factory that takes the parameters."""
+    if job.work == "cnn":
+        return functools.partial(torch.optim.Adam, lr=1e-3)
+    return functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def autocast(job):
+    if job.precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(job.device, dtype=torch.bfloat16)
+
+
+def read(job):
+    """The data set as this project reads it, with the test images as the validation part."""
+    from data import datasets
+
+    if job.work in PHOTOGRAPHS:
+        data = datasets.image_folder(job.images, val_fraction=0, mean=CIFAR_MEAN, std=CIFAR_STD)
+    else:
+        data = datasets.mnist(os.environ["DATA_ROOT"], val_fraction=0, mean=MNIST_MEAN, std=MNIST_STD)
+    train = data.train
+    if job.work == "cnn":
+        train = datasets.TensorSplit(train.inputs[:CNN_SAMPLES], train.targets[:CNN_SAMPLES])
+    if "10x" in job.variants and job.work not in PHOTOGRAPHS:
+        train = datasets.TensorSplit(train.inputs.repeat(10, 1, 1, 1), train.targets.repeat(10))
+    return dataclasses.replace(data, train=train, val=data.test, test=None)
+
+
+def arrays(job):
+    """((inputs, targets) to train on, the same to evaluate on, mean, std): uint8 (N, C, H, W) and int64 (N,)."""
+    data = read(job)
+    return data.train.tensors(), data.val.tensors(), data.mean, data.std
+
+
+def normalize(inputs, mean, std):
+    """uint8 -> float32, a new tensor."""
+    mean, std = (torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (mean, std))
+    return inputs.float().div_(255).sub_(mean).div_(std)
+
+
+def loaders(job):
+    """(train, test) DataLoaders as the tutorials have them, or over batches that are ready."""
+    if "one" in job.variants:
+        generator = torch.Generator().manual_seed(job.seed)
+        images, labels = torch.randn(job.batch_size, 1, 28, 28, generator=generator), torch.arange(job.batch_size) % 10
+        return ready([(images, labels)]), ready([(images, labels)])
+    if "ready" in job.variants:
+        train, test, *scale = arrays(job)
+        cut = ((train, job.batch_size), (test, EVAL_BATCH))
+        return tuple(
+            ready(list(zip(normalize(inputs, *scale).split(size), targets.split(size), strict=True)))
+            for (inputs, targets), size in cut
+        )
+    train, test = tutorial_datasets(job)
+    options = {"num_workers": job.workers, "persistent_workers": job.workers > 0}
+    return (
+        torch.utils.data.DataLoader(train, job.batch_size, shuffle=True, **options),
+        torch.utils.data.DataLoader(test, EVAL_BATCH, **options),
+    )
+
+
+def ready(batches):
+    """A DataLoader, which every contestant takes, that only hands the batches on."""
+    return torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=unchanged)
+
+
+def unchanged(batch):
+    return batch
+
+
+def tutorial_datasets(job):
+    """(train, test): torchvision's data sets, with a transform for each sample."""
+    from torchvision import datasets, transforms
+
+    if job.work not in PHOTOGRAPHS:
+        steps = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MNIST_MEAN, MNIST_STD)])
+        train, test = (datasets.MNIST(os.environ["DATA_ROOT"], part, steps) for part in (True, False))
+        return (torch.utils.data.Subset(train, range(CNN_SAMPLES)) if job.work == "cnn" else train), test
+    steps = [transforms.ToTensor(), transforms.Normalize(CIFAR_MEAN, CIFAR_STD)]
+    augmented = transforms.Compose([transforms.RandomCrop(32, 4), transforms.RandomHorizontalFlip(), *steps])
+    if job.work == "folder":
+        parts = (("train", augmented), ("test", transforms.Compose(steps)))
+        return tuple(datasets.ImageFolder(os.path.join(job.images, part), each) for part, each in parts)
+    train, test, _, _ = arrays(job)
+    return Photographs(*train, augmented), Photographs(*test, transforms.Compose(steps))
+
+
+class Photographs(torch.utils.data.Dataset):
+    """Does what torchvision.datasets.CIFAR10 does: an array to a PIL image, and that through the transform."""
+
+    def __init__(self, inputs, targets, transform):
+        self.images, self.targets = inputs.permute(0, 2, 3, 1).numpy(), targets.tolist()
+        self.transform = transform
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        from PIL import Image
+
+        return self.transform(Image.fromarray(self.images[index])), self.targets[index]
+
+
+class Clock:
+    """The moments of a training, from which its numbers come."""
+
+    def __init__(self, job):
+        self.job, self.first_step, self.steps = job, None, None  # the contestant says how many steps an epoch has
+        self.data_mib = 0.0  # where it has the data set in memory
+        self.ends, self.evaluation_starts, self.accuracies = [], [], []
+
+    def begin(self):
+        """Before the data is read."""
+        self.ends.append(time.perf_counter())
+
+    def watch(self, optimizer):
+        """The optimizer, whose first step will be noticed."""
+
+        def after_step(*_):
+            self.step()
+            hook.remove()
+
+        hook = optimizer.register_step_post_hook(after_step)
+        return optimizer
+
+    def step(self):
+        """After a step; only the first one counts."""
+        if self.first_step is None:
+            self.first_step = time.time() - self.job.started
+
+    def evaluating(self):
+        """An epoch's training is done."""
+        if self.job.device == "cuda":
+            torch.cuda.synchronize()
+        self.evaluation_starts.append(time.perf_counter())
+
+    def evaluated(self, accuracy):
+        """The evaluation after it is done; the accuracy is a number, so the device has nothing left to do."""
+        self.ends.append(time.perf_counter())
+        self.accuracies.append(float(accuracy))
+
+    def results(self):
+        """Seconds and microseconds; the medians leave out the first epoch, a warm-up that also reads the data."""
+        train = [start - end for start, end in zip(self.evaluation_starts, self.ends[:-1], strict=True)]
+        evaluation = [end - start for start, end in zip(self.evaluation_starts, self.ends[1:], strict=True)]
+        train_s, evaluation_s = statistics.median(train[1:] or train), statistics.median(evaluation[1:] or evaluation)
+        return {
+            "train_s": train_s,
+            "evaluation_s": evaluation_s,
+            "sum_s": train_s + evaluation_s,
+            "total_s": self.ends[-1] - self.ends[0],
+            "first_epoch_s": self.ends[1] - self.ends[0],
+            "step_us": 1e6 * train_s / self.steps,
+            "first_step_s": self.first_step,
+            "peak_mib": peak_mib(self.job.device),
+            "data_mib": self.data_mib,
+            "accuracy": self.accuracies[-1],
+        }
+
+
+def peak_mib(device):
+    """The most memory that this process held: allocated on the GPU, or resident."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        import resource
+    except ImportError:  # Windows has no such module
+        return float("nan")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)

@@ -1,0 +1,181 @@
+"""The benchmarks: the contestants do the same work, and the table is right. Nothing is timed."""
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import by_hand, run, work
+from benchmarks.ours import ours
+from data.loader import make_loaders
+
+RUN = Path(run.__file__)
+
+
+@pytest.fixture
+def mnist(tmp_path, monkeypatch):
+    """Files in MNIST's format, of 700 + 200 images that can be learnt; DATA_ROOT is where they are."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randint(0, 200, (10, 28, 28), generator=generator)
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for name, n in (("train", 700), ("t10k", 200)):
+        labels = torch.randint(0, 10, (n,), generator=generator)
+        images = patterns[labels] + torch.randint(0, 56, (n, 28, 28), generator=generator)
+        head = struct.pack(">IIII", 2051, n, 28, 28)
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(head + bytes(images.flatten().tolist()))
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, n) + bytes(labels.tolist()))
+    monkeypatch.setenv("DATA_ROOT", str(tmp_path))
+
+
+@pytest.fixture
+def images(tmp_path):
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for part in ("train", "test"):
+        for kind in range(10):
+            folder = tmp_path / part / f"kind{kind}"
+            folder.mkdir(parents=True)
+            for i in range(2):
+                pixels = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8, generator=generator)
+                Image.fromarray(pixels.numpy()).save(folder / f"{i}.jpg")
+    return str(tmp_path)
+
+
+def trained(contestant, job):
+    """(weights, the accuracy after each epoch)"""
+    clock = work.Clock(job)
+    model = contestant(job, clock)
+    return model.state_dict(), clock.accuracies
+
+
+def bare_on_our_batches(job, clock):
+    """The tutorials' loop, with the order of samples that the others have."""
+    (train, test, _), _ = make_loaders(
+        work.read(job), batch_size=job.batch_size, eval_batch_size=work.EVAL_BATCH, seed=job.seed
+    )
+    clock.begin()
+    model = work.model(job)
+    by_hand.fit(job, clock, model, work.optimizer(job)(model.parameters()), train, test)
+    return model
+
+
+def distance(weights, others):
+    """Euclidean. Not by element: Adam divides by the gradient's size, so that rounding counts where that is tiny."""
+    return sum((weights[name] - others[name]).square().sum().item() for name in weights) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("variant", ["plain", "fused", "channels_last"])
+def test_ours_and_the_loops_by_hand_train_the_same_weights(mnist, name, variant):
+    job = work.Job("ideal", (variant,), name, epochs=2)
+    weights, accuracies = trained(by_hand.ideal, job)
+    assert accuracies[-1] > 0.5
+    for contestant in (ours, bare_on_our_batches):
+        others, other_accuracies = trained(contestant, work.Job("other", (), name, epochs=2))
+        apart, way = distance(others, weights), distance(weights, work.model(job).state_dict())
+        assert apart < 0.01 * way
+        assert other_accuracies == pytest.approx(accuracies, abs=0.0101)  # two of the 200 images
+
+
+@pytest.mark.parametrize("data", ["ready", "one"])
+def test_on_ready_batches_all_loops_train_the_same_weights(mnist, data):
+    job = work.Job("each", (data,), "linear", epochs=2)
+    weights, accuracies = trained(by_hand.bare, job)
+    others, other_accuracies = trained(ours, job)
+    torch.testing.assert_close(others, weights, rtol=1e-4, atol=1e-6)
+    assert other_accuracies == pytest.approx(accuracies)
+
+
+def test_the_tutorials_data_sets_hold_the_same_pixels_and_labels(mnist, images):
+    for name in ("mlp", "cifar", "folder"):
+        job = work.Job("bare", (), name, images=images)
+        _, (inputs, targets), *scale = work.arrays(job)
+        _, test = work.tutorial_datasets(job)
+        assert [label for _, label in test] == targets.tolist()
+        pixels = torch.stack([image for image, _ in test])
+        torch.testing.assert_close(pixels, work.normalize(inputs, *scale), rtol=1e-5, atol=1e-6)
+
+
+def test_ten_times_the_data_is_the_same_data_ten_times(mnist):
+    once, tenfold = (work.read(work.Job("ours", variants)).train for variants in ((), ("10x",)))
+    assert len(tenfold) == 10 * len(once)
+    assert torch.equal(tenfold.inputs[-len(once) :], once.inputs)
+
+
+def test_the_crop_moves_each_image_by_its_own_amount_and_mirrors_half():
+    ramp = torch.arange(32 * 32, dtype=torch.float32).view(1, 1, 32, 32).expand(64, 3, 32, 32) + 1
+    moved = by_hand.crop_and_flip(ramp)
+    steps = {round((image[0, 16, 17] - image[0, 16, 16]).item()) for image in moved}
+    assert steps == {1, -1}
+    corners = {tuple(image[0, 16, 16:18].sort().values.tolist()) for image in moved}
+    assert len(corners) > 16
+
+
+def test_the_clock_leaves_out_the_first_epoch():
+    clock = work.Clock(work.Job("ours"))
+    clock.steps, clock.first_step = 4, 1.5
+    clock.ends, clock.evaluation_starts, clock.accuracies = [0.0, 10.0, 13.0, 17.0], [9.0, 12.0, 16.0], [0.1, 0.2, 0.3]
+    results = clock.results()
+    assert (results["train_s"], results["evaluation_s"], results["sum_s"]) == (2.5, 1.0, 3.5)
+    assert (results["total_s"], results["first_epoch_s"], results["step_us"]) == (17.0, 10.0, 625000.0)
+    assert (results["accuracy"], results["first_step_s"]) == (0.3, 1.5)
+
+
+def test_the_ratios_of_the_table_are_paired_by_round():
+    sums = [{"ours": 1.0, "slow": 2.0}, {"ours": 4.0, "slow": 12.0}, {"ours": 2.0, "slow": 8.0}]
+    rounds = [
+        {name: {"sum_s": seconds, "accuracy": 0.9 + 0.01 * i} for name, seconds in row.items()}
+        for i, row in enumerate(sums)
+    ]
+    rounds[0]["broken"] = {"sum_s": 1.0, "accuracy": 0.5}
+    rounds[1]["broken"] = rounds[2]["broken"] = {"note": "failed: no memory"}
+    lines = run.table(rounds, {"hf": "not installed"}, ["sum_s", "accuracy"], "sum_s", "ours")
+    assert lines == [
+        "| n = 3 | sum s / ours | sum s | test accuracy |",
+        "|---|---|---|---|",
+        "| ours | 1.00 (1.00 to 1.00) | 2.000 | 0.9100 ± 0.0100 |",
+        "| slow | 3.00 (2.00 to 4.00) | 8.000 | 0.9100 ± 0.0100 |",
+        "| broken | failed: no memory |",
+        "| hf | not installed |",
+    ]
+
+
+def test_what_is_derived_within_a_round():
+    results = {"ours:ready": {"step_us": 120.0}, "bare:ready": {"step_us": 100.0}, "hf:ready": {"note": "failed"}}
+    run.derive(results, "overhead")
+    assert [result.get("over_bare_us") for result in results.values()] == [20.0, 0.0, None]
+    results = {"ours": {"peak_mib": 500.0, "data_mib": 50.0}, "bare": {"peak_mib": 450.0}}
+    run.derive(results, "memory")
+    assert results["bare + data"] == {"peak_mib": 500.0}
+    names = {"ours:streamed": 100.0, "ours:10x": 150.0, "ours:streamed+10x": 110.0, "ours": 50.0}
+    results = {name: {"step_us": us, "peak_mib": 7.0, "data_mib": 4.0} for name, us in names.items()}
+    run.derive(results, "scale")
+    assert [result["growth"] for result in results.values()] == [1.0, 3.0, 1.1, 1.0]
+    assert results["ours"]["rest_mib"] == 3.0
+
+
+def test_the_command_prints_its_table_and_writes_it(tmp_path):
+    """Start-up needs no data: train.py with its defaults, and the loop by hand."""
+    command = [sys.executable, str(RUN), "--what", "startup", "--contestants", "ours", "hf:one", "--rounds", "1"]
+    done = subprocess.run([*command, "--output", str(tmp_path / "table.md")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "table.md").read_text(encoding="utf-8").splitlines()
+    assert done.stdout.splitlines()[: len(lines)] == lines
+    assert lines[0].startswith("`python benchmarks/run.py --what startup")
+    first = [line.split(" | ")[0] for line in lines[4:]]
+    assert {"| n = 1", "| bare:one", "| ours"} <= set(first)
+    if run.version("transformers") is None:
+        assert lines[-1] == "| hf:one | not installed |"
+
+
+def test_missing_data_is_said_at_once(tmp_path):
+    environment = os.environ | {"DATA_ROOT": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(RUN)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "there is no MNIST/raw below DATA_ROOT" in done.stderr
