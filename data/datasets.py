@@ -94,8 +94,8 @@ class TensorSplit:
 class Paths:
     """File paths below a root, as one string of bytes.
 
-    A million of them take about 30 MiB, and reading one writes to no object: worker processes share a list's strings
-    only until they count a reference to them.
+    A path takes 8 bytes more than its letters below the root, and reading one writes to no object: worker processes
+    share a list's strings only until they count a reference to them.
     """
 
     def __init__(self, root):

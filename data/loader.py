@@ -107,15 +107,14 @@ def sample_seconds(split):
     indices = split.missing() if len(split.missing()) else torch.arange(len(split))
     indices = indices[:: max(1, len(indices) // 1000)].tolist()
     split[indices[:1]]  # what is imported and opened at the first
-    indices, seconds = indices[1:] or indices, 0.0
-    for count in (1, 8, 64, 512):
-        if seconds > 5e-3 or not indices:  # so the next would take 40 ms
-            break
-        chosen, indices = indices[:count], indices[count:]
-        start = time.perf_counter()
+    indices, start = indices[1:] or indices, time.perf_counter()
+    for count in (1, 4, 16, 64, 256):
+        before, (chosen, indices) = time.perf_counter(), (indices[:count], indices[count:])
         split[chosen]
-        seconds = time.perf_counter() - start
-    return seconds / len(chosen)
+        after = time.perf_counter()
+        if after - start > 0.02 or not indices:
+            break
+    return (after - before) / len(chosen)  # of the largest batch, whose time is the surest
 
 
 def decode_seconds(split):
