@@ -1,8 +1,10 @@
 """Names -> data: each function gives the parts of one data set, with the shapes that a model needs."""
 
 import gzip
+import hashlib
 import math
 import os
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from csv import Error as CSVError
 from csv import reader as read_csv
@@ -11,10 +13,14 @@ from pathlib import Path
 
 import torch
 
-from trainer.device import mix_seed
-from trainer.errors import UserError, check_choice, check_number, did_you_mean
+from data.cache import VERSION, open_cache
+from trainer.device import MIB, mix_seed
+from trainer.errors import UserError, check_choice, check_number, did_you_mean, log
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif")
+LARGE = 8 * 2**30  # bytes of training pixels from which on they are read by blocks of neighbours
+BLOCK = MIB  # bytes of such a block
+CHUNK = 16 * MIB  # bytes that are decoded at once where all are wanted
 MISSING = {"", "?", "na", "n/a", "nan", "null", "none"}
 
 
@@ -85,38 +91,115 @@ class TensorSplit:
         return self.inputs, self.targets
 
 
-class ImageSplit:
-    """Image files, decoded when asked for: uint8 (channels, H, W).
+class Paths:
+    """File paths below a root, as one string of bytes.
 
-    `size`: the whole number to which both sides are resized, or the (H, W) of all.
+    A path takes 8 bytes more than its letters below the root, and reading one writes to no object: worker processes
+    share a list's strings only until they count a reference to them.
     """
 
-    def __init__(self, files, targets, size, channels):
+    def __init__(self, root):
+        self.root, self.names, self.ends = root, bytearray(), array("q")
+
+    def add(self, name):
+        self.names += name
+        self.ends.append(len(self.names))
+
+    def __len__(self):
+        return len(self.ends)
+
+    def __getitem__(self, i):
+        start = self.ends[i - 1] if i else 0
+        return os.path.join(self.root, os.fsdecode(bytes(self.names[start : self.ends[i]])))
+
+    def take(self, indices):
+        """The Paths of these indices."""
+        taken = Paths(self.root)
+        for i in indices:
+            taken.add(self.names[self.ends[i - 1] if i else 0 : self.ends[i]])
+        return taken
+
+
+class ImageSplit:
+    """Image files as uint8 (channels, H, W): read from `cache` where they are in it, decoded and put there otherwise.
+
+    `size`: the whole number to which both sides are resized, or the (H, W) of all. `slots`: the samples' places in
+    the cache. `place` says where that is.
+    """
+
+    def __init__(self, files, targets, size, channels, cache=None, slots=None, place=""):
         self.files, self.targets, self.size, self.channels = files, targets, size, channels
+        self.cache, self.slots, self.place = cache, torch.arange(len(files)) if slots is None else slots, place
         self.shape = (channels, size, size) if isinstance(size, int) else (channels, *size)
         self.nbytes = len(files) * math.prod(self.shape)
+        # Small images are decoded faster than threads can hand the GIL over:
+        # of 32x32 one thread does 8,600 a second, two do 5,600.
+        large = isinstance(size, int) or math.prod(size) >= 256 * 256
+        self.threads = min(os.cpu_count() or 1, 16) if large else 1
+        # How many neighbours in the cache stay together in the order of an epoch: it is a function of the data alone,
+        # so that no weight depends on the machine, its memory, or whether there is a cache.
+        self.block = max(1, BLOCK * len(files) // self.nbytes) if self.nbytes > LARGE else 1
 
     def __len__(self):
         return len(self.files)
 
     def __getitem__(self, index):
         if isinstance(index, int):
-            return decode_image(self.files[index], self.size, self.channels), self.targets[index]
-        return torch.stack([decode_image(self.files[i], self.size, self.channels) for i in index]), self.targets[index]
+            return self.read([index])[0], self.targets[index]
+        return self.read(index), self.targets[index]
 
     def tensors(self):
-        """All of it, decoded: (inputs, targets)."""
-        inputs = torch.empty(len(self), *self.shape, dtype=torch.uint8)
+        """All of it: (inputs, targets)."""
+        inputs, order = torch.empty(len(self), *self.shape, dtype=torch.uint8), self.neighbours()
+        done = 0
+        for pixels in self.chunks(order):
+            inputs[order[done : done + len(pixels)]] = pixels
+            done += len(pixels)
+        return inputs, self.targets
+
+    def chunks(self, indices):
+        """Yields the pixels of these samples, some MiB at a time, decoded by several threads where that is faster."""
+        with ThreadPoolExecutor(self.threads) as pool:
+            for part in indices.split(max(self.threads, CHUNK * len(self) // self.nbytes)):
+                yield self.read(part.tolist(), pool.map)
+
+    def missing(self):
+        """The indices of the samples that are still to be decoded."""
+        if self.cache is None:
+            return torch.arange(len(self))
+        return self.cache.missing(self.slots).nonzero().view(-1)
+
+    def neighbours(self):
+        """The indices in the order of the slots."""
+        return self.slots.argsort()
+
+    def read(self, index, map=map):
+        """The pixels of a list of samples, (N, channels, H, W); `map` is called with what decodes one of them."""
+        if self.cache is None:
+            pixels, todo = torch.empty(len(index), *self.shape, dtype=torch.uint8), range(len(index))
+        else:
+            slots = self.slots[index].tolist()
+            if self.block > 1:
+                self.cache.read_ahead(slots)
+            pixels, missing, damaged = self.cache.read(slots)
+            todo = missing + damaged
+            if damaged:
+                self._warn(self.files[index[damaged[0]]])
 
         def decode(i):
-            inputs[i] = decode_image(self.files[i], self.size, self.channels)
+            pixels[i] = decode_image(self.files[index[i]], self.size, self.channels)
 
-        # Small images are decoded faster than threads can hand the GIL over:
-        # of 32x32 one thread does 8,600 a second, two do 5,600.
-        large = isinstance(self.size, int) or math.prod(self.size) >= 256 * 256
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 16) if large else 1) as pool:
-            list(pool.map(decode, range(len(self))))
-        return inputs, self.targets
+        for _ in map(decode, todo):
+            pass
+        if self.cache is not None:
+            for i in todo:
+                self.cache.write(slots[i], pixels[i])
+        return pixels
+
+    def _warn(self, file):
+        if not self.cache.warned:
+            log.warning("%s: its pixels in %s are damaged; decoded again.", file, self.cache.folder)
+        self.cache.warned = True
 
 
 def decode_image(file, size, channels):
@@ -284,13 +367,25 @@ def _images_and_labels(dataset):
     return images.contiguous(), torch.as_tensor(dataset.targets, dtype=torch.int64)
 
 
-def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.1, split_seed=0, mean=None, std=None):
+def image_folder(
+    root,
+    size=None,
+    channels=3,
+    val_fraction=0.1,
+    test_fraction=0.1,
+    split_seed=0,
+    mean=None,
+    std=None,
+    cache="auto",
+):
     """Images in one folder a class: root/{train,val,test}/CLASS/*, or root/CLASS/*.
 
     A part that has no folder is cut from the training images. `size` null asks all images to have the size of the
     first, a whole number resizes them to size x size. `mean` and `std` null are measured on (at most 5,000 of) the
-    training images.
+    training images. What is decoded is kept in `cache`: auto (below ~/.cache), false, or a folder; see data/cache.py.
     """
+    if cache not in ("auto", False) and not (isinstance(cache, str) and cache):
+        raise UserError(f"dataset.cache={cache}: give auto, false or a folder.")
     check_number("dataset.size", size, whole=True, least=1, optional=True)
     if check_number("dataset.channels", channels, whole=True) not in (1, 3):
         raise UserError(f"dataset.channels={channels}: give 3 (colour) or 1 (grey).")
@@ -307,8 +402,9 @@ def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.
             f"{top}: images lie in one folder a class, and here is {here}.\n"
             "Type dataset.root=DIR with at least two classes."
         )
-    files, targets = _list_images(top, classes)
-    for label in set(range(len(classes))).difference(targets):
+    state = hashlib.blake2b(digest_size=8)
+    files, targets = _list_images(top, classes, state)
+    for label in set(range(len(classes))).difference(targets.unique().tolist()):
         raise UserError(
             f"{os.path.join(top, classes[label])}: there is no image in this folder ({', '.join(IMAGE_ENDINGS)}).\n"
             "Add some, or remove it."
@@ -322,22 +418,31 @@ def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.
         except OSError as error:
             raise UserError(f"{files[0]}: this image cannot be read ({error}).\nReplace or remove the file.") from None
 
-    def split(files, targets):
-        return ImageSplit(files, torch.as_tensor(targets), size, channels) if len(files) else None
-
     names = ("val", "test") if top != root else ()
-    given = {name: os.path.join(root, name) for name in names if os.path.isdir(os.path.join(root, name))}
+    folders = {name: os.path.join(root, name) for name in names if os.path.isdir(os.path.join(root, name))}
+    given = {name: _list_images(folder, classes, state) for name, folder in folders.items()}
+    for name, (found, _) in given.items():
+        if not len(found):
+            raise UserError(f"{folders[name]}: there is no image in this folder.\nAdd some, or remove it.")
     fractions = _check_fractions(
         val_fraction=0 if "val" in given else val_fraction, test_fraction=0 if "test" in given else test_fraction
     )
-    targets = torch.tensor(targets)
     parts = split_indices(targets, fractions, split_seed)
-    train, val, test = (split([files[i] for i in part.tolist()], targets[part]) for part in parts)
-    for name, folder in given.items():
-        part = split(*_list_images(folder, classes))
-        if part is None:
-            raise UserError(f"{folder}: there is no image in this folder.\nAdd some, or remove it.")
+    pixels, place = _open_cache(
+        cache, root, size, channels, len(files) + sum(len(found) for found, _ in given.values()), state
+    )
+
+    def split(files, targets, slots):
+        return ImageSplit(files, targets, size, channels, pixels, slots, place) if len(files) else None
+
+    # Files come class by class: neighbours in the cache are to be strangers, so that a block of them is a fair sample.
+    slots = torch.randperm(len(files), generator=torch.Generator().manual_seed(mix_seed("slots")))
+    train, val, test = (split(files.take(part.tolist()), targets[part], slots[part]) for part in parts)
+    used = len(files)
+    for name, (found, labels) in given.items():
+        part = split(found, labels, torch.arange(used, used + len(found)))
         val, test = (part, test) if name == "val" else (val, part)
+        used += len(found)
     if mean is None or std is None:
         measured = _mean_and_std(train, split_seed)
         mean, std = (measured[0] if mean is None else mean), (measured[1] if std is None else std)
@@ -345,9 +450,24 @@ def image_folder(root, size=None, channels=3, val_fraction=0.1, test_fraction=0.
     return Data(name, train, val, test, train.shape, len(classes), classes=classes, mean=mean, std=std)
 
 
-def _list_images(top, classes):
-    """(paths, labels) of the images in top/CLASS/, in order of their names; UserError for a class not in `classes`."""
-    files, labels, numbers = [], [], {name: label for label, name in enumerate(classes)}
+def _open_cache(setting, root, size, channels, images, state):
+    """(cache or None, phrase) for so many images; the key is `state` and all else that the pixels depend on."""
+    import PIL
+
+    resized = isinstance(size, int)
+    shape = [channels, *((size, size) if resized else size)]
+    about = {"root": os.path.realpath(root), "images": images, "shape": shape, "resized": resized}
+    state.update(f"{shape} {resized} {images} {VERSION} {PIL.__version__}".encode())
+    return open_cache(setting, state.hexdigest(), about)
+
+
+def _list_images(top, classes, state):
+    """(Paths, labels) of the images in top/CLASS/, in order of their names; UserError for a class not in `classes`.
+
+    The hash `state` is fed all names, sizes and times.
+    """
+    files, labels, numbers = Paths(top), [], {name: label for label, name in enumerate(classes)}
+    state.update(os.path.basename(top).encode(errors="surrogateescape"))
     for name in sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and not entry.name.startswith(".")):
         if name not in numbers:
             raise UserError(
@@ -355,25 +475,29 @@ def _list_images(top, classes):
                 f"Rename or remove the folder; they have {', '.join(classes[:10])}{', ...' * (len(classes) > 10)}."
             )
         with os.scandir(os.path.join(top, name)) as entries:
+            # One string a file, and no tuple: no name has a zero in it, and it sorts before every letter.
             found = sorted(
-                e.name
+                f"{e.name}\0{e.stat().st_size}\0{e.stat().st_mtime_ns}"
                 for e in entries
                 if e.name.lower().endswith(IMAGE_ENDINGS) and not e.name.startswith(".") and e.is_file()
             )
-        files += [os.path.join(top, name, file) for file in found]
-        labels += [numbers[name]] * len(found)
-    return files, labels
+        state.update(os.fsencode("\0".join([name, *found])))
+        for line in found:
+            files.add(os.fsencode(os.path.join(name, line.partition("\0")[0])))
+        labels.append(torch.full((len(found),), numbers[name]))
+    return files, torch.cat(labels) if labels else torch.zeros(0, dtype=torch.int64)
 
 
 def _mean_and_std(split, seed, most=5000):
-    """Each channel's mean and standard deviation, as lists, in units of 0..1."""
+    """Each channel's mean and standard deviation, as lists, in units of 0..1, of at most `most` images or 256 MiB."""
     generator = torch.Generator().manual_seed(mix_seed(seed, "mean and std"))
+    most = min(most, max(1, 256 * MIB * len(split) // split.nbytes))
     chosen = torch.randperm(len(split), generator=generator)[:most].sort().values
-    files = [split.files[i] for i in chosen.tolist()]
-    images, _ = ImageSplit(files, split.targets[chosen], split.size, split.channels).tensors()
     # From histograms: 256 counts a channel are exact, and need no float copy of the images.
-    counts = [torch.bincount(images[:, c].flatten(), minlength=256) for c in range(split.channels)]
-    counts = torch.stack(counts).double()
+    counts = torch.zeros(split.channels, 256, dtype=torch.float64)
+    for images in split.chunks(chosen):
+        for c in range(split.channels):
+            counts[c] += torch.bincount(images[:, c].flatten(), minlength=256)
     levels = torch.arange(256).double() / 255
     mean = (counts * levels).sum(1) / counts.sum(1)
     std = ((counts * levels.square()).sum(1) / counts.sum(1) - mean.square()).clamp_min(0).sqrt()

@@ -66,6 +66,14 @@ def assert_same(state, other, where="state"):
         assert state == other, where
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """No test reads or leaves decoded images in the home of who runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def one_world():
     """Each test begins with the same global generator and leaves deterministic mode off."""

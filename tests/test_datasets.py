@@ -168,7 +168,7 @@ def test_image_folder_without_parts_resized_and_grey(tmp_path):
     )
     assert data.in_shape == (1, 8, 8) and [len(part) for part in parts_of(data)] == [28, 4, 8] and data.mean == [0.5]
     files = [file for part in parts_of(data) for file in part.files]
-    assert len(set(files)) == 40 and data.test.files == sorted(data.test.files)
+    assert len(set(files)) == 40 and list(data.test.files) == sorted(data.test.files)
     assert data.train.tensors()[0].shape == (28, 1, 8, 8)
 
 
@@ -216,7 +216,7 @@ def test_photographs_are_decoded_as_torchvision_does():
 
     data = datasets.image_folder(os.path.join(ROOT, "cifar10_jpeg"), mean=[0.5] * 3, std=[0.2] * 3)
     assert [len(part) for part in parts_of(data)] == [45000, 5000, 10000] and data.in_shape == (3, 32, 32)
-    some = ImageSplit(data.train.files[::3000], data.train.targets[::3000], data.train.size, 3)
+    some = ImageSplit(list(data.train.files)[::3000], data.train.targets[::3000], data.train.size, 3)
     for file, image in zip(some.files, some.tensors()[0], strict=True):
         assert torch.equal(image, functional.pil_to_tensor(Image.open(file)))
 

@@ -1,0 +1,354 @@
+"""The cache of decoded images: the same pixels with and without it, and nothing in it is believed unseen."""
+
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import cache as caches
+from data import datasets, loader
+from data.cache import FILES, PIXELS, SUMS, PixelCache
+from data.loader import DeviceLoader, HostLoader, StreamedOnce, make_loaders
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """root/CLASS/*.png: 2 classes of 20 noisy images of 6x5 pixels."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(20):
+            pixels = torch.randint(256, (5, 6, 3), generator=generator, dtype=torch.uint8)
+            image = Image.frombytes("RGB", (6, 5), bytes(pixels.flatten().tolist()))
+            image.save(tmp_path / "images" / name / f"{i}.png")
+    return tmp_path / "images"
+
+
+def open_folder(folder, cache=None, **options):
+    place = str(folder.parent / "cache") if cache is None else cache
+    return datasets.image_folder(str(folder), cache=place, mean=[0.5] * 3, std=[0.25] * 3, **options)
+
+
+def decoded(folder):
+    return open_folder(folder, cache=False).train.tensors()[0]
+
+
+def fill(data):
+    for part in (data.train, data.val, data.test):
+        part.tensors()
+    return data
+
+
+def flip(path, offset, bit=1):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ bit]))
+
+
+def test_an_image_is_decoded_once(folder, monkeypatch):
+    expected = decoded(folder)
+    first = open_folder(folder)
+    assert first.train.missing().tolist() == list(range(len(first.train)))
+    assert torch.equal(first.train[[3, 1]][0], expected[[3, 1]])
+    assert set(first.train.missing().tolist()) == set(range(len(first.train))) - {1, 3}
+    assert torch.equal(fill(first).train.tensors()[0], expected)
+    monkeypatch.setattr(datasets, "decode_image", None)
+    again = open_folder(folder)
+    assert not len(again.train.missing()) and torch.equal(again.train.tensors()[0], expected)
+    assert torch.equal(again.train[7][0], expected[7]) and again.train[7][1] == again.train.targets[7]
+    assert torch.equal(again.test.tensors()[0], open_folder(folder).test.read(list(range(len(again.test)))))
+    # Other parts of the same images are in it too.
+    assert not len(open_folder(folder, split_seed=5, val_fraction=0.3).train.missing())
+
+
+def test_the_pixels_of_every_part_are_their_own(folder):
+    (folder.parent / "parts").mkdir()
+    folder.rename(folder.parent / "parts" / "train")
+    test = folder.parent / "parts" / "test" / "dog"
+    test.mkdir(parents=True)
+    for i in range(3):
+        (test / f"{i}.png").write_bytes((folder.parent / "parts" / "train" / "cat" / f"{i}.png").read_bytes())
+    cached, plain = fill(open_folder(folder.parent / "parts")), open_folder(folder.parent / "parts", cache=False)
+    for part in ("train", "val", "test"):
+        inputs, targets = getattr(cached, part).tensors()
+        assert torch.equal(inputs, getattr(plain, part).tensors()[0])
+        assert torch.equal(targets, getattr(plain, part).targets)
+    # Folders come class by class; in the file they are mixed.
+    labels = cached.train.targets[cached.train.neighbours()].tolist()
+    assert labels != sorted(labels) and sorted(labels) == cached.train.targets.tolist()
+
+
+@pytest.mark.parametrize("change", ["time", "bytes", "more", "size", "grey"])
+def test_another_folder_has_another_cache_and_the_old_one_goes(folder, change):
+    old = fill(open_folder(folder)).train.cache.folder
+    options, file = {}, folder / "cat" / "0.png"
+    if change == "time":
+        os.utime(file, ns=(1, 1))
+    elif change == "bytes":
+        file.write_bytes((folder / "dog" / "11.png").read_bytes())
+    elif change == "more":
+        (folder / "cat" / "0a.png").write_bytes(file.read_bytes())
+    else:
+        options = {"size": 4}
+    data = open_folder(folder, **options)
+    assert data.train.cache.folder != old and len(data.train.missing()) == len(data.train)
+    stale = change not in ("size", "grey")  # the same images in another size are kept beside it
+    assert Path(old).exists() != stale
+    reference = open_folder(folder, cache=False, **options)
+    assert torch.equal(data.train.tensors()[0], reference.train.tensors()[0])
+
+
+@pytest.mark.parametrize("what", ["pixel", "sum", "zeroed pixels"])
+def test_damage_is_noticed_and_mended(folder, what, caplog):
+    expected = decoded(folder)
+    split = fill(open_folder(folder)).train
+    slot = split.slots[4].item()
+    path = Path(split.cache.folder)
+    if what == "zeroed pixels":  # as after a loss of power, when only the sums had reached the disk
+        with open(path / PIXELS, "r+b") as file:
+            file.write(bytes(split.nbytes * 40 // len(split)))
+    else:
+        flip(path / (PIXELS if what == "pixel" else SUMS), slot * (90 if what == "pixel" else 4) + 1)
+    split = open_folder(folder).train
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(split.tensors()[0], expected)
+    (record,) = caplog.records  # once, however many there are
+    assert split.cache.folder in record.getMessage() and str(folder) in record.getMessage()
+    if what != "zeroed pixels":
+        assert split.files[4] in record.getMessage()
+    caplog.clear()
+    assert torch.equal(open_folder(folder).train.tensors()[0], expected) and not caplog.records
+
+
+def test_an_image_whose_sum_is_zero_is_there_all_the_same(tmp_path, monkeypatch):
+    place = str(tmp_path / "cache")
+    cache, _ = caches.open_cache(place, "ab", {"root": "/r", "images": 2, "shape": [1, 2, 2], "resized": False})
+    monkeypatch.setattr(caches.zlib, "crc32", lambda data: 0)
+    cache.write(1, torch.full((1, 2, 2), 7, dtype=torch.uint8))
+    assert cache.missing(torch.tensor([0, 1])).tolist() == [True, False]
+    pixels, missing, damaged = cache.read([1, 0])
+    assert (pixels[0] == 7).all() and missing == [1] and damaged == []
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("change", ["gone", "short", "long"])
+def test_a_cache_of_the_wrong_size_is_made_anew(folder, name, change):
+    path = Path(fill(open_folder(folder)).train.cache.folder) / name
+    if change == "gone":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size + (1 if change == "long" else -1))
+    split = open_folder(folder).train
+    assert torch.equal(split.tensors()[0], decoded(folder))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links and pipes of POSIX")
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+@pytest.mark.parametrize("name", [*FILES, None])
+def test_links_and_pipes_are_refused(folder, name, kind):
+    place = Path(fill(open_folder(folder)).train.cache.folder)
+    victim = folder.parent / "victim"
+    target = place / name if name else place
+    if name is None:
+        place.rename(folder.parent / "away")
+    else:
+        target.rename(victim)
+    if kind == "link":
+        target.symlink_to(victim if name else folder.parent / "away")
+    elif kind == "pipe":
+        os.mkfifo(target)
+    else:
+        target.mkdir()
+        (target / "mine.txt").write_text("mine")
+    before = victim.read_bytes() if name else b""
+    with pytest.raises(UserError, match="dataset.cache=.*no decoded images can be kept there") as caught:
+        open_folder(folder)
+    assert str(caught.value).count("\n") == 1
+    assert os.path.lexists(target) and (not name or victim.read_bytes() == before)
+    assert kind != "folder" or (target / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("about", [b"", b"[" * 60000, b"[1]", b'{"root": {}}', b"\xff", b"{" + b" " * 10**6 + b"}"])
+def test_what_lies_beside_it_is_left_alone(folder, about):
+    beside = folder.parent / "cache" / "other"
+    beside.mkdir(parents=True)
+    (beside / "about.json").write_bytes(about)
+    (beside / PIXELS).write_bytes(b"x")
+    open_folder(folder)
+    assert (beside / "about.json").read_bytes() == about and (beside / PIXELS).exists()
+
+
+def test_its_header_tells_a_person_what_it_is(folder):
+    place = Path(open_folder(folder).train.cache.folder)
+    about = json.loads((place / "about.json").read_text())
+    assert (about["root"], about["images"], about["shape"]) == (os.path.realpath(folder), 40, [3, 5, 6])
+    assert "May be deleted" in about["note"] and sorted(os.listdir(place)) == sorted(FILES)
+    assert (place / PIXELS).stat().st_size == 40 * 90 and os.listdir(place.parent) == [place.name]
+
+
+def test_where_it_goes_and_why_not(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    data = open_folder(folder, cache="auto")
+    key = os.path.basename(data.train.cache.folder)
+    assert data.train.place == f"decoded once into {tmp_path}/xdg/stoker/images/{key} (0 MiB)"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert open_folder(folder, cache="auto").train.place.startswith(f"decoded once into ~/.cache/stoker/images/{key}")
+    assert open_folder(folder, cache="~/mine").train.cache.folder == str(tmp_path / "home" / "mine" / key)
+    assert open_folder(folder, cache=False).train.place == ""
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    split = open_folder(folder, cache="auto").train
+    assert split.cache is None and split.place.startswith("not cached (Not a directory: ")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
+    usage = caches.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(caches.shutil, "disk_usage", lambda path: usage._replace(free=2 * 40 * 94 - 1))
+    split = open_folder(folder, cache="auto").train
+    assert split.cache is None and "more than half of the" in split.place
+    assert torch.equal(split.tensors()[0], decoded(folder)) and os.listdir(tmp_path / "full/stoker/images") == []
+    with pytest.raises(UserError, match=r"dataset.cache=.*more than half.*\nType dataset.cache=DIR"):
+        open_folder(folder, cache=str(tmp_path / "other"))
+    for wrong in (True, 1, "", None, ["a"]):
+        with pytest.raises(UserError, match="give auto, false or a folder"):
+            datasets.image_folder(str(folder), cache=wrong)
+
+
+def read_in_process(split, queue):
+    queue.put(bytes(split.read(list(range(len(split)))).flatten().tolist()))
+
+
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_processes_write_into_one_cache(folder, method):
+    """Also those that begin afresh and open it by its name."""
+    context = multiprocessing.get_context(method)
+    split, expected = open_folder(folder).train, decoded(folder)
+    queue = context.Queue()
+    process = context.Process(target=read_in_process, args=(split, queue))
+    process.start()
+    assert queue.get(timeout=60) == bytes(expected.flatten().tolist())
+    process.join()
+    assert not len(split.missing())
+
+
+def test_a_process_without_the_cache_decodes(folder):
+    split = open_folder(folder).train
+    pickled = pickle.dumps(split)
+    assert isinstance(pickle.loads(pickled).cache, PixelCache)
+    caches.remove(split.cache.folder)
+    other = pickle.loads(pickled)
+    assert other.cache is None and torch.equal(other.tensors()[0], decoded(folder))
+    assert torch.equal(split.tensors()[0], decoded(folder))  # who has it mapped goes on
+
+
+# ---- loaders ----
+
+
+def epochs(train, count=3):
+    """All batches of so many epochs, of the first one only from the third batch on, as after a resume."""
+    train.seek(0, 2)
+    return [list(train) for _ in range(count)]
+
+
+def same(batches, others):
+    assert [len(epoch) for epoch in batches] == [len(epoch) for epoch in others]
+    for epoch, other in zip(batches, others, strict=True):
+        for (inputs, targets), (again, labels) in zip(epoch, other, strict=True):
+            assert torch.equal(inputs, again) and torch.equal(targets, labels)
+
+
+OPTIONS = {"batch_size": 5, "seed": 3, "augment": ["flip", "mixup"]}
+
+
+def test_batches_do_not_depend_on_where_the_pixels_come_from(folder, monkeypatch):
+    reference = epochs(make_loaders(open_folder(folder, cache=False), resident=True, **OPTIONS)[0][0])
+    for workers in (0, 2):
+        (cold, _, _), _ = make_loaders(
+            open_folder(folder, cache=str(folder.parent / f"{workers}")), resident=False, workers=workers, **OPTIONS
+        )
+        assert isinstance(cold, HostLoader)
+        same(epochs(cold), reference)
+        warm_data = open_folder(folder, cache=str(folder.parent / f"{workers}"))
+        assert not len(warm_data.train.missing())
+        fill(warm_data)
+        with monkeypatch.context() as patch:
+            patch.setattr(datasets, "decode_image", None)
+            (warm, _, _), _ = make_loaders(warm_data, resident=False, workers=workers, **OPTIONS)
+            same(epochs(warm), reference)
+            (resident, _, _), _ = make_loaders(warm_data, **OPTIONS)
+            assert isinstance(resident, DeviceLoader)
+            same(epochs(resident), reference)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streamed_while_it_is_decoded_and_resident_from_then_on(folder, monkeypatch, workers):
+    reference = epochs(make_loaders(open_folder(folder, cache=False), resident=True, **OPTIONS)[0][0])
+    monkeypatch.setattr(loader, "FEW_SECONDS", 0.0)
+    monkeypatch.setattr(loader, "sample_seconds", lambda split: 1.0)  # which would read, and so fill, some of it
+    data = open_folder(folder)
+    (train, val, _), why = make_loaders(data, workers=workers, **OPTIONS)
+    assert why.startswith(f"streamed with {workers} workers, then resident on cpu, 0.0 MiB of ")
+    assert why.endswith(f" free; {data.train.place}")
+    monkeypatch.setattr(loader, "FEW_SECONDS", 0.1)
+    assert isinstance(train, StreamedOnce) and (len(train), train.samples, train.nbytes) == (7, 32, 32 * 90)
+    train.seek(0, 2)
+    batches = [list(train)]
+    assert isinstance(train.loader, HostLoader)
+    batches.append(list(train))  # the first two batches of epoch 0 were never read, so it is streamed once more
+    assert isinstance(train.loader, HostLoader) and not len(data.train.missing())
+    monkeypatch.setattr(datasets, "decode_image", None)
+    batches.append(list(train))
+    assert isinstance(train.loader, DeviceLoader)
+    same(batches, reference)
+    same(epochs(train), reference)
+    monkeypatch.undo()
+    same([list(val)], [list(make_loaders(open_folder(folder, cache=False), **OPTIONS)[0][1])])
+    train.close()
+
+
+def test_by_blocks(folder, monkeypatch):
+    """Large data is read by blocks of neighbours in the cache; the order knows of no cache and no memory."""
+    monkeypatch.setattr(datasets, "LARGE", 1000)
+    monkeypatch.setattr(datasets, "BLOCK", 4 * 90)
+    monkeypatch.setattr(loader, "WINDOW", 2)
+    data = open_folder(folder)
+    assert data.train.block == 4 and data.val.block == 1
+    (streamed, _, _), _ = make_loaders(data, resident=False, workers=2, batch_size=8, seed=3)
+    reference = epochs(streamed)
+    for cache, resident in ((None, True), (False, False), (False, True)):
+        (other, _, _), _ = make_loaders(open_folder(folder, cache=cache), resident=resident, batch_size=8, seed=3)
+        same(epochs(other), reference)
+    # A window of 2 blocks is one batch here: 8 samples that lie in two runs of neighbours.
+    place = {index: i for i, index in enumerate(data.train.neighbours().tolist())}
+    order = streamed.order(0)
+    assert sorted(order.tolist()) == list(range(32))
+    for window in order.split(8):
+        places = sorted(place[index] for index in window.tolist())
+        assert [places[0] % 4, places[4] % 4] == [0, 0]
+        assert places == [*range(places[0], places[0] + 4), *range(places[4], places[4] + 4)]
+
+
+def test_workers_are_chosen_by_measuring(folder):
+    data = open_folder(folder)
+    state = torch.get_rng_state()
+    assert loader.choose_workers(data.train, 10**6) >= 1  # so much takes longer than handing it over
+    assert torch.equal(torch.get_rng_state(), state)
+    assert loader.choose_workers(datasets.digits().train, 10**6) == 0
+    fill(data)
+    assert loader.decode_seconds(data.train) == 0.0 == loader.decode_seconds(datasets.digits().train)
+    (_, _, _), why = make_loaders(data, batch_size=5, resident=False)
+    assert why.startswith("streamed with ") and why.endswith(data.train.place)
+    # A cache is filled once, so workers that are asked for are no mistake afterwards.
+    assert isinstance(make_loaders(data, batch_size=5, workers=2)[0][0], DeviceLoader)
+    with pytest.raises(UserError, match="no use for workers"):
+        make_loaders(data, batch_size=5, workers=2, resident=True)
