@@ -1,5 +1,6 @@
 """What only a GPU can show: skipped, with the reason, where there is none."""
 
+import copy
 import functools
 import gc
 
@@ -8,7 +9,7 @@ import torch
 from conftest import assert_same, make_data, make_model, make_trainer
 
 from data.loader import DeviceLoader, HostLoader
-from trainer import checkpoint
+from trainer import checkpoint, optimizers
 from trainer.callbacks import EMA, Callback, Checkpoint
 from trainer.device import choose, move
 from trainer.errors import TrainingError, UserError
@@ -86,6 +87,22 @@ def test_no_step_waits_for_the_gpu(precision):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert trainer.step == 20
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_captured_steps_are_eager_steps_to_the_bit(precision):
+    """With dropout, clipping, micro-batches, EMA, a schedule and a ragged last batch in each epoch."""
+    results = []
+    for compile in (False, "graph"):
+        settings = {"max_grad_norm": 0.5, "grad_accum_steps": 2, "deterministic": True, "precision": precision}
+        model = make_model(dropout=0.3)
+        trainer = make_trainer(model, device="cuda", compile=compile, callbacks=[EMA(0.9)], **settings)
+        optimizers.make_capturable(trainer.optimizer, trainer.device)  # on both sides: the rate as a float32 tensor
+        trainer.fit(*loaders())
+        results.append(copy.deepcopy(trainer.state_dict()))
+    assert len(trainer.run.graphs) == 2
+    for name in ("model", "callbacks", "scheduler", "step"):
+        assert_same(results[1][name], results[0][name], name)
 
 
 def test_memory_is_returned():
