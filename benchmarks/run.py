@@ -27,6 +27,7 @@ DISTRIBUTIONS = {  # of the contestants that have to be installed
     "keras": "keras",
     "fastai": "fastai",
 }
+VARIANTS = ["ready", "one", "10x", "streamed", "writing", "channels_last", "mallopt", "onednn", "fused"]
 TITLES = {
     "train_s": "train s/epoch",
     "evaluation_s": "evaluation s/epoch",
@@ -116,6 +117,11 @@ def read_options():
     for name in options.contestants or []:
         if name.partition(":")[0] not in ("ours", "bare", "ideal", "replay", *DISTRIBUTIONS):
             parser.error(f"--contestants {name}: give ours, bare, ideal, replay, {', '.join(DISTRIBUTIONS)}")
+        for variant in filter(None, name.partition(":")[2].split("+")):
+            if variant not in VARIANTS and not (name.startswith("ours:") and "=" in variant):
+                parser.error(f"--contestants {name}: there is no variant {variant}; give {', '.join(VARIANTS)}")
+    if options.output and not Path(options.output).absolute().parent.is_dir():
+        parser.error(f"--output {options.output}: there is no such folder")
     if options.what != "startup":
         needed = "cifar10_jpeg" if options.work in ("cifar", "folder") else "MNIST/raw"
         if not Path(os.environ.get("DATA_ROOT", ""), needed).is_dir():

@@ -49,7 +49,7 @@ def open_cache(place, key, about):
         return None, f"not cached ({reason})"
     home = os.path.expanduser("~") + os.sep
     shown = folder if not folder.startswith(home) else os.path.join("~", folder[len(home) :])
-    return cache, f"decoded once into {shown} ({cache.nbytes / MIB:,.0f} MiB)"
+    return cache, f"decoded pixels in {shown} ({cache.nbytes / MIB:,.0f} MiB)"
 
 
 def default_place():

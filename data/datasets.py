@@ -407,7 +407,7 @@ def image_folder(
     for label in set(range(len(classes))).difference(targets.unique().tolist()):
         raise UserError(
             f"{os.path.join(top, classes[label])}: there is no image in this folder ({', '.join(IMAGE_ENDINGS)}).\n"
-            "Add some, or remove it."
+            "Add some, or remove it; or type dataset.root=DIR for a folder with one folder a class in it."
         )
     if size is None:
         from PIL import Image
@@ -474,13 +474,16 @@ def _list_images(top, classes, state):
                 f"{os.path.join(top, name)}: the training images have no class {name!r}.{did_you_mean(name, classes)}\n"
                 f"Rename or remove the folder; they have {', '.join(classes[:10])}{', ...' * (len(classes) > 10)}."
             )
-        with os.scandir(os.path.join(top, name)) as entries:
-            # One string a file, and no tuple: no name has a zero in it, and it sorts before every letter.
-            found = sorted(
-                f"{e.name}\0{e.stat().st_size}\0{e.stat().st_mtime_ns}"
-                for e in entries
-                if e.name.lower().endswith(IMAGE_ENDINGS) and not e.name.startswith(".") and e.is_file()
-            )
+        try:
+            with os.scandir(os.path.join(top, name)) as entries:
+                # One string a file, and no tuple: no name has a zero in it, and it sorts before every letter.
+                found = sorted(
+                    f"{e.name}\0{e.stat().st_size}\0{e.stat().st_mtime_ns}"
+                    for e in entries
+                    if e.name.lower().endswith(IMAGE_ENDINGS) and not e.name.startswith(".") and e.is_file()
+                )
+        except PermissionError as error:
+            raise UserError(f"{error.filename}: this folder may not be read. Type chmod -R u+rX {top}.") from None
         state.update(os.fsencode("\0".join([name, *found])))
         for line in found:
             files.add(os.fsencode(os.path.join(name, line.partition("\0")[0])))

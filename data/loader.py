@@ -11,7 +11,7 @@ from trainer.device import MIB, free_memory, mix_seed, move, to_device
 from trainer.errors import UserError, check_number
 
 # So many numbers are gathered and normalised at once, at most. On a CPU they stay in its cache: an epoch of MNIST takes
-# 19 ms at 4 batches of 128, 30 ms at 16 (one thread, 2 cores of an Intel Xeon at 2.6 GHz); a GPU wants few large kernels.
+# 19 ms at 4 batches of 128, 30 ms at 16 (one thread of an Intel Xeon at 2.6 GHz); a GPU wants few large kernels.
 AT_ONCE_CPU, AT_ONCE = 2**19, 2**24
 WINDOW = 256  # blocks that are shuffled together
 FEW_SECONDS = 5.0  # of decoding, for which nothing is streamed
@@ -189,6 +189,7 @@ class Loader(Seekable):
         # which ends a DataLoader's workers in the wrong order and waits 5 s for each.
         self.augment = Augment(augment, data.num_classes, normalizer(data.mean, data.std, self.device))
         self.augment.check(data.in_shape)
+        self.in_shape = data.in_shape
         self.generator = torch.Generator()
         # Which epochs an alternating flip flips a sample in: the even ones or the odd ones.
         self.flip_parity = torch.rand(self.samples, generator=self.seeded("flip")) < 0.5
@@ -299,6 +300,7 @@ class StreamedOnce(Seekable):
         self.loader = HostLoader(data, split, batch_size, workers=workers, **options)
         self.make_resident = functools.partial(DeviceLoader, data, split, batch_size, **options)
         self.samples, self.nbytes, self.batch_size = self.loader.samples, self.loader.nbytes, self.loader.batch_size
+        self.in_shape = data.in_shape
 
     def __len__(self):
         return len(self.loader)

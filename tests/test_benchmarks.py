@@ -179,3 +179,16 @@ def test_missing_data_is_said_at_once(tmp_path):
     done = subprocess.run([sys.executable, str(RUN)], env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "there is no MNIST/raw below DATA_ROOT" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--contestants", "ideal:malloc"], "there is no variant malloc"),
+        (["--contestants", "mine"], "give ours, bare, ideal"),
+        (["--what", "startup", "--output", "nowhere/table.md"], "there is no such folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_is(arguments, words):
+    done = subprocess.run([sys.executable, str(RUN), *arguments], capture_output=True, text=True)
+    assert done.returncode == 2 and words in done.stderr

@@ -200,10 +200,10 @@ def test_where_it_goes_and_why_not(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     data = open_folder(folder, cache="auto")
     key = os.path.basename(data.train.cache.folder)
-    assert data.train.place == f"decoded once into {tmp_path}/xdg/stoker/images/{key} (0 MiB)"
+    assert data.train.place == f"decoded pixels in {tmp_path}/xdg/stoker/images/{key} (0 MiB)"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert open_folder(folder, cache="auto").train.place.startswith(f"decoded once into ~/.cache/stoker/images/{key}")
+    assert open_folder(folder, cache="auto").train.place.startswith(f"decoded pixels in ~/.cache/stoker/images/{key}")
     assert open_folder(folder, cache="~/mine").train.cache.folder == str(tmp_path / "home" / "mine" / key)
     assert open_folder(folder, cache=False).train.place == ""
 

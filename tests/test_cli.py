@@ -125,6 +125,11 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("dataset=digits,synthetic", "dataset=digits,synthetic", ""),
 ]
 LATE = [
+    ("compile=graph device=cpu", "compile=graph", "Type compile=true"),
+    ("channels_last=maybe", "channels_last=maybe", "auto, true, false"),
+    ("tune=[foo]", "tune=foo", "allocator, linear, threads"),
+    ("channels_last=true", "channels_last=true", "channels_last=auto"),
+    ("model._target_=models.mlp", "model._target_=models.mlp", "Type model._target_=models.mlp.NAME"),
     (
         "+model.typo=1",
         "error: model.typo: models.mlp.MLP has no such argument.",

@@ -1,5 +1,6 @@
 """The schedules against their formulas, against torch's own, and continued from a saved state."""
 
+import functools
 import math
 
 import pytest
@@ -215,3 +216,29 @@ def test_a_saved_state_goes_on_where_it_was(name, stop):
 def test_an_impossible_value_names_its_key(name, options, key):
     with pytest.raises(UserError, match=key):
         ALL[name](optimizer(), total_steps=10, **options)
+
+
+# those of torch
+
+
+def test_a_whole_number_is_a_rate():
+    assert rates(schedules.linear, 4, lr=1) == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (torch.optim.lr_scheduler.StepLR, r"scheduler.step_size: .* Type \+scheduler.step_size=..."),
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, "wants a number at each step"),
+        (lambda optimizer: object(), "none of torch.optim.lr_scheduler's kind"),
+    ],
+)
+def test_what_is_no_schedule_of_the_step_is_refused(kind, words):
+    with pytest.raises(UserError, match=words):
+        schedules.build(kind, optimizer(), 10)
+
+
+def test_the_schedules_of_torch_are_built():
+    kind = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2)
+    assert schedules.build(kind, optimizer(), 10).get_last_lr() == [LR]
+    assert schedules.build(functools.partial(OneCycleLR, max_lr=1.0), optimizer(), 10).total_steps == 10

@@ -628,3 +628,31 @@ def test_impossible_settings_are_named(setting):
     (key,) = setting
     with pytest.raises(UserError, match=f"{key}="):
         make_trainer(**setting)
+
+
+class Viewing(torch.nn.Module):
+    """As many models are written: a view of the image in front of the last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.BatchNorm2d(4)
+        self.head = torch.nn.Linear(4 * 8 * 8, 3)
+
+    def forward(self, inputs):
+        hidden = self.norm(self.convolution(inputs))
+        return self.head(hidden.view(len(inputs), -1))
+
+
+def test_a_model_that_views_images_trains_as_it_would_without_channels_last():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randint(0, 256, (40, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    split = TensorSplit(inputs, torch.randint(0, 3, (40,), generator=generator))
+    data, states = Data("images", split, split, None, (3, 8, 8), 3), []
+    for channels_last in ("auto", False):
+        torch.manual_seed(0)
+        trainer = make_trainer(Viewing(), epochs=1, channels_last=channels_last)
+        trainer.fit(DeviceLoader(data, "train", 8, shuffle=True))
+        states.append(trainer.module.state_dict())
+    assert_same(*states)
+    with pytest.raises(UserError, match=r"Write .flatten\(1\) or .reshape\(\) there, or type channels_last=false"):
+        make_trainer(Viewing(), channels_last=True).fit(DeviceLoader(data, "train", 8, shuffle=True))

@@ -56,12 +56,15 @@ def locate(key, target):
         message = f"not among what may be built. Type trusted=[{target.split('.')[0]}] if it is your own."
         raise UserError(f"{key}._target_={target}: {message}")
     try:
-        return hydra.utils.get_object(target)
+        found = hydra.utils.get_object(target)
     except InstantiationException:
         raise UserError(f"{key}._target_={target}: not among what may be built, whatever is trusted.") from None
     except (ImportError, ValueError) as error:
         cause = error.__cause__ or error
         raise UserError(f"{key}._target_={target}: {str(cause).splitlines()[0]}.") from error
+    if not callable(found):
+        raise UserError(f"{key}._target_={target}: this is no class or function. Type {key}._target_={target}.NAME.")
+    return found
 
 
 def own_packages(typed):

@@ -209,6 +209,8 @@ def check_types(prefix, given, defaults):
         name, value = f"{prefix}{key}", given.get(key, default)
         if default is None or default in ("auto", "???") or (isinstance(value, str) and "${" in value):
             continue
+        if (name, value) == ("compile", "graph"):  # the one flag with a third side
+            continue
         if value is None:
             # null is no length where max_steps gives one, and leaves a callback out.
             if name != "epochs" and not re.fullmatch(r"callbacks\.\w+", name):

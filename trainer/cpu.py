@@ -1,12 +1,15 @@
-"""What is fitted to the processor: glibc's memory, oneDNN's linear layers."""
+"""What is fitted to the processor: glibc's memory, oneDNN's linear layers, the number of threads."""
 
 import ctypes
+import os
 
 import torch
 
 from trainer.errors import check_choice
 
-TUNINGS = ("allocator", "linear")
+TUNINGS = ("allocator", "linear", "threads")
+# Multiply-adds of a step, forwards, below which one thread is enough.
+FEW = 10_000_000
 # The same fp32 arithmetic; 1.6 times as fast on a Zen 4. On an Intel processor MKL is the faster one.
 product = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
@@ -16,7 +19,8 @@ def tune(parts, device, module, compiled):
 
     `allocator` keeps the memory that a step frees (keep_pages). `linear` gives fp32 linear layers to oneDNN where the
     processor is an AMD one with AVX-512, which MKL runs at half its width. By the kind of processor, and not by a
-    clock: the last bits of the result depend on the choice, and the same run has to end the same way twice.
+    clock: the last bits of the result depend on the choice, and the same run has to end the same way twice. `threads`
+    is for the time of a fit (use_threads).
     """
     for part in parts:
         check_choice("tune", part, TUNINGS)
@@ -24,6 +28,21 @@ def tune(parts, device, module, compiled):
         keep_pages()
     if device.type == "cpu" and "linear" in parts and not compiled and has_wide_amd():
         use_onednn(module)
+
+
+def use_threads(module, samples):
+    """One thread where a step of so many samples is too small for more.
+
+    Threads wait for each other at each operator, and when any other program runs, that takes longer than such a step.
+    Counted are the weights of dense layers; a model with other ones (which use a weight more than once a sample), and
+    a number of threads that OMP_NUM_THREADS asks for, are left as they are.
+    """
+    layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
+    dense = all(isinstance(layer, (torch.nn.Linear, torch.nn.BatchNorm1d, torch.nn.LayerNorm)) for layer in layers)
+    if dense and "OMP_NUM_THREADS" not in os.environ and samples:
+        weights = sum(weight.numel() for layer in layers for weight in layer.parameters(recurse=False))
+        if samples * weights < FEW:
+            torch.set_num_threads(1)
 
 
 def keep_pages():

@@ -13,12 +13,14 @@ import torch
 
 from trainer import batch as batches
 from trainer import cpu
-from trainer.errors import UserError, check_choice
+from trainer.errors import UserError, check_choice, log
 
 MIB = 2**20
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 # cuBLAS is deterministic only with a fixed workspace, and looks once, when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+NO_VIEW = "view size is not compatible"  # how torch says that a tensor's memory is in another order
+CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # those that have a channels_last
 GRAPHS = ("cuda",)  # the devices on which a whole step can be captured
 FUSED = ("cpu", "cuda", "mps", "xpu")  # the devices for which torch has fused optimizers
 
@@ -91,6 +93,24 @@ def autocast(device, dtype):
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
+def settle_layout(module, in_shape, device):
+    """Takes channels_last back where the module's forward cannot do with it: a `view` of an image, as many have it."""
+    if not any(isinstance(child, CONVOLUTIONS) for child in module.modules()):
+        return
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            module(torch.zeros(2, *in_shape, device=device))
+    except Exception as error:  # whatever else it is will come up in the first step
+        if NO_VIEW in str(error):
+            module.to(memory_format=torch.contiguous_format)
+            log.warning("%s uses .view() on images: it stays out of channels_last.", type(module).__name__)
+    finally:
+        for child, training in modes:
+            child.training = training
+
+
 def configure(device, deterministic):
     """TF32 and cuDNN's autotuning on, or with `deterministic` both off and only deterministic kernels."""
     if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: 1 s
@@ -112,7 +132,7 @@ def place(module, device, channels_last="auto"):
     """
     check_choice("channels_last", channels_last, ("auto", True, False))
     module.to(device)
-    convolutions = [m for m in module.modules() if isinstance(m, (torch.nn.Conv2d, torch.nn.ConvTranspose2d))]
+    convolutions = [child for child in module.modules() if isinstance(child, CONVOLUTIONS)]
     if channels_last is True and not convolutions:
         raise UserError(f"channels_last=true: {type(module).__name__} has no 2-D convolution. Type channels_last=auto.")
     if channels_last is True or (channels_last == "auto" and device.type != "mps"):
@@ -284,7 +304,7 @@ def explain(error, module, batch, device):
     for a `view` of an image in channels_last order.
     """
     text = str(error)
-    if "view size is not compatible" in text and any(p.ndim == 4 for p in module.parameters()):
+    if NO_VIEW in text and any(p.ndim == 4 for p in module.parameters()):
         return UserError(
             f"{type(module).__name__}: .view() of an image, whose memory is in the order channels_last.\n"
             "Write .flatten(1) or .reshape() there, or type channels_last=false."

@@ -23,9 +23,10 @@ def did_you_mean(name, choices):
 def check_choice(key, value, choices):
     """Raises UserError unless `value` is one of `choices`, naming `key` and what there is."""
     if value not in choices:
+        names = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices]
         raise UserError(
-            f"{key}={value}: there is no such choice.{did_you_mean(value, choices)}\n"
-            f"Type {key}= one of: {', '.join(choices)}."
+            f"{key}={value}: there is no such choice.{did_you_mean(value, names)}\n"
+            f"Type {key}= one of: {', '.join(names)}."
         )
     return value
 

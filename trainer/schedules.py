@@ -3,7 +3,9 @@
 import inspect
 import math
 
-from trainer.errors import check_number
+import torch
+
+from trainer.errors import UserError, check_number
 
 
 class Schedule:
@@ -27,10 +29,10 @@ class Schedule:
         factor = self.factor(self.steps)
         self.rates = [group["initial_lr"] * factor for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            if isinstance(group["lr"], float):
-                group["lr"] = rate
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)  # a captured step reads this very tensor
             else:
-                group["lr"].fill_(rate)  # the tensor that a captured step reads
+                group["lr"] = rate
 
     def get_last_lr(self):
         """The rate of each group, a number also where the group holds a tensor."""
@@ -66,10 +68,23 @@ def schedule(name, shape, optimizer, total_steps, warmup=0.0):
 def build(factory, optimizer, total_steps):
     """The scheduler of a factory, called with (optimizer, total_steps=...).
 
-    With the optimizer alone where it has no such argument, as torch's StepLR.
+    With the optimizer alone where it has no such argument, as torch's StepLR. UserError where it wants more, or does
+    not step by itself.
     """
-    takes_steps = "total_steps" in inspect.signature(factory).parameters
-    return factory(optimizer, total_steps=total_steps) if takes_steps else factory(optimizer)
+    arguments = inspect.signature(factory).parameters
+    own = {"total_steps": total_steps} if "total_steps" in arguments else {}
+    given = {next(iter(arguments), None), *own}
+    for name, argument in arguments.items():
+        if name not in given and argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD:
+            raise UserError(f"scheduler.{name}: the scheduler needs this argument. Type +scheduler.{name}=...")
+    scheduler = factory(optimizer, **own)
+    if not all(hasattr(scheduler, name) for name in ("step", "get_last_lr", "state_dict", "load_state_dict")):
+        raise UserError(f"scheduler: {type(scheduler).__name__} is none of torch.optim.lr_scheduler's kind.")
+    needed = [p for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
+    if any(p.kind is p.POSITIONAL_OR_KEYWORD for p in needed):
+        kind = f"{type(scheduler).__name__} wants a number at each step, and a schedule here follows the step alone"
+        raise UserError(f"scheduler: {kind}.\nType scheduler=cosine, linear, step or onecycle.")
+    return scheduler
 
 
 def constant(optimizer, total_steps, warmup=0.0):

@@ -50,10 +50,11 @@ class Trainer:
             raise UserError(f"loss: reduction={loss.reduction!r}; a batch is weighted by its samples, so give 'mean'.")
         if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
             raise UserError(f"loss: {type(loss).__name__} has parameters of its own; make it a part of the model.")
-        self.module = devices.place(
-            model, self.device, channels_last
-        )  # its state dict has the names that the user gave
+        # The model itself: its state dict has the names that the user gave.
+        self.module = devices.place(model, self.device, channels_last)
+        self.layout_is_open = channels_last == "auto" and not compile
         cpu.tune(tune, self.device, self.module, compile)
+        self.fits_threads = self.device.type == "cpu" and "threads" in tune
         if compile == "graph":
             graph.check(type(self), Trainer, self.device, self.dtype, strategy)
         elif compile:
@@ -294,11 +295,16 @@ class Trainer:
         self.scheduler = schedules.build(self.make_scheduler, self.optimizer, self.total_steps)
         self.step, self.should_stop, self.stop_reason = 0, False, None
         self.train_loss.reset()
+        if self.layout_is_open and hasattr(train_loader, "in_shape"):
+            devices.settle_layout(self.module, train_loader.in_shape, self.device)
         if resume is not None:
             self.load(resume)
         if self.run is not graph.eagerly:
             optimizers.make_capturable(self.optimizer, self.device)  # the rates that were loaded are numbers
             self.run = graph.Captured(self.optimizer, self.device)  # anew: the optimizer's tensors may be others now
+        self.threads = torch.get_num_threads()
+        if self.fits_threads:
+            cpu.use_threads(self.module, self.train_loader.batch_size)
 
     def parameter_groups(self, decay_all):
         """The trainable parameters for the optimizer; biases and the weights of norms (one dimension) without decay."""
@@ -366,7 +372,8 @@ class Trainer:
             raise explained from error
 
     def release(self):
-        """Drops gradients and gives memory back."""
+        """Drops gradients, gives memory back, and has as many threads as before."""
+        torch.set_num_threads(self.threads)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         devices.release(self.device)
