@@ -59,6 +59,15 @@ def test_linear_and_cosine(total, final):
     )
 
 
+def test_linear_with_a_start_is_a_triangle():
+    found = rates(schedules.linear, 40, warmup=10, start=0.2, final=0.07)
+    assert (
+        found[0] == pytest.approx(0.2 + 0.8 / 11) and found[10] == max(found) == 1.0
+    )  # the first step goes up already
+    close(found[:11], [0.2 + 0.8 * (t + 1) / 11 for t in range(11)])
+    close(found[10:], [1 - 0.93 * t / 30 for t in range(31)])
+
+
 def test_cosine_is_torchs_own():
     sgd = optimizer()
     theirs, expected = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=20, eta_min=0.1 * LR), [LR]
@@ -205,6 +214,8 @@ def test_a_saved_state_goes_on_where_it_was(name, stop):
         ("cosine", {"warmup": -1}, "scheduler.warmup=-1"),
         ("cosine", {"warmup": "1"}, "scheduler.warmup=1"),
         ("linear", {"final": -0.1}, "scheduler.final=-0.1"),
+        ("linear", {"start": -0.1, "warmup": 2}, "scheduler.start=-0.1"),
+        ("linear", {"start": 0.2}, "scheduler.warmup=0.1"),
         ("cosine", {"final": -0.1}, "scheduler.final=-0.1"),
         ("step", {"milestones": [0.5, 2]}, "scheduler.milestones=2"),
         ("step", {"gamma": 0}, "scheduler.gamma=0"),

@@ -47,18 +47,22 @@ class Schedule:
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
-def schedule(name, shape, optimizer, total_steps, warmup=0.0):
+def schedule(name, shape, optimizer, total_steps, warmup=0.0, start=0.0):
     """A Schedule that multiplies each group's rate by `shape(progress)`.
 
     The progress is 0 after the warmup and 1 after the last step. `warmup` is a share of all steps below 1 and a number
-    of steps from 1 on; the rate rises linearly over it.
+    of steps from 1 on; the rate rises linearly over it, from `start` times the rate.
     """
     check_number("scheduler.warmup", warmup, least=0)
+    if check_number("scheduler.start", start, least=0) and not warmup:
+        raise UserError(
+            f"scheduler.start={start} is where a warmup begins, and there is none. Type scheduler.warmup=0.1."
+        )
     warmup_steps = round(warmup * total_steps) if warmup < 1 else round(warmup)
 
     def factor(step):
         if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
+            return start + (1 - start) * (step + 1) / (warmup_steps + 1)
         return shape(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
 
     after = f" after {warmup_steps} step{'s' * (warmup_steps != 1)} of warmup" if warmup_steps else ""
@@ -92,10 +96,10 @@ def constant(optimizer, total_steps, warmup=0.0):
     return schedule("constant", lambda progress: 1.0, optimizer, total_steps, warmup)
 
 
-def linear(optimizer, total_steps, warmup=0.0, final=0.0):
-    """Down in a straight line to `final` times the rate."""
+def linear(optimizer, total_steps, warmup=0.0, start=0.0, final=0.0):
+    """Down in a straight line to `final` times the rate; with a warmup, a triangle."""
     check_number("scheduler.final", final, least=0)
-    return schedule("linear", lambda progress: 1 - (1 - final) * progress, optimizer, total_steps, warmup)
+    return schedule("linear", lambda progress: 1 - (1 - final) * progress, optimizer, total_steps, warmup, start)
 
 
 def cosine(optimizer, total_steps, warmup=0.0, final=0.0):
