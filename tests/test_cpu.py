@@ -45,6 +45,9 @@ def test_what_is_no_fp32_matrix_goes_the_usual_way():
     with torch.autocast("cpu", torch.bfloat16):
         assert fitted(torch.randn(2, 6)).dtype == torch.bfloat16
     inputs = torch.randn(3, 6)
+    one, other = (torch.func.jvp(layer, (inputs,), (inputs,)) for layer in (plain, fitted))
+    torch.testing.assert_close(one, other)
+    torch.testing.assert_close(torch.jit.trace(fitted, inputs)(inputs), plain(inputs))
     mapped = torch.func.vmap(lambda row: fitted(row.unsqueeze(0)).squeeze(0))(inputs)
     torch.testing.assert_close(mapped, plain(inputs))
     assert type(copy.deepcopy(fitted)) is cpu.Linear
@@ -69,8 +72,11 @@ def test_a_training_by_onednn_equals_one_without_up_to_rounding(monkeypatch):
         trainer = make_trainer()
         assert (type(trainer.module[0]) is cpu.Linear) == amd
         trainer.fit(batches)
+        module = trainer.module
         weights.append(torch.nn.utils.parameters_to_vector(trainer.module.parameters()).detach())
     torch.testing.assert_close(*weights)
+    trainer.close()
+    assert type(module[0]) is torch.nn.Linear
 
 
 @pytest.fixture
@@ -116,6 +122,8 @@ def test_no_tuning_is_none(monkeypatch):
     assert type(make_trainer(make_model(), tune=[]).module[0]) is torch.nn.Linear
     with pytest.raises(UserError, match="tune=fast"):
         make_trainer(make_model(), tune=["fast"])
+    with pytest.raises(UserError, match="tune=None: give a list"):
+        make_trainer(make_model(), tune=None)
 
 
 def test_another_c_library_is_left_alone(monkeypatch):

@@ -12,6 +12,7 @@ from trainer import Trainer, graph, optimizers
 from trainer import device as devices
 from trainer.callbacks import EMA, Callback
 from trainer.errors import UserError
+from trainer.lr_find import lr_find
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def fitted(captured, **settings):
     # On both sides: a rate in a tensor is rounded to float32.
     optimizers.make_capturable(trainer.optimizer, trainer.device)
     if captured:
-        trainer.run = graph.Captured(trainer.optimizer, trainer.device)
+        trainer.execute = graph.Captured(trainer.optimizer, trainer.device)
     data = make_data()
     trainer.fit(DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 8))
     return copy.deepcopy(trainer.state_dict()), trainer
@@ -61,14 +62,14 @@ def test_captured_equals_eager(recorded, optimizer):
     for name in ("model", "callbacks", "scheduler", "step"):
         assert_same(captured[name], eager[name], name)
     # Whole batches with and without the bias, ragged ones without; one of those with it came but once.
-    assert len(recorded) == len(trainer.run.graphs) == 3 and {len(batch[0]) for batch in recorded} == {8, 4}
+    assert len(recorded) == len(trainer.execute.graphs) == 3 and {len(batch[0]) for batch in recorded} == {8, 4}
 
 
 def test_more_kinds_than_graphs_run_as_they_are(recorded, monkeypatch):
     monkeypatch.setattr(graph, "MOST", 1)
     (eager, _), (captured, trainer) = (fitted(captured) for captured in (False, True))
     assert_same(captured["model"], eager["model"])
-    assert len(trainer.run.graphs) == 1
+    assert len(trainer.execute.graphs) == 1
 
 
 def test_the_rate_that_is_logged_is_a_number_and_the_one_used(recorded):
@@ -105,5 +106,26 @@ def test_what_cannot_be_captured(monkeypatch, kind, dtype, strategy, words):
 
 def test_an_optimizer_without_a_fused_form_is_refused():
     optimizer = torch.optim.RMSprop([torch.nn.Parameter(torch.ones(2))])
-    with pytest.raises(UserError, match="RMSprop has no fused form"):
+    with pytest.raises(UserError, match="RMSprop is not fused"):
         optimizers.make_capturable(optimizer, torch.device("cpu"))
+
+
+def test_plain_values_of_a_batch_are_no_part_of_a_graph_and_objects_are_refused(recorded):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    execute = graph.Captured(optimizer, torch.device("cpu"))
+    given = [{"x": torch.tensor(1.0), "w": float(i % 3)} for i in range(12)]
+    assert [execute(lambda batch: batch["x"] * batch["w"], batch).item() for batch in given] == [0.0, 1.0, 2.0] * 4
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
+    with pytest.raises(UserError, match=r"batch\[0\] is a PackedSequence, no tensor"):
+        execute(lambda batch: None, [packed])
+
+
+def test_the_learning_rate_finder_finds_the_same_with_graphs(recorded):
+    found = []
+    for captured in (False, True):
+        trainer = make_trainer()
+        if captured:
+            trainer.execute = graph.Captured(trainer.optimizer, trainer.device)
+        found.append(lr_find(trainer, DeviceLoader(make_data(), "train", 8, shuffle=True), steps=30))
+        assert (trainer.execute is graph.eagerly) != captured
+    assert found[0].losses == found[1].losses

@@ -106,6 +106,26 @@ def test_hooks_of_a_lean_step_are_called_and_a_profiler_sees_its_name():
     assert any(event.key == "Optimizer.step#SGD.step" for event in profile.key_averages())
 
 
+def test_groups_that_a_factory_makes_stay_as_they_are():
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
+
+    def four(groups):
+        return torch.optim.SGD([{"params": [w], "lr": lr} for w, lr in zip(weights, (0.1, 0.2, 0.1, 0.2), strict=True)])
+
+    def two(groups):
+        return torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:]}], lr=0.1)
+
+    given = [{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}]
+    for factory, count in ((four, 4), (two, 2)):
+        assert len(optimizers.build(factory, given, CPU).param_groups) == count
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused_and_one_for_sparse_gradients_built():
+    with pytest.raises(UserError, match=r"LBFGS evaluates a step many times. Type optimizer=adamw"):
+        optimizers.build(torch.optim.LBFGS, parameters(), CPU)
+    assert isinstance(optimizers.build(torch.optim.SparseAdam, parameters(), CPU), torch.optim.SparseAdam)
+
+
 def test_groups_of_equal_settings_become_one():
     def groups():
         return [

@@ -241,7 +241,7 @@ def test_a_whole_number_is_a_rate():
     [
         (torch.optim.lr_scheduler.StepLR, r"scheduler.step_size: .* Type \+scheduler.step_size=..."),
         (torch.optim.lr_scheduler.ReduceLROnPlateau, "wants a number at each step"),
-        (lambda optimizer: object(), "none of torch.optim.lr_scheduler's kind"),
+        (lambda optimizer: object(), "object is no LR scheduler"),
     ],
 )
 def test_what_is_no_schedule_of_the_step_is_refused(kind, words):

@@ -656,3 +656,20 @@ def test_a_model_that_views_images_trains_as_it_would_without_channels_last():
     assert_same(*states)
     with pytest.raises(UserError, match=r"Write .flatten\(1\) or .reshape\(\) there, or type channels_last=false"):
         make_trainer(Viewing(), channels_last=True).fit(DeviceLoader(data, "train", 8, shuffle=True))
+
+
+def test_predict_explains_a_view_as_fit_does():
+    batches = [torch.rand(4, 3, 8, 8)]
+    with pytest.raises(UserError, match="channels_last=false"):
+        make_trainer(Viewing()).predict(batches)
+    assert make_trainer(Viewing(), channels_last=False).predict(batches).shape == (4, 3)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_checkpoint_of_another_scheduler_is_refused(tmp_path, order):
+    kinds = [schedules.cosine, functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2)]
+    written, read = (kinds[i] for i in order)
+    make_trainer(scheduler=written, callbacks=[Checkpoint(tmp_path)], epochs=1).fit(*loaders())
+    path = checkpoint.newest(tmp_path)[0]
+    with pytest.raises(UserError, match="written with another scheduler"):
+        make_trainer(scheduler=read, epochs=2).fit(*loaders(), resume=path)

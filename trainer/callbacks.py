@@ -195,7 +195,7 @@ class Lookahead(Callback):
         before = trainer.callbacks[: trainer.callbacks.index(self)]
         if any(isinstance(callback, EMA) for callback in before):
             raise UserError("callbacks: Lookahead changes the weights that EMA averages. Put it in front of EMA.")
-        current = floating_state(trainer)
+        current = floating_state(trainer, frozen=True)
         self.slow = copied(self.slow if self.slow and trainer.step else current, like=current)
         self.step = trainer.step
 
@@ -236,7 +236,7 @@ class EMA(Callback):
         self.average, self.raw, self.step = None, None, 0
 
     def on_fit_start(self, trainer):
-        current = floating_state(trainer)
+        current = floating_state(trainer, frozen=True)
         self.average = copied(self.average if self.average and trainer.step else current, like=current)
         self.step = trainer.step
 
@@ -277,9 +277,11 @@ class EMA(Callback):
         self.average, self.step = state["average"], state["step"]
 
 
-def floating_state(trainer):
-    """{name: tensor} of the weights and statistics that can be averaged, the live ones."""
-    return {name: tensor for name, tensor in trainer.module.state_dict().items() if tensor.is_floating_point()}
+def floating_state(trainer, frozen=False):
+    """{name: tensor} of the weights and statistics that can be averaged, the live ones; frozen weights only if asked."""
+    fixed = () if frozen else {name for name, weight in trainer.module.named_parameters() if not weight.requires_grad}
+    state = trainer.module.state_dict().items()
+    return {name: tensor for name, tensor in state if tensor.is_floating_point() and name not in fixed}
 
 
 def copied(tensors, like):

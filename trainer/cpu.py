@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from trainer.errors import check_choice
+from trainer.errors import UserError, check_choice
 
 TUNINGS = ("allocator", "linear", "threads")
 # Multiply-adds of a step, forwards, below which one thread is enough.
@@ -22,6 +22,8 @@ def tune(parts, device, module, compiled):
     clock: the last bits of the result depend on the choice, and the same run has to end the same way twice. `threads`
     is for the time of a fit (use_threads).
     """
+    if not isinstance(parts, (list, tuple)):
+        raise UserError(f"tune={parts}: give a list of {', '.join(TUNINGS)}, or [] for nothing.")
     for part in parts:
         check_choice("tune", part, TUNINGS)
     if device.type == "cpu" and "allocator" in parts:
@@ -49,7 +51,8 @@ def keep_pages():
     """Has glibc keep the memory that a step frees for the next one; does nothing with another C library.
 
     Otherwise each large tensor is mapped and unmapped by the kernel, whose page faults take longer than the work on
-    it. `give_back` ends that.
+    it. It stays so for the whole
+    process; `give_back` returns what is not in use.
     """
     if libc := glibc():
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mappings of their own for large blocks
@@ -91,15 +94,10 @@ def has_bf16():
 class Product(torch.autograd.Function):
     """`inputs @ weight.T + bias`, and its derivatives, of matrices."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(inputs, weight, bias):
+    def forward(ctx, inputs, weight, bias):
+        ctx.save_for_backward(inputs, weight)
         return product(inputs, weight, bias, "none", [], "")
-
-    @staticmethod
-    def setup_context(ctx, arguments, _):
-        ctx.save_for_backward(*arguments[:2])
 
     @staticmethod
     def backward(ctx, gradient):
@@ -119,14 +117,29 @@ class Linear(torch.nn.Linear):
 
     def forward(self, inputs):
         plain = type(self.weight) is torch.nn.Parameter and type(inputs) is torch.Tensor and inputs.ndim == 2
+        watched = torch.jit.is_tracing() or any(map(in_transform, (inputs, self.weight)))
         fp32 = inputs.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        if plain and fp32 and inputs.device.type == "cpu" and len(inputs):
+        if plain and fp32 and not watched and inputs.device.type == "cpu" and len(inputs):
             return Product.apply(inputs, self.weight, self.bias)
         return super().forward(inputs)
 
 
+def in_transform(tensor):
+    """Whether the tensor is one of torch.func's (vmap, jvp, grad), which want operators that they know."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def use_onednn(module):
     """Makes each torch.nn.Linear of the module one of these, in place; names, weights and hooks stay."""
-    for child in module.modules() if product is not None else ():
-        if type(child) is torch.nn.Linear:
-            child.__class__ = Linear
+    exchange(module, torch.nn.Linear, Linear if product is not None else torch.nn.Linear)
+
+
+def use_torch(module):
+    """Undoes use_onednn."""
+    exchange(module, Linear, torch.nn.Linear)
+
+
+def exchange(module, one, other):
+    for child in module.modules():
+        if type(child) is one:
+            child.__class__ = other

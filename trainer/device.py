@@ -304,7 +304,8 @@ def explain(error, module, batch, device):
     for a `view` of an image in channels_last order.
     """
     text = str(error)
-    if NO_VIEW in text and any(p.ndim == 4 for p in module.parameters()):
+    kernels = [parameter for parameter in module.parameters() if parameter.ndim == 4]
+    if NO_VIEW in text and not all(kernel.is_contiguous() for kernel in kernels):
         return UserError(
             f"{type(module).__name__}: .view() of an image, whose memory is in the order channels_last.\n"
             "Write .flatten(1) or .reshape() there, or type channels_last=false."

@@ -16,13 +16,13 @@ def eagerly(work, batch):
 
 
 class Captured:
-    """`run(work, batch)` gives what `work(batch)` gives, by a graph from the second time on that such a step comes.
+    """`execute(work, batch)` gives what `work(batch)` gives, by a graph from the second time on that such a step comes.
 
-    A graph repeats its kernels on the memory that they had, so there is one for each kind of step: the shapes of the
-    batch, the parameters that are trained, and the optimizer's settings but for the rate, which is a tensor (so it is
-    rounded to float32). More kinds than MOST run as they are. What is random is drawn from the device's generator as
-    it stands, seeded anew by each step, so a replay draws what the step would have drawn. The tensor that comes back
-    is overwritten by the next replay.
+    A graph repeats its kernels on the memory that they had, so there is one for each kind of step: the batch's shapes
+    and plain values, the parameters that are trained, and the optimizer's settings but for the rate, which is a tensor
+    (so it is rounded to float32). More kinds than MOST run as they are. What is random is drawn from the device's
+    generator as it stands, seeded anew by each step, so a replay draws what the step would have drawn. The tensor that
+    comes back is overwritten by the next replay.
     """
 
     def __init__(self, optimizer, device):
@@ -37,7 +37,7 @@ class Captured:
             self.seen.add(kind)
             if not known or self.steps <= WARMUP or len(self.graphs) == MOST:
                 return devices.beside(work, batch, self.device)
-            inputs = batches.walk(lambda _, leaf: leaf.clone(), batch)
+            inputs = batches.walk(lambda _, tensor: tensor.clone(), batch)
             self.graphs[kind] = inputs, devices.record(work, inputs, self.device)
         inputs, replay = self.graphs[kind]
         for (_, own), (_, given) in zip(batches.entries(inputs), batches.entries(batch), strict=True):
@@ -45,12 +45,18 @@ class Captured:
         return replay()
 
     def kind_of(self, batch):
-        """All that a graph takes for granted: hashable."""
+        """All that a graph takes for granted: hashable. UserError for what can be neither copied nor compared."""
+
+        def check_tensor(name, leaf):
+            if not isinstance(leaf, torch.Tensor):
+                raise UserError(f"compile=graph: {name} is a {type(leaf).__name__}, no tensor. Type compile=false.")
+
+        rest = repr(batches.walk(check_tensor, batch))  # with None in place of each tensor: numbers, names
         tensors = tuple((name, tensor.shape, tensor.dtype, tensor.stride()) for name, tensor in batches.entries(batch))
         trained = tuple(p.requires_grad for group in self.optimizer.param_groups for p in group["params"])
         own = ("params", "lr", "initial_lr")
         settings = tuple(str(v) for group in self.optimizer.param_groups for k, v in group.items() if k not in own)
-        return tensors, trained, settings
+        return tensors, rest, trained, settings
 
 
 def check(trainer_class, usual_class, device, dtype, strategy):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from data.loader import seekable
-from trainer import checkpoint, schedules
+from trainer import checkpoint, graph, schedules
 from trainer import device as devices
 from trainer.errors import UserError, check_number
 
@@ -29,6 +29,7 @@ def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
     check_number("steps", steps, whole=True, least=10)
     loader = seekable(train_loader, trainer.seed)
     before = copy.deepcopy({name: part.state_dict() for name, part in trainer.stateful().items()})
+    execute, trainer.execute = trainer.execute, graph.eagerly  # a captured step would keep its first rate
     trainer.scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
     rates, losses, mean = [], [], 0.0
     trainer.model.train()
@@ -53,7 +54,7 @@ def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
                 if len(rates) >= steps:
                     break
     finally:
-        trainer.scheduler = None
+        trainer.scheduler, trainer.execute = None, execute
         for name, part in trainer.stateful().items():
             checkpoint.restore(part, before[name])
         trainer.release()

@@ -16,6 +16,7 @@ class Mean:
     def update(self, value, samples=1):
         if isinstance(self.total, float):
             self.total = torch.full((), self.total, dtype=wide_type(value), device=value.device)  # waits for no device
+        value = value if value.ndim == 0 else value.reshape(())
         self.total.add_(value.detach(), alpha=samples)  # one kernel, although the total is wider
         self.samples += samples
 

@@ -10,14 +10,13 @@ from trainer import device as devices
 from trainer.errors import UserError, check_number
 
 
-def build(factory, groups, device, module=None, compiled=False, captured=False):
+def build(factory, groups, device, module=None, compiled=False):
     """`factory(groups)`, in its fused form where there is one and neither `fused` nor `foreach` was chosen.
 
-    Fused forms are for dense floating-point parameters on some devices. Groups that turn out to have equal settings
-    become one, since each costs a step of its own. For a step that is `captured` the rates are tensors.
+    Fused forms are for dense floating-point parameters on some devices. Where the `groups` turn out to have equal
+    settings they become one, since each costs a step of its own.
     """
-    if not compiled:
-        spare_the_compiler()
+    spare_the_compiler(not compiled)
     settings = inspect.signature(factory).parameters
     open_choice = all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
     dense = not any(getattr(child, "sparse", False) for child in (module.modules() if module else ()))
@@ -30,25 +29,31 @@ def build(factory, groups, device, module=None, compiled=False, captured=False):
     except (ValueError, TypeError, IndexError) as error:  # how torch refuses a rate, a decay, a pair of betas
         advice = " Type another value, as in optimizer.lr=0.001." if str(error).startswith("Invalid") else ""
         raise UserError(f"optimizer: {error}.{advice}") from error
-    first, *others = optimizer.param_groups
-    for group in others:
-        if {**group, "params": 0} == {**first, "params": 0}:
-            first["params"] += group["params"]
-            optimizer.param_groups.remove(group)
-    if (
-        not compiled
-        and type(optimizer).__module__.startswith("torch.optim.")
-        and not optimizer.defaults["differentiable"]
-    ):
+    merge(optimizer.param_groups, groups)
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UserError(f"optimizer: {type(optimizer).__name__} evaluates a step many times. Type optimizer=adamw.")
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    if is_torchs and not compiled and not optimizer.defaults.get("differentiable"):
         make_lean(optimizer)
     return optimizer
+
+
+def merge(built, given):
+    """Makes one of the two groups where the factory has taken them as they were given, with the same settings."""
+    if len(built) == len(given) == 2:
+        pairs = [zip(b["params"], g["params"], strict=True) for b, g in zip(built, given, strict=True)]
+        sizes = [len(b["params"]) == len(g["params"]) for b, g in zip(built, given, strict=True)]
+        as_given = all(sizes) and all(one is other for pair in pairs for one, other in pair)
+        if as_given and all(built[0][name] == built[1].get(name) for name in built[0] if name != "params"):
+            built[0]["params"] += built.pop()["params"]
 
 
 def make_capturable(optimizer, device):
     """The rates as tensors, which a graph reads anew at each replay, and the count of steps on the device."""
     if not optimizer.defaults.get("fused") and not optimizer.defaults.get("capturable"):
         raise UserError(
-            f"compile=graph: {type(optimizer).__name__} has no fused form. Type optimizer=adamw, adam or sgd."
+            f"compile=graph: {type(optimizer).__name__} is not fused. Leave fused out, and type optimizer=adamw or sgd."
         )
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
@@ -81,15 +86,19 @@ def make_lean(optimizer):
     optimizer.step, optimizer.zero_grad = types.MethodType(step, optimizer), types.MethodType(zero_grad, optimizer)
 
 
-def spare_the_compiler():
+def spare_the_compiler(spare):
     """Lets optimizers work without importing torch._dynamo, which takes a second at the start of every run.
 
-    Their methods import it only to tell the compiler to look away; each is told here that it needs no telling.
+    Their methods import it only to tell the compiler to look away; each is told here that it needs no telling, or, for
+    a module that is compiled, that it does.
     """
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-        if not hasattr(method, "__dynamo_disable"):
-            method.__dynamo_disable = method  # where torch._compile looks before it imports the compiler
+        known = getattr(method, "__dynamo_disable", None)  # where torch._compile looks before it imports the compiler
+        if spare and known is None:
+            method.__dynamo_disable = method
+        elif not spare and known is method:
+            del method.__dynamo_disable
 
 
 def decoupled_sgd(

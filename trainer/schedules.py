@@ -83,7 +83,7 @@ def build(factory, optimizer, total_steps):
             raise UserError(f"scheduler.{name}: the scheduler needs this argument. Type +scheduler.{name}=...")
     scheduler = factory(optimizer, **own)
     if not all(hasattr(scheduler, name) for name in ("step", "get_last_lr", "state_dict", "load_state_dict")):
-        raise UserError(f"scheduler: {type(scheduler).__name__} is none of torch.optim.lr_scheduler's kind.")
+        raise UserError(f"scheduler: {type(scheduler).__name__} is no LR scheduler. Type scheduler=cosine.")
     needed = [p for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
     if any(p.kind is p.POSITIONAL_OR_KEYWORD for p in needed):
         kind = f"{type(scheduler).__name__} wants a number at each step, and a schedule here follows the step alone"

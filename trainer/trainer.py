@@ -10,7 +10,7 @@ from trainer import batch as batches
 from trainer import checkpoint, cpu, graph, optimizers, parallel, schedules, summary
 from trainer import device as devices
 from trainer.callbacks import Callback
-from trainer.errors import TrainingError, UserError, check_number
+from trainer.errors import TrainingError, UserError, check_choice, check_number
 from trainer.metrics import Mean
 
 
@@ -54,8 +54,8 @@ class Trainer:
         self.module = devices.place(model, self.device, channels_last)
         self.layout_is_open = channels_last == "auto" and not compile
         cpu.tune(tune, self.device, self.module, compile)
-        self.fits_threads = self.device.type == "cpu" and "threads" in tune
-        if compile == "graph":
+        self.fits_threads, self.threads = self.device.type == "cpu" and "threads" in tune, torch.get_num_threads()
+        if check_choice("compile", compile, (False, True, "graph")) == "graph":
             graph.check(type(self), Trainer, self.device, self.dtype, strategy)
         elif compile:
             devices.check_compiler(self.device)
@@ -76,9 +76,8 @@ class Trainer:
         groups = self.parameter_groups(decay_all)
         self.optimizer = None
         if optimizer is not None:
-            compiled = {"compiled": compile is True, "captured": compile == "graph"}
-            self.optimizer = optimizers.build(optimizer, groups, self.device, self.module, **compiled)
-        self.run = graph.Captured(self.optimizer, self.device) if compile == "graph" else graph.eagerly
+            self.optimizer = optimizers.build(optimizer, groups, self.device, self.module, compiled=compile is True)
+        self.execute = graph.Captured(self.optimizer, self.device) if compile == "graph" else graph.eagerly
         self.make_scheduler = scheduler or schedules.constant
         self.scheduler = None  # it needs total_steps, which fit knows
 
@@ -135,7 +134,7 @@ class Trainer:
     def train_step(self, batch):
         """One optimizer step on one batch, and one of the schedule; gives the mean loss."""
         scale = self.scaler.get_scale()
-        loss = self.run(self.optimize, batch)
+        loss = self.execute(self.optimize, batch)
         if self.scaler.get_scale() >= scale:  # a step that the fp16 scaler skipped does not advance the schedule
             self.scheduler.step()
         return loss
@@ -203,18 +202,24 @@ class Trainer:
 
         The batches are inputs, or (inputs, targets) as for evaluation.
         """
-        outputs = []
-        with self.evaluating(), torch.inference_mode():
-            for batch in loader:
-                batch = devices.move(batch, self.device)
-                with self.autocast:
-                    outputs.append(self.model(batch[0] if isinstance(batch, (list, tuple)) else batch).cpu())
+        batch, outputs = None, []
+        try:
+            with self.evaluating(), torch.inference_mode():
+                for batch in loader:
+                    batch = devices.move(batch, self.device)
+                    with self.autocast:
+                        outputs.append(self.model(batch[0] if isinstance(batch, (list, tuple)) else batch).cpu())
+        except RuntimeError as error:
+            self.explain(error, batch, "a lower eval_batch_size")
+            raise
         outputs = torch.cat(outputs)
         return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
     def close(self):
         """Drops the model, the optimizer and all that hangs on them, and gives their memory back."""
-        self.module = self.model = self.optimizer = self.scheduler = self.loss = self.run = None
+        if self.module is not None:
+            cpu.use_torch(self.module)  # the model may live on
+        self.module = self.model = self.optimizer = self.scheduler = self.loss = self.execute = None
         self.metrics, self.callbacks = {}, []
         self.train_loader = self.val_loader = None
         self.train_loss.reset()
@@ -259,7 +264,7 @@ class Trainer:
         samples, seconds = self.train_loss.samples, time.perf_counter() - self.window_start
         self.batch_layout = summary.layout(tensor for _, tensor in batches.entries(batch))
         self.train_loss.reset()
-        self.log({"train/loss": loss, "train/lr": self.lr, "train/samples": samples, "train/seconds": seconds})
+        self.log({"train/loss": loss, "train/lr": float(self.lr), "train/samples": samples, "train/seconds": seconds})
         self.window_start = time.perf_counter()
 
     @contextlib.contextmanager
@@ -299,9 +304,11 @@ class Trainer:
             devices.settle_layout(self.module, train_loader.in_shape, self.device)
         if resume is not None:
             self.load(resume)
-        if self.run is not graph.eagerly:
+        if self.execute is not graph.eagerly:
             optimizers.make_capturable(self.optimizer, self.device)  # the rates that were loaded are numbers
-            self.run = graph.Captured(self.optimizer, self.device)  # anew: the optimizer's tensors may be others now
+            self.execute = graph.Captured(
+                self.optimizer, self.device
+            )  # anew: the optimizer's tensors may be others now
         self.threads = torch.get_num_threads()
         if self.fits_threads:
             cpu.use_threads(self.module, self.train_loader.batch_size)
@@ -336,9 +343,11 @@ class Trainer:
         for name, part in self.stateful().items():
             if name not in state:
                 raise TrainingError(f"The checkpoint has no {name!r}: it was written by another Trainer.")
+            if name == "scheduler" and set(state[name]) != set(part.state_dict()):
+                raise UserError(f"The checkpoint was written with another scheduler than {type(part).__name__}.")
             try:
                 checkpoint.restore(part, state[name])
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, KeyError) as error:
                 reason = str(error).splitlines()[-1].strip()
                 raise UserError(f"The checkpoint does not fit this {name}: {reason}") from None
         for name, callback in self.named_callbacks().items():
