@@ -278,7 +278,7 @@ class EMA(Callback):
 
 
 def floating_state(trainer, frozen=False):
-    """{name: tensor} of the weights and statistics that can be averaged, the live ones; frozen weights only if asked."""
+    """{name: tensor} of the weights and statistics that can be averaged, live; frozen weights only if asked."""
     fixed = () if frozen else {name for name, weight in trainer.module.named_parameters() if not weight.requires_grad}
     state = trainer.module.state_dict().items()
     return {name: tensor for name, tensor in state if tensor.is_floating_point() and name not in fixed}
