@@ -15,6 +15,7 @@ import torch
 
 from trainer.device import MIB
 from trainer.errors import UserError
+from trainer.files import open_plain
 
 VERSION = 1  # of the files; a part of every key
 PIXELS, SUMS, ABOUT = FILES = ("pixels.u8", "crc32.u32", "about.json")
@@ -145,19 +146,6 @@ def map_file(path, size):
         if os.fstat(file.fileno()).st_size != size:
             raise OSError(f"{path} has not the {size:,} bytes that it should have")
         return mmap.mmap(file.fileno(), size)
-
-
-def open_plain(path, flags):
-    """Opens a regular file without buffer; OSError for a link, a pipe and the like, which might lead anywhere."""
-    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
-        flags |= getattr(os, name, 0)
-    if not stat.S_ISREG(os.lstat(path).st_mode):  # Windows has no O_NOFOLLOW
-        raise OSError(f"{path} is no regular file")
-    file = os.fdopen(os.open(path, flags), "r+b" if flags & os.O_RDWR else "rb", buffering=0)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(f"{path} is no regular file")
-    return file
 
 
 def sizes(about):

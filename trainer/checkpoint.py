@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from trainer.errors import TrainingError, UserError, log
+from trainer.files import replacing
 
 FORMAT = "stoker-1"
 # The key of the JSON objects that stand for what JSON has not: tensors, tuples, dicts with other keys than strings.
@@ -30,22 +30,9 @@ def save(path, state):
     tensors = {}
     tree = json.dumps(pack(state, tensors, "state"))
     tensors = own_storage(tensors)
-    # The same folder: a rename is atomic only within a file system.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
         save_file(tensors, partial, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
-        with open(partial, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    if os.name == "posix":  # the rename itself has to reach the disk
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def load(path):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from trainer import files
 from trainer.cli import flat
 from trainer.errors import UserError, did_you_mean
 
@@ -155,9 +156,8 @@ def closing_lines(folder, result, packages):
 
 def write_json(path, contents):
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.part")
-    partial.write_text(json.dumps(finite(contents), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with files.replacing(path) as partial:
+        Path(partial).write_text(json.dumps(finite(contents), indent=2) + "\n", encoding="utf-8")
 
 
 def finite(value):

@@ -1,0 +1,61 @@
+"""Files that may be anybody's: read if they are regular and small enough, written whole or not at all."""
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+UMASK = os.umask(0o077)  # which can only be read by setting it
+os.umask(UMASK)
+
+
+def open_plain(path, flags=os.O_RDONLY, *, links=False):
+    """Opens a regular file without buffer; OSError for a pipe, a device and the like, and for a link unless `links`.
+
+    A pipe would wait for ever, a device might never end, and a link leads anywhere.
+    """
+    for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY") + ("O_NOFOLLOW",) * (not links):
+        flags |= getattr(os, name, 0)
+    if not stat.S_ISREG((os.stat if links else os.lstat)(path).st_mode):  # Windows has no O_NOFOLLOW
+        raise OSError(f"{path} is no regular file")
+    file = os.fdopen(os.open(path, flags), "r+b" if flags & os.O_RDWR else "rb", buffering=0)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is no regular file")
+    return file
+
+
+def read(path, most):
+    """The bytes of a regular file; OSError where there are more than `most`, or it is a link, a pipe and the like."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(f"{path} has more than {most:,} bytes")
+        return file.read(most)
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """Gives a temporary path; what was written there is `path` afterwards, flushed to the disk, or nothing has changed.
+
+    The temporary file lies in the same folder, since a rename is atomic only within a file system, and is new, since
+    somebody's link may lie at any name that can be guessed.
+    """
+    path = Path(path)
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    os.close(descriptor)
+    try:
+        yield partial
+        with open(partial, "rb+") as file:
+            if hasattr(os, "fchmod"):  # mkstemp's 0600 is for secrets
+                os.fchmod(file.fileno(), 0o666 & ~UMASK)
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+    if os.name == "posix":  # the rename itself has to reach the disk
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
