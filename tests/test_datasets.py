@@ -130,6 +130,66 @@ def test_a_missing_data_set_says_what_to_type(name, tmp_path):
     assert str(caught.value).count("\n") == 1
 
 
+def test_a_fingerprint_changes_with_what_a_training_depends_on():
+    def fingerprint(**changes):
+        data = datasets.digits(**changes)
+        return datasets.fingerprint(data)
+
+    assert fingerprint() == fingerprint() and len(fingerprint()) == 32
+    assert len({fingerprint(), fingerprint(split_seed=1), fingerprint(val_fraction=0)}) == 3
+    assert fingerprint(mean=[0.5]) == fingerprint()  # the config says that
+    for part, name, place in (
+        ("train", "inputs", (3, 0, 2, 2)),
+        ("val", "inputs", (0, 0, 1, 1)),
+        ("val", "targets", 5),
+    ):
+        data = datasets.digits()
+        getattr(getattr(data, part), name)[place] ^= 1
+        assert datasets.fingerprint(data) != fingerprint()
+    data = datasets.digits()
+    data.test.inputs.zero_()
+    assert datasets.fingerprint(data) == fingerprint()
+    data.train.inputs = data.train.inputs.transpose(2, 3)
+    assert datasets.fingerprint(data) != fingerprint()
+
+
+def test_the_fingerprint_of_a_folder_knows_names_sizes_and_labels_but_no_times_and_no_root(tmp_path):
+    def fingerprint(folder, **options):
+        return datasets.fingerprint(datasets.image_folder(str(folder), cache=False, **options))
+
+    write_images(tmp_path / "one", {"a": 1, "b": 2}, each=10)
+    write_images(tmp_path / "two", {"a": 1, "b": 2}, each=10)
+    for file in (tmp_path / "two").glob("*/*"):
+        os.utime(file, (1, 1))
+    before = fingerprint(tmp_path / "one")
+    assert fingerprint(tmp_path / "two") == before
+    assert len({before, fingerprint(tmp_path / "two", split_seed=1), fingerprint(tmp_path / "two", size=4)}) == 3
+    (tmp_path / "two" / "a" / "3.png").rename(tmp_path / "two" / "a" / "33.png")
+    assert fingerprint(tmp_path / "two") != before
+    (tmp_path / "two" / "a" / "33.png").rename(tmp_path / "two" / "a" / "3.png")
+    assert fingerprint(tmp_path / "two") == before
+    for file in (tmp_path / "two").glob("*/*"):
+        file.write_bytes(file.read_bytes() + b" ")
+    assert fingerprint(tmp_path / "two") != before
+
+
+def test_the_fingerprint_of_a_users_own_split_is_its_size_and_its_targets():
+    class Own:
+        nbytes = 100
+
+        def __init__(self, targets):
+            self.targets = targets
+
+        def __len__(self):
+            return len(self.targets)
+
+    def fingerprint(targets):
+        return datasets.fingerprint(Data("own", Own(torch.tensor(targets)), None, None, (4,), 3))
+
+    assert fingerprint([0, 1, 2]) == fingerprint([0, 1, 2])
+    assert len({fingerprint([0, 1, 2]), fingerprint([0, 2, 1]), fingerprint([0, 1, 2, 0])}) == 3
+
+
 def write_images(folder, colours, endings=("png",), size=(6, 5), each=3):
     from PIL import Image
 
