@@ -1,8 +1,15 @@
 """The one entry point, and the only file that knows the config's keys: `python train.py --help` shows them."""
 
-import contextlib
 import sys
 import time
+
+from trainer import stopping
+
+START = time.perf_counter()
+if __name__ == "__main__":
+    stopping.listen()  # before anything that takes time
+
+import contextlib
 from pathlib import Path
 
 import hydra
@@ -13,7 +20,6 @@ from trainer import cli, rundir
 from trainer.build import TRUSTED, build, check_fit, has_usual_outputs, locate, own_packages, retarget
 from trainer.errors import UserError, check_choice, check_number
 
-START = time.perf_counter()
 LOADING = ("augment", "resident", "workers")  # the loaders' settings, which stand beside the data set's
 
 
@@ -41,36 +47,50 @@ def main(cfg):
 
 
 def train(cfg):
-    """Trains, tests the best weights, and leaves config.yaml, metrics.jsonl, checkpoints/ and result.json."""
+    """Trains, tests the best weights, and leaves all of it in the run directory, which the README describes."""
+    with open_dict(cfg):
+        cfg.run_dir = run_directory(cfg)
+    with rundir.held(Path(cfg.run_dir)):
+        train_in(Path(cfg.run_dir), cfg)
+
+
+def train_in(folder, cfg):
     start = time.perf_counter() if in_sweep() else START
+    from data.datasets import fingerprint
     from trainer import checkpoint
     from trainer.loggers import ConfigFile
 
     typed = cli.typed()
-    with open_dict(cfg):
-        cfg.run_dir = run_directory(cfg)
-    folder = Path(cfg.run_dir)
-    rundir.make(folder)
-    resume = rundir.to_resume(folder, cfg.resume, cfg)
-    checkpoints = {"_target_": "trainer.callbacks.Checkpoint", "folder": str(folder / "checkpoints")}
-    saver = build("checkpoint", {**checkpoints, **cfg.checkpoint, "monitor": cfg.monitor, "mode": cfg.monitor_mode})
-    # Interpolations stay as they are: nothing from the environment gets into the file.
+    state = rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg)
+    own = {"_target_": "trainer.callbacks.Checkpoint", "folder": str(folder / "checkpoints")}
+    own |= {"monitor": cfg.monitor, "mode": cfg.monitor_mode, "overwrite": cfg.overwrite}
+    saver = build("checkpoint", {**own, **cfg.checkpoint})
+    # Interpolations stay as they are: nothing from the environment gets into a file.
+    config = {key: value for key, value in OmegaConf.to_container(cfg, resolve=False).items() if key != "run_dir"}
+    about = {"config": config, "versions": rundir.versions(), "world_size": 1}
     config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg))
-    with building(cfg, [saver, config_file]) as (trainer, (train_loader, val_loader, test_loader)):
+    with building(cfg, [saver, config_file]) as (trainer, data, (train_loader, val_loader, test_loader)):
+        saver.about = {**about, "data": fingerprint(data)}
+        if state is not None:
+            rundir.check_data(state, saver.about["data"])
         try:
-            trainer.fit(train_loader, val_loader, resume=resume)
+            with stopping.gently(trainer.interrupt):
+                trainer.fit(train_loader, val_loader, resume=state)
+            if stopping.received:
+                raise stopping.Interrupted
+            result = {"overrides": typed, **rundir.result_of(trainer, saver)}
+            if saver.best:
+                trainer.load(checkpoint.path_of(saver.folder, saver.best["step"]))
+            test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
         except KeyboardInterrupt:
             again = rundir.command(typed, f"run_dir={folder}")
             if in_sweep():
                 again = f"the same command with hydra.sweep.dir={folder.parent}"
-            print(f"\ninterrupted at step {trainer.step}. To go on from the last checkpoint:\n{again}", file=sys.stderr)
-            raise SystemExit(cli.INTERRUPTED) from None
-        result = {"overrides": typed, **rundir.result_of(trainer, saver)}
-        if saver.best:
-            trainer.load(checkpoint.path_of(saver.folder, saver.best["step"]))
-        test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
-    seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
-    result |= {**rundir.last_rows(folder), **test, "seconds": seconds}
+            print(f"\ninterrupted at step {trainer.step}. To go on from there:\n{again}", file=sys.stderr)
+            raise SystemExit(stopping.exit_code()) from None
+        seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
+        result |= {**rundir.last_rows(folder), **test, "seconds": seconds}
+        rundir.write_model(folder, trainer, data, result)
     rundir.write_json(folder / "result.json", result)
     print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
 
@@ -91,7 +111,7 @@ def evaluate(cfg):
     best = checkpoint.best(Path(cfg.run) / "checkpoints")
     if best is None:
         raise UserError(f"run={cfg.run}: no checkpoint is in it. Type the command that made it and run_dir={cfg.run}.")
-    with building(own) as (trainer, (_, val_loader, test_loader)):
+    with building(own) as (trainer, _, (_, val_loader, test_loader)):
         trainer.load_state_dict(best[1])
         split, loader = ("test", test_loader) if test_loader is not None else ("val", val_loader)
         if loader is None:
@@ -106,7 +126,7 @@ def lr_find(cfg):
     from trainer.lr_find import draw, figure_class, lr_find
 
     figure_class()  # before the work
-    with building(cfg) as (trainer, (train_loader, _, _)):
+    with building(cfg) as (trainer, _, (train_loader, _, _)):
         found = lr_find(trainer, train_loader)
     picture = draw(found, Path(run_directory(cfg)) / "lr_find.png")
     tried = f"{len(found.rates)} steps from {found.rates[0]:.1g} to {found.rates[-1]:.1g}"
@@ -121,7 +141,7 @@ TASKS = {"train": train, "evaluate": evaluate, "lr_find": lr_find}
 
 @contextlib.contextmanager
 def building(cfg, more_callbacks=()):
-    """(trainer, (train, val, test) loaders) of a config; all is let go of at the end.
+    """(trainer, data, (train, val, test) loaders) of a config; all is let go of at the end.
 
     The data comes first, since the model's shapes come from it.
     """
@@ -157,7 +177,7 @@ def building(cfg, more_callbacks=()):
     with contextlib.ExitStack() as stack:
         for loader in filter(None, loaders):
             stack.callback(loader.close)
-        yield stack.enter_context(build("trainer", cfg.trainer, **parts, device=str(device))), loaders
+        yield stack.enter_context(build("trainer", cfg.trainer, **parts, device=str(device))), data, loaders
 
 
 def is_on(node):

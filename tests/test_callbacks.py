@@ -253,7 +253,7 @@ def test_the_last_and_the_best_are_kept(tmp_path):
 
 @pytest.mark.parametrize(("every", "steps"), [(None, [24, 16, 8]), (5, [24, 20, 15, 10, 5]), (100, [24])])
 def test_checkpoints_come_at_epochs_or_steps_and_at_the_end(tmp_path, every, steps):
-    trainer = make_trainer(callbacks=[Checkpoint(tmp_path, every=every, keep=100)])
+    trainer = make_trainer(callbacks=[Checkpoint(tmp_path, every=every, epochs=None if every else 1, keep=100)])
     trainer.fit(loaders()[0])
     # The training loss is watched, as there is no validation: its best rows are saved too.
     assert sorted({*checkpoint.files(tmp_path)} - {8, 16}, reverse=True) == sorted({*steps} - {8, 16}, reverse=True)
@@ -264,7 +264,7 @@ def test_a_folder_with_another_run_is_refused_and_later_steps_do_not_outlive_a_s
     with pytest.raises(UserError, match="has checkpoints"):
         make_trainer(callbacks=[Checkpoint(tmp_path)], max_steps=3).fit(loaders()[0])
     assert next(iter(checkpoint.files(tmp_path))) == 24
-    back = make_trainer(callbacks=[Checkpoint(tmp_path, every=5, keep=1)], max_steps=12)
+    back = make_trainer(callbacks=[Checkpoint(tmp_path, every=5)], max_steps=12)
     back.fit(loaders()[0], resume=checkpoint.path_of(tmp_path, 10))
     assert checkpoint.newest(tmp_path)[1]["step"] == 12
 
@@ -278,8 +278,8 @@ def test_a_best_of_another_folder_is_forgotten(tmp_path):
 
 
 def test_a_new_best_in_the_middle_of_an_epoch_is_saved(tmp_path):
-    scored([1, 2, 9, 3, 3], Checkpoint(tmp_path, keep=1, monitor="val/score"), max_steps=5)
-    assert list(checkpoint.files(tmp_path)) == [5, 3]
+    scored([1, 2, 9, 3, 3, 3, 3], Checkpoint(tmp_path, monitor="val/score"), max_steps=7)
+    assert list(checkpoint.files(tmp_path)) == [7, 3]
 
 
 @pytest.mark.parametrize("watcher", [functools.partial(EarlyStopping, 3), functools.partial(Checkpoint, "nowhere")])

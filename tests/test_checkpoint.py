@@ -445,15 +445,15 @@ def test_an_error_while_saving_leaves_the_old_file_and_no_other(tmp_path, monkey
     save(path, {"old": torch.ones(3)})
     before = hashlib.sha256(path.read_bytes()).hexdigest()
 
-    def no_space(*_):
+    def no_space(*_, **__):
         raise OSError(28, "No space left on device")
 
     for place in ("os.replace", "os.fsync", "trainer.checkpoint.save_file"):
         with monkeypatch.context() as patch:
             patch.setattr(place, no_space)
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(TrainingError, match="No space left"):
                 save(path, {"new": torch.zeros(3)})
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(TrainingError, match="No space left"):
                 save(tmp_path / "step_2.ckpt", {"new": torch.zeros(3)})
         assert [entry.name for entry in tmp_path.iterdir()] == ["step_1.ckpt"]
         assert hashlib.sha256(path.read_bytes()).hexdigest() == before
@@ -486,8 +486,8 @@ KILLED = """
 
 @pytest.mark.parametrize("where", ["write", "rename"])
 def test_a_kill_while_saving_leaves_the_old_file(tmp_path, where, caplog):
-    save(path_of(tmp_path, 1), {"step": 1, "x": torch.zeros(1000)})
-    save(path_of(tmp_path, 2), {"step": 2, "x": torch.zeros(1000)})
+    save(path_of(tmp_path, 1), {"step": 1, "callbacks": {}, "x": torch.zeros(1000)})
+    save(path_of(tmp_path, 2), {"step": 2, "callbacks": {}, "x": torch.zeros(1000)})
     before = path_of(tmp_path, 2).read_bytes()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(path_of(tmp_path, 2)), where]
@@ -496,5 +496,5 @@ def test_a_kill_while_saving_leaves_the_old_file(tmp_path, where, caplog):
     with caplog.at_level(logging.WARNING):
         path, state = checkpoint.newest(tmp_path)
     assert path == path_of(tmp_path, 2) and torch.equal(state["x"], torch.zeros(1000)) and not caplog.records
-    save(path_of(tmp_path, 3), {"step": 3})  # what the killed one left is in nobody's way
+    save(path_of(tmp_path, 3), {"step": 3, "callbacks": {}})  # what the killed one left is in nobody's way
     assert checkpoint.newest(tmp_path)[1]["step"] == 3

@@ -151,7 +151,7 @@ LATE = [
     ("max_minutes=0", "error: max_minutes=0:", "above 0"),
     ("patience=0", "error: patience=0:", "at least 1"),
     ("ema=2", "error: ema=2:", "above 0 and at most 1"),
-    ("checkpoint.keep=0", "error: checkpoint.keep=0:", "at least 1"),
+    ("checkpoint.keep=1", "error: checkpoint.keep=1:", "at least 2"),
     ("scheduler.warmup=-1", "error: scheduler.warmup=-1:", "at least 0"),
     ("optimizer.lr=-1", "error: optimizer: Invalid learning rate: -1", "optimizer.lr=0.001"),
     ("model.hidden=[a]", "error: model.hidden=a: give a whole number at least 1.", ""),
@@ -333,10 +333,8 @@ def default(tmp_path_factory):
     found = list((folder / "a" / "runs").iterdir())
     name = f"runs/{found[0].name}"
     before = {path.name: path.read_bytes() for path in found[0].iterdir() if path.is_file()}
-    other, never = at_once(
-        lambda: run(folder / "a", f"run_dir={name}", "optimizer.lr=0.1", "seed=3"),
-        lambda: run(folder / "a", f"run_dir={name}", "resume=never"),
-    )
+    other = run(folder / "a", f"run_dir={name}", "optimizer.lr=0.1", "seed=3")
+    never = run(folder / "a", f"run_dir={name}", "resume=never")
     after = {path.name: path.read_bytes() for path in found[0].iterdir() if path.is_file()}
     asked, continued = at_once(
         lambda: run(folder / "a", "task=evaluate", f"run={name}"), lambda: run(folder / "b", "run_dir=again")
@@ -373,14 +371,12 @@ def test_the_default_run_learns_the_digits(default):
     assert len(re.findall(r"^epoch +\d+/10 .* samples/s$", default.first.out, re.MULTILINE)) == 10
 
 
+RUN_FILES = {"checkpoints", "config.yaml", "metrics.jsonl", "model.safetensors", "README.md", "result.json"}
+
+
 def test_the_run_directory(default):
     [folder] = default.found
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoints",
-        "config.yaml",
-        "metrics.jsonl",
-        "result.json",
-    ]
+    assert {path.name for path in folder.iterdir()} == RUN_FILES
     assert [name for name in default.first.files if not name.startswith("runs")] == []  # and nothing beside it
     assert default.second.code == 0 and all(name.startswith("again") for name in default.second.files)
     found = checkpoint.files(folder / "checkpoints")
@@ -471,7 +467,7 @@ def test_another_config_is_refused_with_the_differences(default):
     assert default.other.err.startswith(
         f"error: run_dir={default.name} holds a run with other settings: optimizer.lr=0.1 (was 0.003), seed=3 (was 0)."
     )
-    assert default.never.code == 2 and "resume=never would" in default.never.err
+    assert default.never.code == 2 and "overwrite=true to replace" in default.never.err
     assert default.before == default.after and default.other.files == default.first.files
 
 
@@ -510,9 +506,7 @@ def test_a_sweep_ends_with_a_table_the_best_first_and_the_failed_last(sweep):
                 and row[2] == f"{result['test/acc']:.4f}"
                 and row[4:] == result["overrides"]
             )
-            assert {"config.yaml", "metrics.jsonl", "checkpoints", "result.json"} == set(
-                os.listdir(sweep.folder / row[0])
-            )
+            assert set(os.listdir(sweep.folder / row[0])) == RUN_FILES
 
 
 def test_a_job_of_a_sweep_is_the_run_that_it_would_be_alone(sweep, tmp_path):
@@ -547,6 +541,7 @@ def test_a_key_inside_a_list_and_keys_of_other_options_are_explained(tmp_path):
 
 PRESS = """
 import os, pathlib, signal
+from trainer import stopping
 from trainer.callbacks import Callback
 
 class Press(Callback):
@@ -556,7 +551,7 @@ class Press(Callback):
     def on_step_end(self, trainer):
         if trainer.step == 517 and not self.pressed.exists():
             self.pressed.touch()
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+            signal.signal(signal.SIGINT, stopping.hear)  # a shell may have it ignored
             os.kill(os.getpid(), signal.SIGINT)
 """
 LONG = ("dataset=synthetic", "dataset.n=8000", "batch_size=128", "epochs=20", "log_every=15", "checkpoint.every=33")
@@ -583,7 +578,7 @@ def test_ctrl_c_and_the_same_command_again_end_where_the_whole_run_ends(tmp_path
         and "interrupted" in cut.err
     )
     assert (
-        cut.at == 495  # the last multiple of 33 before 517
+        cut.at == 517
         and "here/result.json" not in cut.files
         and not [name for name in cut.files if name.endswith(".part")]
     )
@@ -637,7 +632,7 @@ def trained(compose, tmp_path, *overrides):
         if cfg.dataset._target_.endswith(".synthetic"):
             cfg.dataset.n = 200
     cli.check_config(cfg)
-    with train.building(cfg) as (trainer, (train_loader, val_loader, test_loader)):
+    with train.building(cfg) as (trainer, _, (train_loader, val_loader, test_loader)):
         before = [p.detach().clone() for p in trainer.module.parameters()]
         trainer.fit(train_loader, val_loader)
         results = trainer.evaluate(test_loader, "test")

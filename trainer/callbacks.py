@@ -3,6 +3,8 @@
 import math
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -97,47 +99,88 @@ class Monitor(Callback):
 class Checkpoint(Monitor):
     """Saves the whole state to `folder`/step_<number>.ckpt; keeps the last `keep` and the best.
 
-    It saves every `every` steps or, for None, at the end of each epoch; when the monitored number is the best so far;
-    and at the end. The last callback in the list, so that it saves what the others became in this step.
+    It saves every `every` steps, every `epochs` epochs and every `minutes`, None being never; when the monitored number
+    is the best so far; and at the end. The last callback in the list, so that it saves what the others became in this
+    step. The training waits for a copy of the state; it is written in a thread. The plain values in `about`, such as
+    the config, are saved beside it.
     """
 
-    def __init__(self, folder, every=None, keep=2, monitor="auto", mode="auto"):
+    def __init__(
+        self, folder, every=None, epochs=1, minutes=None, keep=2, monitor="auto", mode="auto", overwrite=False
+    ):
         super().__init__(monitor, mode)
-        self.folder = folder
+        self.folder, self.overwrite = Path(folder), overwrite
+        self.about = {}
         self.every = check_number("checkpoint.every", every, whole=True, least=1, optional=True)
-        self.keep = check_number("checkpoint.keep", keep, whole=True, least=1)
-        self.due = False
+        self.epochs = check_number("checkpoint.epochs", epochs, whole=True, least=1, optional=True)
+        self.minutes = check_number("checkpoint.minutes", minutes, above=0, optional=True)
+        self.keep = check_number("checkpoint.keep", keep, whole=True, least=2)
+        self.due, self.row = False, {}
+        self.writer, self.writing = None, None
 
     def on_fit_start(self, trainer):
         """UserError where the folder holds another run's checkpoints."""
         super().on_fit_start(trainer)
-        if not trainer.step and checkpoint.files(self.folder):
+        if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
             raise UserError(
                 f"{self.folder} has checkpoints: give another folder, or continue them by fit(resume=FILE)."
             )
+        if self.folder.is_symlink():  # which may lead anywhere
+            raise UserError(f"{self.folder} is a link, and checkpoints are not written through one. Remove it.")
         checkpoint.go_back(self.folder, trainer.step)
         if self.best and not checkpoint.path_of(self.folder, self.best["step"]).exists():
             self.best = None  # it was reached in another folder
+        self.writer = ThreadPoolExecutor(1, "checkpoint")
+        self.due, self.row, self.last_time = False, {}, time.monotonic()
 
     def on_log(self, trainer, row):
         self.due |= bool(self.improved(trainer, row))
+        self.row |= row
 
     def on_epoch_end(self, trainer):
-        self.due |= self.every is None
+        self.due |= bool(self.epochs) and trainer.step % (self.epochs * trainer.steps_per_epoch) == 0
 
     def on_step_end(self, trainer):
-        last = trainer.should_stop or trainer.step == trainer.total_steps
-        if self.due or last or (self.every and trainer.step % self.every == 0):
-            self.due = False
-            checkpoint.save(checkpoint.path_of(self.folder, trainer.step), trainer.state_dict())
-            self.remove_old()
+        if self.writing is not None and self.writing.done():
+            self.wait()  # for nothing but its error
+        due = self.due or trainer.should_stop or trainer.step == trainer.total_steps
+        due = due or (self.every and trainer.step % self.every == 0)
+        if due or (self.minutes and time.monotonic() >= self.last_time + 60 * self.minutes):
+            self.save(trainer)
 
-    def remove_old(self):
-        """Only after the new one is in place."""
-        kept_best = self.best["step"] if self.best else None
-        for step, path in list(checkpoint.files(self.folder).items())[self.keep :]:
-            if step != kept_best:
-                path.unlink()
+    def on_fit_end(self, trainer):
+        if trainer.interrupted and trainer.evaluation_due:
+            self.save(trainer)
+        if self.writer is not None:
+            self.writer.shutdown()
+            self.wait()
+
+    def save(self, trainer):
+        """Copies the state, and has it written; one at a time, so that there is one copy at most."""
+        self.wait()
+        self.due, self.last_time = False, time.monotonic()
+        if name := checkpoint.first_nonfinite(trainer.module):
+            raise TrainingError(
+                f"The weights of {name} are not finite at step {trainer.step}: no checkpoint is written of them.\n"
+                "Type a lower optimizer.lr, or max_grad_norm=1."
+            )
+        times = ("train/seconds", "train/samples")  # these are no part of what a run comes to
+        metrics = {key: value for key, value in self.row.items() if key not in times}
+        state = checkpoint.copy({**trainer.state_dict(), "metrics": metrics, "about": self.about})
+        self.writing = self.writer.submit(self.write, checkpoint.path_of(self.folder, trainer.step), state, self.best)
+
+    def write(self, path, state, best):
+        """In the thread: the new one, and when it is in place, away with the old ones."""
+        checkpoint.save(path, state)
+        for step, old in list(checkpoint.files(self.folder).items())[self.keep :]:
+            if step != (best and best["step"]):
+                old.unlink()
+
+    def wait(self):
+        """Until all is written; raises what went wrong there."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.result()
 
 
 class EarlyStopping(Monitor):
@@ -196,8 +239,9 @@ class Lookahead(Callback):
         if any(isinstance(callback, EMA) for callback in before):
             raise UserError("callbacks: Lookahead changes the weights that EMA averages. Put it in front of EMA.")
         current = floating_state(trainer, frozen=True)
-        self.slow = copied(self.slow if self.slow and trainer.step else current, like=current)
-        self.step = trainer.step
+        continued = self.slow is not None and trainer.step
+        self.slow = copied(self.slow if continued else current, like=current)
+        self.step = self.step if continued else trainer.step
 
     def on_step_end(self, trainer):
         self.update(trainer)
@@ -237,8 +281,9 @@ class EMA(Callback):
 
     def on_fit_start(self, trainer):
         current = floating_state(trainer, frozen=True)
-        self.average = copied(self.average if self.average and trainer.step else current, like=current)
-        self.step = trainer.step
+        continued = self.average is not None and trainer.step
+        self.average = copied(self.average if continued else current, like=current)
+        self.step = self.step if continued else trainer.step
 
     def on_step_end(self, trainer):
         self.update(trainer)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,11 +11,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from trainer.errors import TrainingError, UserError, log
-from trainer.files import replacing
+from trainer.files import open_plain, remove_partial, replacing
 
 FORMAT = "stoker-1"
 # The key of the JSON objects that stand for what JSON has not: tensors, tuples, dicts with other keys than strings.
 MARK = "$"
+# What a file may ask for before a tensor is read: as JSON, a byte can become 20 bytes of lists.
+MAX_HEADER, MAX_VALUES = 64 * 2**20, 2**20
 
 
 class DamagedCheckpoint(TrainingError):
@@ -22,39 +25,86 @@ class DamagedCheckpoint(TrainingError):
 
 
 def save(path, state):
-    """Writes `state` so that `path` holds all of it or is not there.
+    """Writes `state` so that `path` holds all of it or is not there; TrainingError where the disk does not take it.
 
     A state is any nesting of dicts, lists, tuples, tensors and plain values.
     """
     path = Path(path)
     tensors = {}
     tree = json.dumps(pack(state, tensors, "state"))
+    if len(tree) > MAX_HEADER // 2 or values_in(tree) > MAX_VALUES:
+        raise TrainingError(f"{path}: the state has more than {MAX_VALUES:,} values that are no tensors.")
     tensors = own_storage(tensors)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as partial:
-        save_file(tensors, partial, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as partial:
+            save_file(tensors, partial, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"{path} cannot be written: {error}.\nMake room or mend it; the same command goes on from the one before."
+        ) from error
 
 
 def load(path):
     """The state that `save` wrote, its tensors on the CPU; DamagedCheckpoint where one bit is not as it was.
 
-    Runs no code from the file.
+    Runs no code from the file, and takes no more memory than its size and a bounded header.
     """
     try:
+        with open_plain(path) as file:
+            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if length > min(size, MAX_HEADER):
+            raise DamagedCheckpoint(f"{path} is no readable checkpoint: a header of {length:,} bytes.")
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except FileNotFoundError:
         raise UserError(f"There is no checkpoint {path}.") from None
-    except (SafetensorError, OSError, UnicodeDecodeError) as error:
-        raise DamagedCheckpoint(f"{path} is no readable checkpoint: {error}") from None
+    except (SafetensorError, OSError, UnicodeDecodeError, ValueError, RuntimeError, OverflowError) as error:
+        if isinstance(error, DamagedCheckpoint):
+            raise
+        raise DamagedCheckpoint(f"{path} is no readable checkpoint: {str(error).splitlines()[0]}") from None
     if metadata.get("format") != FORMAT:
         raise DamagedCheckpoint(f"{path} is not a {FORMAT} checkpoint.")
-    if digest(tensors, metadata.get("state", "")) != metadata.get("sha256"):
+    tree = metadata.get("state", "")
+    if digest(tensors, tree) != metadata.get("sha256"):
         raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 does not agree with its contents.")
     # Clones, or the file would stay mapped and could not be removed on Windows. Not before the digest: the clone of a
     # bool that is neither 0 nor 1 is in order again.
-    return unpack(json.loads(metadata["state"]), {name: tensor.clone() for name, tensor in tensors.items()})
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    try:  # the digest says that nothing has changed since, and not who wrote it
+        if values_in(tree) > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} values")
+        return unpack(json.loads(tree), tensors)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path} holds no state: {type(error).__name__} {str(error)[:100]}") from None
+
+
+def values_in(tree):
+    """How many values there are at most in a JSON text."""
+    return sum(tree.count(mark) for mark in ",[{")
+
+
+def copy(state):
+    """The same state with its tensors copied, on the CPU and contiguous: the training may go on under it."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if isinstance(state, dict):
+        return {key: copy(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        copies = [copy(value) for value in state]
+        return copies if isinstance(state, list) else tuple(copies)
+    return state
+
+
+def first_nonfinite(module):
+    """The name of the first parameter that is not finite in all its places, or None; asks the device once."""
+    named = [(name, weight) for name, weight in module.named_parameters() if weight.is_floating_point()]
+    if not named:
+        return None
+    with torch.no_grad():
+        finite = torch.stack([weight.isfinite().all() for _, weight in named]).tolist()
+    return next((name for (name, _), fine in zip(named, finite, strict=True) if not fine), None)
 
 
 def pack(value, tensors, name):
@@ -151,9 +201,9 @@ def go_back(folder, step):
 
     A run that goes on from there writes them anew, and the newest has to be its own.
     """
-    later = [path for number, path in files(folder).items() if number > step]
-    for path in [*later, *Path(folder).glob(".step_*.part")]:
+    for path in [path for number, path in files(folder).items() if number > step]:
         path.unlink(missing_ok=True)
+    remove_partial(folder)
 
 
 def path_of(folder, step):
@@ -167,9 +217,9 @@ def newest(folder):
     A damaged one is named and passed over.
     """
     found = files(folder)
-    for path in found.values():
+    for number, path in found.items():
         try:
-            return path, load(path)
+            return path, load_whole(path, number)
         except DamagedCheckpoint as error:
             log.warning("%s The one before it is used.", error)
     if found:
@@ -180,6 +230,20 @@ def newest(folder):
     return None
 
 
+def load_whole(path, step=None):
+    """A Trainer's whole state, the one after `step` where that is known; DamagedCheckpoint for another one."""
+    state = load(path)
+    if (
+        not isinstance(state, dict)
+        or not isinstance(state.get("callbacks"), dict)
+        or type(state.get("step")) is not int
+    ):
+        raise DamagedCheckpoint(f"{path} is not the state of a training.")
+    if step not in (None, state["step"]):
+        raise DamagedCheckpoint(f"{path} is the state after step {state['step']}.")
+    return state
+
+
 def best(folder):
     """(path, state) of the checkpoint with the best monitored value, or of the newest one where nothing was monitored.
 
@@ -188,6 +252,9 @@ def best(folder):
     found = newest(folder)
     if found is None:
         return None
-    entry = found[1]["callbacks"].get("Checkpoint", {}).get("best")
-    path = path_of(folder, entry["step"]) if entry else found[0]
+    try:
+        entry = found[1]["callbacks"].get("Checkpoint", {}).get("best")
+        path = path_of(folder, entry["step"]) if entry else found[0]
+    except (AttributeError, TypeError, KeyError, ValueError):
+        raise DamagedCheckpoint(f"{found[0]} does not say which checkpoint is the best.") from None
     return found if path == found[0] else (path, load(path))

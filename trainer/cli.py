@@ -9,17 +9,20 @@ import sys
 import traceback
 from pathlib import Path
 
-from trainer.errors import TrainingError, UserError, did_you_mean
+from trainer import stopping
+from trainer.errors import RunInUse, TrainingError, UserError, did_you_mean
 
-BUG, INTERRUPTED = 1, 130
+BUG = 1
 codes = []  # of the errors reported so far
 
 
 def run(main):
     """Runs `main` and ends the process with an exit code.
 
-    0 done, 2 the user's mistake, 3 the training failed, 130 interrupted, 1 (with a traceback) a bug of ours.
+    0 done, 2 the user's mistake, 3 the training failed, 75 the run directory is in use, 130 and 143 stopped by SIGINT
+    and SIGTERM, 1 (with a traceback) a bug of ours.
     """
+    stopping.ready = True
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them and exiting with 1
     logging.getLogger("hydra").setLevel(logging.CRITICAL)  # its errors come as exceptions too
     argparse.ArgumentParser.error = refuse_option
@@ -33,7 +36,7 @@ def run(main):
         sys.exit(max(codes, default=0))  # of the jobs of a sweep that failed
     except KeyboardInterrupt:
         print("\ninterrupted before the training had begun.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        sys.exit(stopping.exit_code())
     except Exception as error:
         from hydra.core.hydra_config import HydraConfig
 
@@ -57,9 +60,9 @@ def report(error):
 
 
 def exit_code(error):
-    """2 for the user's mistake, 3 for a training that failed, BUG for anything else."""
-    if isinstance(error, TrainingError):
-        return 3
+    """2 for the user's mistake, 3 for a training that failed, 75 for a directory in use, BUG for anything else."""
+    if isinstance(error, (TrainingError, RunInUse)):
+        return 3 if isinstance(error, TrainingError) else 75
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

@@ -1,4 +1,4 @@
-"""What the user sees instead of a traceback: two exceptions, and the exit code and the lines that each becomes."""
+"""What the user sees instead of a traceback: exceptions, and the lines that each becomes."""
 
 import difflib
 import logging
@@ -8,6 +8,10 @@ log = logging.getLogger("stoker")
 
 class UserError(ValueError):
     """The user's mistake, exit code 2: one to three lines that name the key, file or class, and what to type."""
+
+
+class RunInUse(UserError):
+    """Another process is at work in this run directory. Exit code 75, as sysexits.h has it for "try again later"."""
 
 
 class TrainingError(RuntimeError):

@@ -11,15 +11,16 @@ os.umask(UMASK)
 
 
 def open_plain(path, flags=os.O_RDONLY, *, links=False):
-    """Opens a regular file without buffer; OSError for a pipe, a device and the like, and for a link unless `links`.
+    """Opens a regular file without buffer; OSError for a pipe, a device, and a link unless `links`.
 
     A pipe would wait for ever, a device might never end, and a link leads anywhere.
     """
     for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY") + ("O_NOFOLLOW",) * (not links):
         flags |= getattr(os, name, 0)
-    if not stat.S_ISREG((os.stat if links else os.lstat)(path).st_mode):  # Windows has no O_NOFOLLOW
-        raise OSError(f"{path} is no regular file")
-    file = os.fdopen(os.open(path, flags), "r+b" if flags & os.O_RDWR else "rb", buffering=0)
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG((os.stat if links else os.lstat)(path).st_mode):  # Windows has no O_NOFOLLOW
+            raise OSError(f"{path} is no regular file")
+    file = os.fdopen(os.open(path, flags, 0o666), "r+b" if flags & os.O_RDWR else "rb", buffering=0)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(f"{path} is no regular file")
@@ -32,6 +33,14 @@ def read(path, most):
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(f"{path} has more than {most:,} bytes")
         return file.read(most)
+
+
+def remove_partial(folder):
+    """Removes what a killed `replacing` has left there, and safetensors' own temporary files."""
+    for pattern in (".*.part", ".tmp??????"):
+        for path in Path(folder).glob(pattern):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 @contextlib.contextmanager

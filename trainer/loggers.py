@@ -1,46 +1,61 @@
 """Loggers: callbacks that write each row of numbers somewhere. JSONL is always on; TensorBoard is an extra."""
 
+import itertools
 import json
 import os
 from pathlib import Path
 
 from trainer.callbacks import Callback
 from trainer.errors import UserError
+from trainer.files import open_plain
 from trainer.rundir import finite
 
 
 class JSONL(Callback):
     """Appends each row to the file `path`, one JSON object a line.
 
-    A fit first cuts the rows after its step (from step 0: all), so none is there twice.
+    The first row of a fit cuts those after the step at which it began (from step 0: all), so none is there twice.
     """
 
     def __init__(self, path):
         self.path = Path(path)
+        self.cut_after = None
 
     def on_fit_start(self, trainer):
-        if not self.path.exists():
-            return
-        end = 0
-        for line in self.path.read_bytes().splitlines(keepends=True):
-            if not trainer.step or not line.endswith(b"\n") or json.loads(line)["step"] > trainer.step:
-                break
-            end += len(line)
-        os.truncate(self.path, end)
+        self.cut_after = trainer.step
 
     def on_log(self, trainer, row):
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a", encoding="utf-8") as file:  # one write a row: a killed run leaves whole lines
-            file.write(json.dumps(finite(row)) + "\n")
+        line = json.dumps(finite(row)) + "\n"
+        with open_plain(self.path, os.O_RDWR | os.O_CREAT) as file:
+            if self.cut_after is not None:
+                kept = itertools.takewhile(lambda row: row[0]["step"] <= self.cut_after, rows_in(file))
+                file.truncate(max((end for _, end in kept), default=0) if self.cut_after else 0)
+                self.cut_after = None
+            file.seek(0, os.SEEK_END)
+            file.write(line.encode())  # one write a row: a killed run leaves whole lines
+
+
+def rows_in(file):
+    """Yields (row, where it ends) of the rows that JSONL wrote, to the first line that is none."""
+    end = 0
+    for line in file.read().splitlines(keepends=True):
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            return
+        end += len(line)
+        yield row, end
 
 
 def read_rows(path):
     """The rows that JSONL wrote, none where there is no such file."""
-    return (
-        [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-        if Path(path).exists()
-        else []
-    )
+    if not os.path.lexists(path):
+        return []
+    with open_plain(path) as file:
+        return [row for row, _ in rows_in(file)]
 
 
 class TensorBoard(Callback):

@@ -11,15 +11,33 @@ import platform
 import shlex
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 from omegaconf import OmegaConf
 
 from trainer import files
 from trainer.cli import flat
-from trainer.errors import UserError, did_you_mean
+from trainer.errors import RunInUse, UserError, did_you_mean, log
 
 # Settings that may differ when a run is continued.
-HARMLESS = ("run_dir", "resume", "device", "strategy", "log_every", "task", "run", "trusted", "max_minutes")
-HARMLESS += ("eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident", "dataset.root")
+HARMLESS = (
+    "run_dir",
+    "resume",
+    "overwrite",
+    "device",
+    "strategy",
+    "log_every",
+    "eval_every",
+    "task",
+    "run",
+    "trusted",
+    "max_minutes",
+)
+HARMLESS += ("eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident", "dataset.root", "dataset.timeout")
+LOCK = ".lock"
 
 
 def claim(model, dataset):
@@ -36,19 +54,74 @@ def make(folder):
 
     What is still empty of it at the end is removed: a mistake that is found before the training leaves nothing behind.
     """
-    parts = [part for part in (folder, *folder.parents) if not part.exists()]
     try:
+        parts = [part for part in (folder, *folder.parents) if not part.exists()]
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except FileExistsError:
         parts = []
-    except OSError as error:
-        reason = f"it cannot be made ({error.strerror})"
+    except (OSError, ValueError) as error:
+        reason = f"it cannot be made ({getattr(error, 'strerror', None) or error})"
         raise UserError(f"run_dir={folder}: {reason}. Type another run_dir.") from None
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"run_dir={folder}: this is a file or cannot be written. Type another run_dir.")
     atexit.register(remove_empty, parts)
     return bool(parts)
+
+
+@contextlib.contextmanager
+def held(folder):
+    """Makes the folder, and keeps every other process out of it meanwhile; RunInUse where one is at work in it.
+
+    The system lets go of the lock when the process ends, however it ends: a file that is left behind locks nothing.
+    """
+    make(folder)
+    path = folder / LOCK
+    while True:
+        try:
+            file = files.open_plain(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise UserError(f"run_dir={folder}: {error}. Type another run_dir.") from None
+        try:
+            lock(file)
+        except BlockingIOError:
+            owner = file.read(200).decode(errors="replace").strip() if os.name == "posix" else ""
+            file.close()
+            what = "Wait until it has ended, or type another run_dir"
+            raise RunInUse(f"run_dir={folder} is in use by another process ({ascii(owner)[1:-1]}). {what}.") from None
+        except OSError as error:  # a file system without locks
+            log.warning("run_dir=%s cannot be locked (%s): start no second run in it.", folder, error.strerror)
+        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            break
+        file.close()  # the process that held it has just ended, and removed it
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n".encode())
+    locks.add(file)
+    files.remove_partial(folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        locks.discard(file)
+        file.close()
+
+
+def lock(file):
+    """An exclusive lock on the file; BlockingIOError where another process has it."""
+    if fcntl is not None:
+        return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    import msvcrt
+
+    try:
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except PermissionError as error:
+        raise BlockingIOError(*error.args) from None
+
+
+locks = set()  # the files of the run directories that this process holds
+if hasattr(os, "register_at_fork"):  # a worker that outlives a killed run must not keep its directory locked
+    os.register_at_fork(after_in_child=lambda: [file.close() for file in locks])
 
 
 def seconds_before(folder, result):
@@ -65,27 +138,47 @@ def remove_empty(folders):
             folder.rmdir()
 
 
-def to_resume(folder, resume, cfg):
-    """The checkpoint file to go on from, or None: as `resume` says, never with other settings than the run's own."""
+def to_resume(folder, resume, overwrite, cfg):
+    """The state to go on from, or None: as `resume` says, never with other settings than the run's own."""
     from trainer import checkpoint
 
-    if resume not in ("auto", "never"):
+    if overwrite and resume != "never":
+        raise UserError("overwrite=true: this is for a run that starts anew. Type resume=never as well.")
+    if resume == "never":
+        there = sorted({path.name for path in folder.iterdir()} - {LOCK})
+        if there and not overwrite:
+            what = "Type another run_dir, or overwrite=true to replace it"
+            raise UserError(f"run_dir={folder}: resume=never starts anew, and {there[0]} is in there. {what}.")
+        return None
+    if resume == "auto":
+        what, found = f"run_dir={folder}", checkpoint.newest(folder / "checkpoints")
+        state = found and found[1]
+        if state is None and (folder / "config.yaml").exists():  # it was stopped before its first checkpoint
+            check_same(what, load_config("run_dir", folder), cfg)
+    else:
         if not isinstance(resume, str) or not Path(resume).is_file():
             raise UserError(f"resume={resume}: there is no such file. Type auto, never, or a checkpoint file.")
-        try:
-            checkpoint.load(resume)
-        except checkpoint.DamagedCheckpoint as error:
-            raise UserError(f"resume={resume}: {error}") from None
-        run = Path(resume).absolute().parents[1]  # RUN/checkpoints/FILE, where the file still lies in its run
-        if (run / "config.yaml").is_file():
-            check_same(f"resume={resume}", load_config("resume", run), cfg, ("epochs", "max_steps", "patience"))
-        return resume
-    if not checkpoint.files(folder / "checkpoints"):
-        return None
-    if resume == "never":
-        raise UserError(f"run_dir={folder} has checkpoints, which resume=never would replace. Type another run_dir.")
-    check_same(f"run_dir={folder}", load_config("run_dir", folder), cfg)
-    return checkpoint.newest(folder / "checkpoints")[0]
+        what, state = f"resume={resume}", checkpoint.load_whole(Path(resume).resolve())
+    if state is not None and (before := about(state).get("config")) is not None:
+        check_same(what, before, cfg, () if resume == "auto" else ("epochs", "max_steps", "patience"))
+    return state
+
+
+def about(state):
+    """What a checkpoint says of its run, {} where it says nothing, or what nobody can use."""
+    said = state.get("about")
+    config = said.get("config") if isinstance(said, dict) else None
+    return said if isinstance(config, dict) else {}
+
+
+def check_data(state, fingerprint):
+    """UserError where a checkpoint comes from a run on other data."""
+    before = about(state).get("data")
+    if before not in (None, fingerprint):
+        raise UserError(
+            f"dataset: the run had other data (fingerprint {before}, and here it is {fingerprint}).\n"
+            "Type the dataset.root that it had to continue it; for a new run, another run_dir and no resume."
+        )
 
 
 def check_same(what, before, now, also=()):
@@ -154,6 +247,66 @@ def closing_lines(folder, result, packages):
         yield f"         {command(result['overrides'], f'run_dir={folder}')}"
 
 
+def write_model(folder, trainer, data, result):
+    """The weights that were tested, alone, as model.safetensors; and README.md, the card that says what they are."""
+    from safetensors.torch import save_file
+
+    from trainer import checkpoint
+    from trainer.summary import numbers
+
+    with trainer.evaluating():  # an average of the weights, where that is what is evaluated
+        weights = checkpoint.copy(dict(trainer.module.state_dict()))
+    with files.replacing(folder / "model.safetensors") as partial:
+        save_file(weights, partial, {"format": "pt"})
+    name = type(trainer.module).__name__
+    kinds = {"classification": "class scores", "regression": "numbers"}
+    inputs = f"float32 of shape (N, {', '.join(map(str, data.in_shape))})"
+    if data.mean is not None:
+        inputs += f", (pixel / 255 - mean) / std by channel, mean {data.mean}, std {data.std}"
+    outputs = f"(N, {data.num_classes}) {kinds[data.kind]}"
+    if data.kind == "regression" and (data.target_mean, data.target_scale) != (0, 1):
+        outputs += f", which are (value - {data.target_mean}) / {data.target_scale}"
+    shown = {split: numbers({k: v for k, v in result.items() if k.startswith(split)}) for split in ("val/", "test/")}
+    results = "; ".join(f"{split[:-1]} {text}" for split, text in shown.items() if text)
+    best = result["best"]["step"] if result["best"] else result["steps"]
+    card = CARD.format(
+        name=name,
+        parameters=f"{result['parameters']:,}",
+        inputs=inputs,
+        outputs=outputs,
+        classes=f"- Classes, in order: {', '.join(map(str, data.classes))}\n" if data.classes else "",
+        results=results or "none",
+        step=f"{best:,}",
+        versions=", ".join(f"{key} {value}" for key, value in result["versions"].items() if key != "platform"),
+        command=command(result["overrides"]),
+        module=trainer.module,
+    )
+    with files.replacing(folder / "README.md") as partial:
+        Path(partial).write_text(card, encoding="utf-8")
+
+
+CARD = """# {name}
+
+- Weights: `model.safetensors`, {parameters} parameters, those of step {step}
+- Inputs: {inputs}
+- Outputs: {outputs}
+{classes}- Results: {results}
+- Trained by: `{command}` ({versions})
+
+To load it without the project that trained it, make the same modules with the same names, which are below:
+```python
+from safetensors.torch import load_file
+
+weights = load_file("model.safetensors")  # {{name: tensor}}; runs no code
+model.load_state_dict(weights)
+model.eval()
+```
+```
+{module}
+```
+"""
+
+
 def write_json(path, contents):
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(path) as partial:
@@ -175,4 +328,4 @@ def versions():
     import torch
 
     system = {"python": platform.python_version(), "platform": platform.platform()}
-    return {**system, "torch": torch.__version__, "hydra": hydra.__version__}
+    return {**system, "torch": str(torch.__version__), "hydra": hydra.__version__}

@@ -12,6 +12,7 @@ from trainer import device as devices
 from trainer.callbacks import Callback
 from trainer.errors import TrainingError, UserError, check_choice, check_number
 from trainer.metrics import Mean
+from trainer.stopping import Interrupted
 
 
 class Trainer:
@@ -84,7 +85,8 @@ class Trainer:
         self.lr = None  # of the last step
         self.step = 0  # the one clock: optimizer steps done
         self.total_steps = self.steps_per_epoch = None
-        self.should_stop, self.stop_reason = False, None
+        self.should_stop, self.stop_reason, self.interrupted = False, None, False
+        self.evaluation_due = False  # the step is done, but for its evaluation and what comes after it
         self.train_loss, self.window_start = Mean(), 0.0  # since the last logged row
         self.train_loader = self.val_loader = None
         self.batch_layout, self.data_bytes = "nothing yet", 0
@@ -92,7 +94,7 @@ class Trainer:
     def fit(self, train_loader, val_loader=None, resume=None):
         """Trains until `epochs` or `max_steps` are done or a callback stops it.
 
-        It begins at step 0 with the weights as they are, or goes on from the checkpoint file `resume`.
+        It begins at step 0 with the weights as they are, or goes on from `resume`: a checkpoint file, or its contents.
         """
         self.prepare(train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch
@@ -100,6 +102,8 @@ class Trainer:
         try:
             self.call("on_fit_start")
             self.window_start = time.perf_counter()
+            if self.evaluation_due:  # in the middle of it the run was stopped
+                self.end_step(val_loader is not None)
             while self.step < self.total_steps and not self.should_stop:
                 epoch, position = divmod(self.step, self.steps_per_epoch)
                 self.train_loader.seek(epoch, position)
@@ -114,21 +118,20 @@ class Trainer:
                     evaluates = val_loader is not None and self.is_time(eval_every)
                     if evaluates or self.is_time(self.log_every) or self.is_time(self.steps_per_epoch):
                         self.log_training(batch)
-                    if evaluates:
-                        self.log(self.evaluate(val_loader, "val"))
-                    if self.step % self.steps_per_epoch == 0:
-                        self.call("on_epoch_end")
-                    self.call("on_step_end")
+                    self.end_step(evaluates)
                     if self.should_stop or self.step == self.total_steps:
                         break
                 else:  # the loader ended by itself
                     self.check_whole_epoch(given=self.step - epoch * self.steps_per_epoch)
+        except Interrupted:  # by `interrupt`, in an evaluation, which is done anew when the run goes on
+            pass
         except RuntimeError as error:
             self.explain(error, batch, "a higher grad_accum_steps (same result, less memory), or a lower batch_size")
             raise
         finally:
             self.call("on_fit_end")
             self.train_loader = self.val_loader = batch = None
+            self.should_stop = self.interrupted = False
             self.release()
 
     def train_step(self, batch):
@@ -183,6 +186,8 @@ class Trainer:
             # Not inference_mode: sharded parameters cannot be copied in place under it.
             with self.evaluating(), torch.no_grad():
                 for batch in loader:
+                    if self.interrupted:
+                        raise Interrupted
                     batch = devices.move(batch, self.device)
                     with self.autocast:
                         loss, outputs = self.compute_loss(batch)
@@ -235,9 +240,25 @@ class Trainer:
         """Ends the training after this step; the reason is shown."""
         self.should_stop, self.stop_reason = True, reason
 
+    def interrupt(self, reason):
+        """Ends the training after this step, or in the middle of its evaluation; from a signal or another thread."""
+        self.interrupted = True
+        self.stop(reason)
+
     def is_time(self, every):
         """Whether what comes every so many steps comes after this one; the last step has all of it."""
         return self.step % every == 0 or self.step == self.total_steps
+
+    def end_step(self, evaluates):
+        """What comes after a step and its row: the evaluation, where it has one, and the callbacks."""
+        if evaluates:
+            self.evaluation_due = True
+            results = self.evaluate(self.val_loader, "val")
+            self.evaluation_due = False
+            self.log(results)
+        if self.step % self.steps_per_epoch == 0:
+            self.call("on_epoch_end")
+        self.call("on_step_end")
 
     def begin_step(self):
         """Notes the rate of the step, and seeds it: what is random in it is a function of (seed, step)."""
@@ -298,12 +319,12 @@ class Trainer:
             raise UserError("The training loader gives no batch: it has fewer samples than one batch, or none.")
         self.total_steps = self.max_steps or self.epochs * self.steps_per_epoch
         self.scheduler = schedules.build(self.make_scheduler, self.optimizer, self.total_steps)
-        self.step, self.should_stop, self.stop_reason = 0, False, None
+        self.step, self.stop_reason, self.evaluation_due = 0, None, False
         self.train_loss.reset()
         if self.layout_is_open and hasattr(train_loader, "in_shape"):
             devices.settle_layout(self.module, train_loader.in_shape, self.device)
         if resume is not None:
-            self.load(resume)
+            self.load_state_dict(resume if isinstance(resume, dict) else checkpoint.load(resume))
         if self.execute is not graph.eagerly:
             optimizers.make_capturable(self.optimizer, self.device)  # the rates that were loaded are numbers
             self.execute = graph.Captured(
@@ -332,7 +353,7 @@ class Trainer:
         """All that the training depends on, beside the settings, for a checkpoint; the tensors are the live ones."""
         states = {name: part.state_dict() for name, part in self.stateful().items()}
         callbacks = {name: callback.state_dict() for name, callback in self.named_callbacks().items()}
-        return {"step": self.step, **states, "callbacks": callbacks}
+        return {"step": self.step, "evaluation_due": self.evaluation_due, **states, "callbacks": callbacks}
 
     def load(self, path):
         """Loads a checkpoint file: weights, step, callbacks, scaler, and optimizer and schedule where there are any."""
@@ -353,7 +374,7 @@ class Trainer:
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
-        self.step = state["step"]
+        self.step, self.evaluation_due = state["step"], state["evaluation_due"]
 
     def named_callbacks(self):
         """{class name: callback}, the second of a class being "Name.1"."""

@@ -1,0 +1,51 @@
+"""SIGINT and SIGTERM: before and after a training they end the process at once, within one after its step."""
+
+import contextlib
+import os
+import signal
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+received = None  # the number of the first one
+ready = False  # whether an exception would find somebody who answers it
+gentle = None  # what is called with its name instead of an exception
+
+
+class Interrupted(KeyboardInterrupt):
+    """By a signal, where nothing is lost by ending at once; exit code 128 + its number."""
+
+
+def listen():
+    """Hears both signals from here on. One that is ignored, as by nohup, stays so."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, hear)
+
+
+def hear(number, _):
+    """The first signal is gentle where somebody cares for it; a second one ends the process, whatever it is doing."""
+    global received
+    if received is not None or not ready:
+        os.write(2, b"\nended at once.\n")
+        os._exit(128 + number)  # no clean-up: it may be what takes so long. Files are written whole or not at all
+    received = number
+    if gentle is None:
+        raise Interrupted
+    gentle(signal.Signals(number).name)
+
+
+@contextlib.contextmanager
+def gently(interrupt):
+    """Within it, a signal calls `interrupt` with its name instead of raising an exception wherever it comes."""
+    global gentle
+    gentle = interrupt
+    try:
+        if received is not None:  # its exception may have been lost in a finalizer
+            raise Interrupted
+        yield
+    finally:
+        gentle = None
+
+
+def exit_code():
+    """130 or 143, by the signal; 130 for a KeyboardInterrupt that came without one."""
+    return 128 + (received or signal.SIGINT)
