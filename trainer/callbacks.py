@@ -115,7 +115,7 @@ class Checkpoint(Monitor):
         self.epochs = check_number("checkpoint.epochs", epochs, whole=True, least=1, optional=True)
         self.minutes = check_number("checkpoint.minutes", minutes, above=0, optional=True)
         self.keep = check_number("checkpoint.keep", keep, whole=True, least=2)
-        self.due, self.row = False, {}
+        self.due, self.metrics = False, {}  # the last value of each number logged
         self.writer, self.writing = None, None
 
     def on_fit_start(self, trainer):
@@ -131,11 +131,13 @@ class Checkpoint(Monitor):
         if self.best and not checkpoint.path_of(self.folder, self.best["step"]).exists():
             self.best = None  # it was reached in another folder
         self.writer = ThreadPoolExecutor(1, "checkpoint")
-        self.due, self.row, self.last_time = False, {}, time.monotonic()
+        self.due, self.last_time = False, time.monotonic()
+        self.metrics = self.metrics if trainer.step else {}
 
     def on_log(self, trainer, row):
         self.due |= bool(self.improved(trainer, row))
-        self.row |= row
+        # How long it took is no part of what a run comes to.
+        self.metrics |= {name: row[name] for name in row if name not in ("train/seconds", "train/samples")}
 
     def on_epoch_end(self, trainer):
         self.due |= bool(self.epochs) and trainer.step % (self.epochs * trainer.steps_per_epoch) == 0
@@ -164,10 +166,15 @@ class Checkpoint(Monitor):
                 f"The weights of {name} are not finite at step {trainer.step}: no checkpoint is written of them.\n"
                 "Type a lower optimizer.lr, or max_grad_norm=1."
             )
-        times = ("train/seconds", "train/samples")  # these are no part of what a run comes to
-        metrics = {key: value for key, value in self.row.items() if key not in times}
-        state = checkpoint.copy({**trainer.state_dict(), "metrics": metrics, "about": self.about})
+        state = checkpoint.copy({**trainer.state_dict(), "about": self.about})
         self.writing = self.writer.submit(self.write, checkpoint.path_of(self.folder, trainer.step), state, self.best)
+
+    def state_dict(self):
+        return super().state_dict() | {"metrics": dict(sorted(self.metrics.items()))}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.metrics = state["metrics"]
 
     def write(self, path, state, best):
         """In the thread: the new one, and when it is in place, away with the old ones."""

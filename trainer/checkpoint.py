@@ -216,12 +216,16 @@ def newest(folder):
 
     A damaged one is named and passed over.
     """
-    found = files(folder)
+    found, damaged = files(folder), []
     for number, path in found.items():
         try:
-            return path, load_whole(path, number)
+            state = load_whole(path, number)
         except DamagedCheckpoint as error:
-            log.warning("%s The one before it is used.", error)
+            damaged.append(error)
+            continue
+        for error in damaged:
+            log.warning("%s %s is used instead.", error, path)
+        return path, state
     if found:
         raise TrainingError(
             f"None of the {len(found)} checkpoints in {folder} is good.\n"

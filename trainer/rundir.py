@@ -91,8 +91,9 @@ def held(folder):
             raise RunInUse(f"run_dir={folder} is in use by another process ({ascii(owner)[1:-1]}). {what}.") from None
         except OSError as error:  # a file system without locks
             log.warning("run_dir=%s cannot be locked (%s): start no second run in it.", folder, error.strerror)
-        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
-            break
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                break
         file.close()  # the process that held it has just ended, and removed it
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}\n".encode())
