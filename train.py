@@ -20,7 +20,7 @@ from trainer import cli, rundir
 from trainer.build import TRUSTED, build, check_fit, has_usual_outputs, locate, own_packages, retarget
 from trainer.errors import UserError, check_choice, check_number
 
-LOADING = ("augment", "resident", "workers")  # the loaders' settings, which stand beside the data set's
+LOADING = ("augment", "resident", "workers", "timeout")  # the loaders' settings, which stand beside the data set's
 
 
 @hydra.main(config_path="configs", config_name="train", execution_whitelist=cli.trusted(TRUSTED, sys.argv[1:]))

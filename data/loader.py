@@ -1,14 +1,20 @@
 """The order of samples: DeviceLoader (all on the device) and HostLoader (worker processes), with the same batches."""
 
+import atexit
+import contextlib
 import functools
+import math
 import os
+import signal
+import threading
 import time
+import weakref
 
 import torch
 
 from data.augment import Augment
 from trainer.device import MIB, free_memory, mix_seed, move, to_device
-from trainer.errors import UserError, check_number
+from trainer.errors import TrainingError, UserError, cause, check_number, printable
 
 # So many numbers are gathered and normalised at once, at most. On a CPU they stay in its cache: an epoch of MNIST takes
 # 19 ms at 4 batches of 128, 30 ms at 16 (one thread of an Intel Xeon at 2.6 GHz); a GPU wants few large kernels.
@@ -19,6 +25,11 @@ AHEAD = 256 * MIB  # of batches that wait for the training
 # What it costs to take a batch from a worker: 1.4 ms of 64 or 256 x 3 x 32 x 32 bytes, and of this process's own time
 # 0.06 ms for each MiB (2.6 ms of 37 MiB). Two workers that only copy, 2 cores of an Intel Xeon at 2.6 GHz, median of 3.
 HANDOVER, HANDOVER_MIB = 1.4e-3, 0.06e-3
+TIMEOUT = 300  # seconds to wait for one batch
+POLL = 1.0  # seconds after which it is looked whether the workers still live
+WORKERS = weakref.WeakSet()  # the processes of all loaders
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=WORKERS.clear)  # they are the parent's to end
 
 
 def permutation(n, seed, epoch, block=1):
@@ -47,18 +58,21 @@ def make_loaders(
     drop_last=False,
     resident="auto",
     workers="auto",
+    timeout=TIMEOUT,
 ):
     """((train, val, test), why): a loader for each split or None, and a sentence on where the data lies and why.
 
     `resident` is true, false or auto: on the device if all splits fit in half of its free memory; images that are not
     in their cache yet are streamed until they are, if it takes more than a few seconds to decode them. `workers` are
-    the processes that read what is not resident; auto measures whether they are of use.
+    the processes that read what is not resident; auto measures whether they are of use. `timeout`: seconds to wait for
+    a batch from them.
     """
     device = torch.device(device)
     if resident not in (True, False, "auto"):
         raise UserError(f"dataset.resident={resident}: give true, false or auto.")
     if workers != "auto":
         check_number("dataset.workers", workers, whole=True, least=0)
+    check_number("dataset.timeout", timeout, least=0)
     splits = {name: getattr(data, name) for name in ("train", "val", "test") if getattr(data, name) is not None}
     size, free = sum(split.nbytes for split in splits.values()), free_memory(device)
     fits = size <= free / 2
@@ -78,7 +92,7 @@ def make_loaders(
         kind, options, why = HostLoader, {}, reason
     if kind is not DeviceLoader:
         count = choose_workers(splits["train"], batch_size) if workers == "auto" else workers
-        options = {"workers": count}
+        options = {"workers": count, "timeout": timeout}
         why = f"streamed with {count} worker{'s' * (count != 1)}, {why}"
     if place := getattr(splits["train"], "place", ""):
         why += f"; {place}"
@@ -244,7 +258,16 @@ class DeviceLoader(Loader):
 
     def __init__(self, data, split, batch_size, **options):
         super().__init__(data, split, batch_size, **options)
-        self.inputs, self.targets = (tensor.to(self.device) for tensor in self.split.tensors())
+        try:
+            self.inputs, self.targets = (tensor.to(self.device) for tensor in self.split.tensors())
+        except UserError:
+            raise
+        except Exception as error:
+            what = f"The {split} part of {data.name}"
+            if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+                there = f"{what} ({self.nbytes / MIB:,.0f} MiB) does not fit in the memory of {self.device}"
+                raise TrainingError(f"{there}.\nType dataset.resident=false.") from error
+            raise TrainingError(f"{what} cannot be read: {cause(error)}.") from error
         self.split = None  # what is on the device is read from there alone
         numbers = self.batch_size * self.inputs[0].numel()
         most = AT_ONCE_CPU if self.device.type == "cpu" else AT_ONCE
@@ -263,15 +286,18 @@ class DeviceLoader(Loader):
 class HostLoader(Loader):
     """The split stays where it is; `workers` processes (0: this one) only read and decode.
 
-    The rest happens on the device.
+    The rest happens on the device. A sample that cannot be read, a worker that dies, and one that gives no batch within
+    `timeout` seconds (0: no limit) are a TrainingError that names the samples.
     """
 
-    def __init__(self, data, split, batch_size, *, workers=0, **options):
+    def __init__(self, data, split, batch_size, *, workers=0, timeout=TIMEOUT, **options):
         super().__init__(data, split, batch_size, **options)
         self.plan = Plan()
+        self.timeout = check_number("dataset.timeout", timeout, least=0)
+        self.reader = Reader(self.split, f"the {split} part of {data.name}", workers)
         ahead = AHEAD * self.samples // (self.nbytes * self.batch_size * max(workers, 1))
         self.loader = torch.utils.data.DataLoader(
-            Reader(self.split),
+            self.reader,
             batch_size=None,  # an index of the plan is a whole batch already, so that nothing is collated
             sampler=self.plan,
             num_workers=workers,
@@ -279,25 +305,142 @@ class HostLoader(Loader):
             persistent_workers=workers > 0,
             prefetch_factor=max(1, min(ahead, 4)) if workers else None,  # batches
             generator=torch.Generator().manual_seed(0),  # its own, or each epoch would draw from the global one
+            worker_init_fn=begin_worker,
         )
+        self.workers = []  # the processes, from the first batch on
 
     def read(self, order):
         # Lists, since the indices travel to the workers, where a tensor would need shared memory.
         self.plan.batches = [batch.tolist() for batch in order.split(self.batch_size)]
-        for batch in self.loader:
-            if isinstance(batch, UserError):
+        batches = self.start()
+        for _ in self.plan.batches:
+            batch = self.take(batches)
+            if isinstance(batch, (UserError, TrainingError)):
                 raise batch
             yield move(batch, self.device)
 
+    def start(self):
+        """An iterator over the batches of the plan; the workers are started with the first one."""
+        try:
+            with children_do_not_interrupt():
+                if self.workers:  # they finish first what they had begun before a seek
+                    self.loader._iterator._timeout = self.timeout
+                batches = iter(self.loader)
+        except Exception as error:
+            if self.workers:
+                raise self.lost(error) from None
+            kind = TrainingError if isinstance(error, OSError) else UserError  # too little memory, or not to be pickled
+            raise kind(
+                f"dataset.workers={self.loader.num_workers}: the workers could not be started, {cause(error)}.\n"
+                "Type dataset.workers=0 to have the samples read by this process."
+            ) from error
+        self.workers = getattr(batches, "_workers", [])
+        if self.workers:
+            batches._timeout = POLL
+            WORKERS.update(self.workers)
+            # Before what torch does at exit, which waits 5 s for each worker, and what multiprocessing does, which
+            # waits for ever.
+            atexit.unregister(kill_all)
+            atexit.register(kill_all)
+        return batches
+
+    def take(self, batches):
+        """The next batch of the iterator; TrainingError where a worker is lost or all are too slow."""
+        start = time.monotonic()
+        while True:
+            try:
+                return next(batches)
+            except RuntimeError as error:
+                late = str(error).startswith("DataLoader timed out")
+                if late and time.monotonic() - start < (self.timeout or math.inf):
+                    continue
+                raise self.lost(error) from None
+            except Exception as error:  # of the hand-over: too many open files, no shared memory
+                raise self.lost(error) from None
+
+    def lost(self, error):
+        """The TrainingError for workers that give no batch; it ends all of them."""
+        dead = [number for number, worker in enumerate(self.workers) if not worker.is_alive()]
+        codes = [self.workers[number].exitcode for number in dead]
+        readings = [self.reader.reading_of(number) for number in dead or range(len(self.workers))]
+        pids = [worker.pid for worker in self.workers]
+        kill(self.workers)
+        if dead:
+            code, hint = codes[0], "Type dataset.workers=0 to have the samples read by this process."
+            end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            if end.endswith("SIGKILL"):
+                hint = f"Type a lower dataset.workers than {len(pids)} if too little memory was the reason."
+            elif end.endswith("SIGBUS"):
+                hint = "Give more shared memory (docker run --shm-size=8g), or type dataset.workers=0."
+            what = f" while it read {readings[0]}" if readings[0] else ""
+            return TrainingError(f"The loader's worker {pids[dead[0]]} {end}{what}.\n{hint}")
+        if not str(error).startswith("DataLoader timed out"):
+            return TrainingError(
+                f"The loader's workers could not hand over {self.reader.part}: {cause(error)}.\n"
+                f"Type a lower dataset.workers than {len(pids)}, or 0."
+            )
+        busy = [f"; worker {pid} is reading {what}" for pid, what in zip(pids, readings, strict=True) if what]
+        return TrainingError(
+            f"dataset.timeout={self.timeout:g}: no batch came within so many seconds{busy[0] if busy else ''}.\n"
+            "Type a higher dataset.timeout if that may take so long (0: no limit)."
+        )
+
     def close(self):
-        self.split = self.loader = None
+        self.split = self.loader = self.reader = None  # the DataLoader ends its workers, if none hangs
+        kill(self.workers)
+        self.workers = []
+
+
+def begin_worker(_):
+    """In a worker: only the training ends it, which finishes its step first when a terminal or a scheduler says stop.
+
+    It ends by itself within a second or two of its parent's death, whatever it is doing.
+    """
+    for name in ("SIGINT", "SIGTERM"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def end_with_parent(parent):
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def kill_all():
+    kill(list(WORKERS))
+
+
+def kill(workers):
+    """Ends the processes that are still there, which may hang and ignore any other signal."""
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+    for worker in workers:
+        worker.join(5)
+
+
+@contextlib.contextmanager
+def children_do_not_interrupt():
+    """A DataLoader that is started within leaves the handler of SIGCHLD as it was.
+
+    Its own would raise the death of a worker at whatever line the main thread has come to. It is noticed as well where
+    the next batch is waited for.
+    """
+    handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
+    try:
+        yield
+    finally:
+        # None stands for a handler that Python does not know; only the main thread can set one, and torch as well.
+        if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
+            signal.signal(signal.SIGCHLD, handler)
 
 
 class StreamedOnce(Seekable):
     """A HostLoader until the split's images are decoded, and a DeviceLoader from the epoch after."""
 
-    def __init__(self, data, split, batch_size, *, workers=0, **options):
-        self.loader = HostLoader(data, split, batch_size, workers=workers, **options)
+    def __init__(self, data, split, batch_size, *, workers=0, timeout=TIMEOUT, **options):
+        self.loader = HostLoader(data, split, batch_size, workers=workers, timeout=timeout, **options)
         self.make_resident = functools.partial(DeviceLoader, data, split, batch_size, **options)
         self.samples, self.nbytes, self.batch_size = self.loader.samples, self.loader.nbytes, self.loader.batch_size
         self.in_shape = data.in_shape
@@ -328,19 +471,53 @@ class Plan:
 
 
 class Reader(torch.utils.data.Dataset):
-    """Reads a batch in a worker; gives a user's mistake as a value.
+    """Reads a batch, in a worker or not; gives an error as a value.
 
     As an exception it would arrive inside a traceback.
     """
 
-    def __init__(self, split):
-        self.split = split
+    def __init__(self, split, part, workers):
+        self.split, self.part = split, part
+        # Of each worker: how many samples it is reading, and the first three of them.
+        self.reading = torch.zeros(workers, 4, dtype=torch.int64).share_memory_() if workers else None
 
     def __getitem__(self, indices):
+        worker = torch.utils.data.get_worker_info()
+        if worker is not None:
+            first = indices[:3]
+            self.reading[worker.id, : 1 + len(first)] = torch.tensor([len(indices), *first])
         try:
-            return self.split[indices]
+            batch = self.split[indices]
         except UserError as error:
             return error
+        except (Exception, SystemExit) as error:
+            return self.failure(error, indices)
+        if worker is not None:
+            self.reading[worker.id, 0] = 0
+        return batch
+
+    def failure(self, error, indices):
+        """The TrainingError for what happened as these samples were read; it names the first that fails alone, too."""
+        for index in indices:
+            try:
+                self.split[[index]]
+            except UserError as alone:
+                return alone
+            except (Exception, SystemExit) as alone:
+                return TrainingError(f"Sample {self.name(index)} of {self.part} cannot be read: {cause(alone)}.")
+        names = ", ".join(map(self.name, indices[:3])) + ", ..." * (len(indices) > 3)
+        return TrainingError(f"Samples {names} of {self.part} cannot be read: {cause(error)}.")
+
+    def reading_of(self, worker):
+        """What the worker is reading, for people; '' where that is nothing."""
+        count, *first = self.reading[worker].tolist()
+        names = ", ".join(map(self.name, first[:count])) + ", ..." * (count > 3)
+        return f"{count} samples of {self.part} ({names})" if count else ""
+
+    def name(self, index):
+        """The sample's number, and its file where it has one."""
+        files = getattr(self.split, "files", None)
+        return str(index) if files is None else f"{index} ({printable(files[index])})"
 
 
 class IterableLoader(Seekable):
@@ -381,9 +558,14 @@ class IterableLoader(Seekable):
             outside = torch.default_generator.get_state()
             torch.default_generator.set_state(own)
             try:
-                iterator = iter(self.loader) if iterator is None else iterator
+                with children_do_not_interrupt():
+                    iterator = iter(self.loader) if iterator is None else iterator
                 batch = next(iterator, end)
                 own = torch.default_generator.get_state()
+            except (UserError, TrainingError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise TrainingError(f"The loader has no batch {number} of epoch {epoch}: {cause(error)}.") from error
             finally:
                 torch.default_generator.set_state(outside)
             if batch is end:

@@ -489,8 +489,8 @@ def test_every_config_is_its_constructor():
         config = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         function = getattr(datasets, file.stem)
         assert config.pop("_target_") == f"data.datasets.{file.stem}"
-        assert list(config)[-3:] == ["augment", "resident", "workers"]
-        for key in ("augment", "resident", "workers", "root"):
+        assert list(config)[-4:] == ["augment", "resident", "workers", "timeout"]
+        for key in ("augment", "resident", "workers", "timeout", "root"):
             config.pop(key, None)
         parameters = {name: p for name, p in inspect.signature(function).parameters.items() if name != "root"}
         assert set(config) == set(parameters)

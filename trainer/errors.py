@@ -2,6 +2,8 @@
 
 import difflib
 import logging
+import re
+import traceback
 
 log = logging.getLogger("stoker")
 
@@ -58,3 +60,20 @@ def check_number(key, value, *, whole=False, least=None, above=None, most=None, 
             f"{key}={shown}: give {kind}{' ' * bool(limits)}{' and '.join(limits)}{', or null' if optional else ''}."
         )
     return value
+
+
+def printable(text):
+    """The text with escapes for what is no letter, digit, sign or space: a file's name may move a terminal's cursor."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+
+
+def cause(error):
+    """What happened and where, in one line: 'KeyError: 'x' (mine.py:12)', the place being the innermost one."""
+    text = str(error)
+    kind, message = type(error).__name__, text.strip().partition("\n")[0]
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if text.startswith("Caught ") and "Original Traceback" in text:  # how torch hands an error of a worker on
+        places = re.findall(r'File "(.*)", line (\d+)', text)
+        return printable(f"{text.strip().splitlines()[-1]} ({':'.join(places[-1])})")
+    place = " ({}:{})".format(*places[-1]) if places else ""
+    return printable(f"{kind}{f': {message}' if message else ''}{place}")
