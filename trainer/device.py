@@ -336,10 +336,15 @@ def release(device):
 def explain(error, module, batch, device):
     """A UserError that says what to change, or None.
 
-    For torch's "expected all tensors to be on the same device", of which it names the tensors in the wrong place, and
-    for a `view` of an image in channels_last order.
+    For torch's "expected all tensors to be on the same device", of which it names the tensors in the wrong place, for
+    a `view` of an image in channels_last order, and for statistics of one sample.
     """
     text = str(error)
+    if "Expected more than 1 value per channel" in text:
+        return UserError(
+            f"{type(module).__name__}: BatchNorm has to see two samples at once, and a batch or micro-batch has one.\n"
+            "Type drop_last=true, or another batch_size or micro_batch."
+        )
     kernels = [parameter for parameter in module.parameters() if parameter.ndim == 4]
     if NO_VIEW in text and not all(kernel.is_contiguous() for kernel in kernels):
         return UserError(

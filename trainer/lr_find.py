@@ -53,7 +53,7 @@ def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
                     steps = len(rates)
                 if len(rates) >= steps:
                     break
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, ValueError, MemoryError) as error:
         trainer.explain(error, batch, trainer.micro_batch)
         raise
     finally:

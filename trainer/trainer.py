@@ -7,11 +7,12 @@ import torch
 
 from data.loader import seekable
 from trainer import batch as batches
-from trainer import checkpoint, cpu, graph, memory, optimizers, parallel, schedules, summary
+from trainer import checkpoint, cpu, graph, optimizers, parallel, schedules, summary
 from trainer import device as devices
 from trainer.callbacks import Callback
 from trainer.errors import TrainingError, UserError, check_choice, check_number
 from trainer.metrics import Mean
+from trainer.micro_batch import MicroBatch
 
 # 65,536, where the fp16 scaler begins, halved so often is 6e-5: no gradient overflows because of such a scale.
 MOST_SKIPPED = 30
@@ -49,9 +50,9 @@ class Trainer:
         self.autocast = devices.autocast(self.device, self.dtype)
         self.scaler = devices.grad_scaler(self.device, self.dtype)
         devices.configure(self.device, deterministic)
-        self.micro_batch = memory.MicroBatch(self.device, micro_batch, self.grad_accum_steps)
+        self.micro_batch = MicroBatch(self.device, micro_batch, self.grad_accum_steps)
         own = "auto" if self.micro_batch.adapts else None
-        self.eval_micro_batch = memory.MicroBatch(self.device, own, what="evaluation", key="eval_batch_size")
+        self.eval_micro_batch = MicroBatch(self.device, own, what="evaluation", key="eval_batch_size")
 
         if getattr(loss, "reduction", "mean") != "mean":
             raise UserError(f"loss: reduction={loss.reduction!r}; a batch is weighted by its samples, so give 'mean'.")
@@ -131,7 +132,7 @@ class Trainer:
                         break
                 else:  # the loader ended by itself
                     self.check_whole_epoch(given=self.step - epoch * self.steps_per_epoch)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, ValueError, MemoryError) as error:
             self.explain(error, batch, self.micro_batch)
             raise
         finally:
@@ -202,7 +203,7 @@ class Trainer:
                     for part, (loss, outputs) in self.eval_micro_batch.work(self.evaluate_parts, batch):
                         loss_mean.update(loss, batches.size(part))
                         self.update_metrics(outputs, part)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, ValueError, MemoryError) as error:
             self.explain(error, batch, self.eval_micro_batch)
             raise
         if not loss_mean.samples:
@@ -227,7 +228,7 @@ class Trainer:
                 for batch in loader:
                     batch = devices.move(batch, self.device)
                     outputs += self.eval_micro_batch.work(self.predict_parts, batch)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, ValueError, MemoryError) as error:
             self.explain(error, batch, self.eval_micro_batch)
             raise
         outputs = torch.cat(outputs)

@@ -66,7 +66,9 @@ class MicroBatch:
         cut = f" in micro-batches of {self.size}" if self.size else f" in {self.parts} parts" if self.parts > 1 else ""
         size = "" if batch is None else f" with a batch of {batches.size(batch)}{cut}"
         advice = f"micro_batch=auto (the same result in less memory), or a lower {self.key}"
-        if self.adapts:
+        if self.size and not self.adapts:
+            advice = f"a lower micro_batch or {self.key}"
+        elif self.adapts:
             advice = "precision=bf16, optimizer=sgd (less state), or a smaller model: no micro-batch is small enough"
         where = f"{self.device}{size}, in the {self.what}"
         return TrainingError(f"Out of memory on {where}: {devices.describe_memory(self.device)}.\nType {advice}.")
