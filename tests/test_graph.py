@@ -9,6 +9,7 @@ from conftest import assert_same, make_data, make_model, make_trainer
 
 from data.loader import DeviceLoader
 from trainer import Trainer, graph, optimizers
+from trainer import batch as batches
 from trainer import device as devices
 from trainer.callbacks import EMA, Callback
 from trainer.errors import UserError
@@ -27,7 +28,10 @@ def recorded(monkeypatch):
         def replay():
             nonlocal result
             fresh = work(batch)
-            result = fresh if result is None else result.copy_(fresh)
+            if result is None:
+                result = fresh
+            for own, new in zip(batches.entries(result), batches.entries(fresh), strict=True):
+                own[1].copy_(new[1])
             return result
 
         return replay

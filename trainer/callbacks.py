@@ -359,16 +359,25 @@ class TimeLimit(Callback):
 
 
 class NaNGuard(Callback):
-    """Ends the training with a TrainingError at the first logged loss that is not finite."""
+    """Ends the training with a TrainingError at the first logged loss, or norm of the gradient, that is not finite."""
+
+    def on_fit_start(self, trainer):
+        self.finite_until = trainer.step
 
     def on_log(self, trainer, row):
         for name, value in row.items():
-            if name.endswith("/loss") and not math.isfinite(value):
-                lr = trainer.lr
-                raise TrainingError(
-                    f"{name} is {value} at step {trainer.step} (learning rate {lr:.3g}).\n"
-                    "Type a lower optimizer.lr, or max_grad_norm=1."
-                )
+            if (name.endswith("/loss") or name == "train/grad_norm") and not math.isfinite(value):
+                first = self.finite_until + 1 if name.startswith("train/") else trainer.step
+                steps = f"steps {first:,} to {trainer.step:,}" if first < trainer.step else f"step {trainer.step:,}"
+                where = f"{name} is {value} in {steps} (learning rate {trainer.lr:.3g})"
+                raise TrainingError(f"{where}; {summary.not_finite(trainer)}.\nType {self.advice(trainer)}.")
+        if "train/loss" in row:
+            self.finite_until = trainer.step
+
+    @staticmethod
+    def advice(trainer):
+        more = ["max_grad_norm=1"] * (trainer.max_grad_norm is None) + ["precision=bf16"] * trainer.scaler.is_enabled()
+        return " or ".join(["a lower optimizer.lr", *more])
 
 
 class Progress(Callback):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import hashlib
+import math
 import os
 import shutil
 import sys
@@ -13,13 +14,15 @@ import torch
 
 from trainer import batch as batches
 from trainer import cpu
-from trainer.errors import UserError, check_choice, log
+from trainer.errors import TrainingError, UserError, check_choice, log
 
 MIB = 2**20
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 # cuBLAS is deterministic only with a fixed workspace, and looks once, when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 NO_VIEW = "view size is not compatible"  # how torch says that a tensor's memory is in another order
+# Errors that are no torch.OutOfMemoryError: of the CPU's allocator, of mps, of cuBLAS and cuDNN, of the driver.
+NO_MEMORY = ("DefaultCPUAllocator:", "MPS backend out of memory", "STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # those that have a channels_last
 GRAPHS = ("cuda",)  # the devices on which a whole step can be captured
 FUSED = ("cpu", "cuda", "mps", "xpu")  # the devices for which torch has fused optimizers
@@ -131,7 +134,13 @@ def place(module, device, channels_last="auto"):
     That is 1.5 to 2.5 times as fast on CPUs, and what tensor cores work in. `auto` leaves it out on mps.
     """
     check_choice("channels_last", channels_last, ("auto", True, False))
-    module.to(device)
+    try:
+        module.to(device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        memory = f"{device}: {describe_memory(device)}"
+        raise TrainingError(f"{type(module).__name__} does not fit on {memory}.\nType a smaller model.") from error
     convolutions = [child for child in module.modules() if isinstance(child, CONVOLUTIONS)]
     if channels_last is True and not convolutions:
         raise UserError(f"channels_last=true: {type(module).__name__} has no 2-D convolution. Type channels_last=auto.")
@@ -277,6 +286,26 @@ def free_memory(device):
         return 4 * 2**30  # no /proc (macOS, Windows): a size that any machine of today has
 
 
+def describe_memory(device):
+    """'0.4 of 24.0 GiB free, 23.1 held by this process', as far as it is known."""
+    free, total, held = None, None, peak_memory(device)
+    if device.type == "mps":
+        total = torch.mps.recommended_max_memory()
+        free, held = free_memory(device), torch.mps.driver_allocated_memory()
+    elif device.type != "cpu":
+        backend = torch.get_device_module(device)
+        (free, total), held = backend.mem_get_info(device), backend.memory_reserved(device)
+    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = free_memory(device) if os.path.exists("/proc/meminfo") else None
+    known = [] if total is None else [f"{gib(free)} of {gib(total)} GiB free" if free else f"{gib(total)} GiB in all"]
+    return ", ".join(known + [f"{gib(held)} GiB held by this process"] * (not math.isnan(held)))
+
+
+def gib(size):
+    return f"{size / 2**30:,.1f}"
+
+
 def peak_memory(device):
     """The most bytes that this process has held: allocated on the device, or resident for the CPU and mps."""
     if device.type in ("cpu", "mps"):
@@ -287,6 +316,13 @@ def peak_memory(device):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
     return torch.accelerator.max_memory_allocated(device)
+
+
+def is_out_of_memory(error):
+    """Whether an error says that the device's memory, or the machine's, is too small for what was asked."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 def release(device):
@@ -300,10 +336,15 @@ def release(device):
 def explain(error, module, batch, device):
     """A UserError that says what to change, or None.
 
-    For torch's "expected all tensors to be on the same device", of which it names the tensors in the wrong place, and
-    for a `view` of an image in channels_last order.
+    For torch's "expected all tensors to be on the same device", of which it names the tensors in the wrong place, for
+    a `view` of an image in channels_last order, and for statistics of one sample.
     """
     text = str(error)
+    if "Expected more than 1 value per channel" in text:
+        return UserError(
+            f"{type(module).__name__}: BatchNorm has to see two samples at once, and a batch or micro-batch has one.\n"
+            "Type drop_last=true, or another batch_size or micro_batch."
+        )
     kernels = [parameter for parameter in module.parameters() if parameter.ndim == 4]
     if NO_VIEW in text and not all(kernel.is_contiguous() for kernel in kernels):
         return UserError(

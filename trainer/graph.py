@@ -59,7 +59,7 @@ class Captured:
         return tensors, rest, trained, settings
 
 
-def check(trainer_class, usual_class, device, dtype, strategy):
+def check(trainer_class, usual_class, device, dtype, strategy, micro_batch=None):
     """UserError where `compile=graph` cannot be had."""
     reason = None
     if device.type not in devices.GRAPHS:
@@ -68,6 +68,8 @@ def check(trainer_class, usual_class, device, dtype, strategy):
         reason = "fp16 has to ask after each step whether it was one. Type precision=bf16 or precision=fp32."
     elif strategy != "single":
         reason = "a graph is of one GPU. Type strategy=single."
+    elif micro_batch == "auto":
+        reason = "a graph is of one size. Type micro_batch=N, or compile=true or compile=false."
     elif trainer_class.train_step is not usual_class.train_step:
         reason = f"{trainer_class.__name__} has a train_step of its own. Type compile=true or compile=false."
     if reason:

@@ -31,7 +31,7 @@ def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
     before = copy.deepcopy({name: part.state_dict() for name, part in trainer.stateful().items()})
     execute, trainer.execute = trainer.execute, graph.eagerly  # a captured step would keep its first rate
     trainer.scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
-    rates, losses, mean = [], [], 0.0
+    rates, losses, mean, batch = [], [], 0.0, None
     trainer.model.train()
     try:
         for epoch in itertools.count():
@@ -53,6 +53,9 @@ def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
                     steps = len(rates)
                 if len(rates) >= steps:
                     break
+    except (RuntimeError, ValueError, MemoryError) as error:
+        trainer.explain(error, batch, trainer.micro_batch)
+        raise
     finally:
         trainer.scheduler, trainer.execute = None, execute
         for name, part in trainer.stateful().items():

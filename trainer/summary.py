@@ -23,14 +23,13 @@ def plan(trainer):
     )
     batch_size = getattr(trainer.train_loader, "batch_size", None)
     optimizer = trainer.optimizer
-    cuts = f" in {trainer.grad_accum_steps} micro-batches" if trainer.grad_accum_steps > 1 else ""
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     at = f", continued at step {trainer.step}" if trainer.step else ""
     yield f"device   {devices.describe(trainer.device)}, {precision(trainer)} ({trainer.precision_reason})"
     yield f"model    {type(trainer.module).__name__}, {parameters:,} parameters{fixed}"
     yield (
         f"plan     {length} = {trainer.total_steps:,} step{'s' * (trainer.total_steps != 1)}, "
-        f"batch {batch_size or 'as the loader gives it'}{cuts}, "
+        f"batch {batch_size or 'as the loader gives it'}{trainer.micro_batch.description()}, "
         f"{type(optimizer).__name__}{fused} lr {optimizer.param_groups[0].get('initial_lr', 0):g}, "
         f"{getattr(trainer.scheduler, 'description', type(trainer.scheduler).__name__)}{at}"
     )
@@ -80,6 +79,15 @@ def where(trainer, batch=None):
     yield f"model      {layout([*trainer.module.parameters(), *trainer.module.buffers()])}"
     yield f"optimizer  {layout(optimizer_tensors(trainer.optimizer))}"
     yield f"batch      {seen}"
+
+
+def not_finite(trainer):
+    """'3 of 4 weights are not finite, the first being 0.weight', in the order of the model."""
+    state = trainer.module.state_dict()
+    names = [name for name, tensor in state.items() if isinstance(tensor, torch.Tensor) and not tensor.isfinite().all()]
+    if not names:
+        return "all weights are finite, so look at the inputs, the targets and the loss"
+    return f"{len(names)} of {len(state)} tensors of the model are not finite, the first being {names[0]}"
 
 
 def memory_report(trainer):

@@ -12,7 +12,11 @@ from trainer import device as devices
 from trainer.callbacks import Callback
 from trainer.errors import TrainingError, UserError, check_choice, check_number
 from trainer.metrics import Mean
+from trainer.micro_batch import MicroBatch
 from trainer.stopping import Interrupted
+
+# 65,536, where the fp16 scaler begins, halved so often is 6e-5: no gradient overflows because of such a scale.
+MOST_SKIPPED = 30
 
 
 class Trainer:
@@ -21,8 +25,9 @@ class Trainer:
     To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or `fit`; for what
     happens between steps, add a callback. `optimizer` is a factory: it is called with parameter groups once the
     model is on its device. So is `scheduler`, called with (optimizer, total_steps=...); it steps once a step. A
-    batch from the loader is one step, worked through in `grad_accum_steps` micro-batches. `epochs` gives the length
-    of the training, or `max_steps` instead of it. A row is logged every `log_every` steps and at each epoch's end;
+    batch from the loader is one step, worked through in `grad_accum_steps` micro-batches, or in those of at most
+    `micro_batch` samples, "auto" being as many as the memory holds. `epochs` gives the length of the training, or
+    `max_steps` instead of it. A row is logged every `log_every` steps and at each epoch's end;
     an evaluation comes every `eval_every` steps, None being once an epoch. Biases and norms have no weight decay
     unless `decay_all`. The run is a function of the model, the data, these settings and the `seed`.
     """
@@ -30,8 +35,8 @@ class Trainer:
     def __init__(
         self, model, loss=None, optimizer=None, scheduler=schedules.constant, metrics=None, callbacks=(), *,
         epochs=1, max_steps=None, device="auto", strategy="single", precision="auto", compile=False,
-        channels_last="auto", tune=cpu.TUNINGS, grad_accum_steps=1, max_grad_norm=None, log_every=50,
-        eval_every=None, decay_all=False, seed=0, deterministic=False,
+        channels_last="auto", tune=cpu.TUNINGS, grad_accum_steps=1, micro_batch=None, max_grad_norm=None,
+        log_every=50, eval_every=None, decay_all=False, seed=0, deterministic=False,
     ):  # fmt: skip
         self.epochs = check_number("epochs", epochs, whole=True, least=1, optional=max_steps is not None)
         self.max_steps = check_number("max_steps", max_steps, whole=True, least=1, optional=True)
@@ -46,6 +51,9 @@ class Trainer:
         self.autocast = devices.autocast(self.device, self.dtype)
         self.scaler = devices.grad_scaler(self.device, self.dtype)
         devices.configure(self.device, deterministic)
+        self.micro_batch = MicroBatch(self.device, micro_batch, self.grad_accum_steps)
+        own = "auto" if self.micro_batch.adapts else None
+        self.eval_micro_batch = MicroBatch(self.device, own, what="evaluation", key="eval_batch_size")
 
         if getattr(loss, "reduction", "mean") != "mean":
             raise UserError(f"loss: reduction={loss.reduction!r}; a batch is weighted by its samples, so give 'mean'.")
@@ -57,7 +65,7 @@ class Trainer:
         cpu.tune(tune, self.device, self.module, compile)
         self.fits_threads, self.threads = self.device.type == "cpu" and "threads" in tune, torch.get_num_threads()
         if check_choice("compile", compile, (False, True, "graph")) == "graph":
-            graph.check(type(self), Trainer, self.device, self.dtype, strategy)
+            graph.check(type(self), Trainer, self.device, self.dtype, strategy, micro_batch)
         elif compile:
             devices.check_compiler(self.device)
             self.module.compile()  # in place, so the names stay as they are
@@ -87,7 +95,8 @@ class Trainer:
         self.total_steps = self.steps_per_epoch = None
         self.should_stop, self.stop_reason, self.interrupted = False, None, False
         self.evaluation_due = False  # the step is done, but for its evaluation and what comes after it
-        self.train_loss, self.window_start = Mean(), 0.0  # since the last logged row
+        self.train_loss, self.grad_norm, self.window_start = Mean(), Mean(), 0.0  # since the last logged row
+        self.skipped = 0  # steps in a row, by the fp16 scaler
         self.train_loader = self.val_loader = None
         self.batch_layout, self.data_bytes = "nothing yet", 0
 
@@ -125,8 +134,8 @@ class Trainer:
                     self.check_whole_epoch(given=self.step - epoch * self.steps_per_epoch)
         except Interrupted:  # by `interrupt`, in an evaluation, which is done anew when the run goes on
             pass
-        except RuntimeError as error:
-            self.explain(error, batch, "a higher grad_accum_steps (same result, less memory), or a lower batch_size")
+        except (RuntimeError, ValueError, MemoryError) as error:
+            self.explain(error, batch, self.micro_batch)
             raise
         finally:
             self.call("on_fit_end")
@@ -137,17 +146,30 @@ class Trainer:
     def train_step(self, batch):
         """One optimizer step on one batch, and one of the schedule; gives the mean loss."""
         scale = self.scaler.get_scale()
-        loss = self.execute(self.optimize, batch)
-        if self.scaler.get_scale() >= scale:  # a step that the fp16 scaler skipped does not advance the schedule
-            self.scheduler.step()
+        loss, norm = self.execute(self.optimize, batch)
+        if self.scaler.get_scale() < scale:  # a step that the fp16 scaler skipped does not advance the schedule
+            self.note_skipped(scale)
+            return loss
+        self.skipped = 0
+        self.scheduler.step()
+        if norm is not None:
+            self.grad_norm.update(norm)
         return loss
 
     def optimize(self, batch):
-        """The step's work on the device, which asks it for nothing: `compile=graph` captures it.
+        """What a graph holds of a step; gives the mean loss, and the norm of the gradient where that is clipped."""
+        loss, norm = self.micro_batch.work(self.accumulate, batch, self.module, self.undo_step), None
+        if self.max_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return loss, norm
 
-        Each of the `grad_accum_steps` micro-batches is weighted by its share of the samples.
-        """
-        losses, micro_batches = [], batches.split(batch, self.grad_accum_steps)
+    def accumulate(self, micro_batches):
+        """The gradient of the mean loss, which it gives; each (micro_batch, share) is weighted by its share."""
+        losses = []
         for i, (micro_batch, share) in enumerate(micro_batches, 1):
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
                 with self.autocast:
@@ -155,12 +177,6 @@ class Trainer:
                 loss = loss if share == 1 else loss * share
                 self.scaler.scale(loss).backward()
             losses.append(loss.detach())
-        if self.max_grad_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
         return sum(losses[1:], losses[0])
 
     def compute_loss(self, batch):
@@ -189,18 +205,22 @@ class Trainer:
                     if self.interrupted:
                         raise Interrupted
                     batch = devices.move(batch, self.device)
-                    with self.autocast:
-                        loss, outputs = self.compute_loss(batch)
-                    loss_mean.update(loss, batches.size(batch))
-                    self.update_metrics(outputs, batch)
-        except RuntimeError as error:
-            self.explain(error, batch, "a lower eval_batch_size")
+                    for part, (loss, outputs) in self.eval_micro_batch.work(self.evaluate_parts, batch):
+                        loss_mean.update(loss, batches.size(part))
+                        self.update_metrics(outputs, part)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            self.explain(error, batch, self.eval_micro_batch)
             raise
         if not loss_mean.samples:
             raise UserError(f"The {split} loader gives no samples.")
         results = {"loss": loss_mean.compute()} | {name: metric.compute() for name, metric in self.metrics.items()}
         values = {f"{split}/{name}": torch.as_tensor(value) for name, value in results.items()}
         return {name: value.item() if value.numel() == 1 else value.tolist() for name, value in values.items()}
+
+    def evaluate_parts(self, parts):
+        """[(part, (loss, outputs))] of the parts of an evaluation batch."""
+        with self.autocast:
+            return [(part, self.compute_loss(part)) for part, _ in parts]
 
     def predict(self, loader):
         """The outputs for all samples, (N, ...) on the CPU, float32 also under autocast.
@@ -212,13 +232,18 @@ class Trainer:
             with self.evaluating(), torch.inference_mode():
                 for batch in loader:
                     batch = devices.move(batch, self.device)
-                    with self.autocast:
-                        outputs.append(self.model(batch[0] if isinstance(batch, (list, tuple)) else batch).cpu())
-        except RuntimeError as error:
-            self.explain(error, batch, "a lower eval_batch_size")
+                    outputs += self.eval_micro_batch.work(self.predict_parts, batch)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            self.explain(error, batch, self.eval_micro_batch)
             raise
         outputs = torch.cat(outputs)
         return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+
+    def predict_parts(self, parts):
+        """The outputs for each part of a batch, on the CPU."""
+        with self.autocast:
+            inputs = (part[0] if isinstance(part, (list, tuple)) else part for part, _ in parts)
+            return [self.model(part).cpu() for part in inputs]
 
     def close(self):
         """Drops the model, the optimizer and all that hangs on them, and gives their memory back."""
@@ -265,6 +290,22 @@ class Trainer:
         self.lr = self.scheduler.get_last_lr()[0]
         devices.seed_generators(self.device, devices.mix_seed(self.seed, "step", self.step), self.replicas)
 
+    def undo_step(self):
+        """Where a step has to be done again: no gradient, and the random numbers that it had."""
+        self.optimizer.zero_grad()
+        self.begin_step()
+
+    def note_skipped(self, scale):
+        """TrainingError where the fp16 scaler has skipped MOST_SKIPPED steps in a row."""
+        self.skipped += 1
+        if self.skipped == MOST_SKIPPED:
+            rate = float(self.optimizer.param_groups[0]["lr"])
+            raise TrainingError(
+                f"fp16: the gradients of {self.skipped} steps in a row, up to step {self.step + 1}, are not finite, "
+                f"also at a scale of {scale:.3g} (learning rate {rate:.3g}).\n"
+                "Type precision=bf16 or fp32, or a lower optimizer.lr."
+            )
+
     def check_whole_epoch(self, given):
         """UserError where the training loader gave more or fewer batches than it said."""
         if given != self.steps_per_epoch:
@@ -282,10 +323,13 @@ class Trainer:
     def log_training(self, batch):
         """Logs the window since the last row: the mean loss and how fast it went."""
         loss = self.train_loss.compute().item()  # the one transfer; it waits for the device, so the clock is right
+        norm = {"train/grad_norm": self.grad_norm.compute().item()} if self.grad_norm.samples else {}
         samples, seconds = self.train_loss.samples, time.perf_counter() - self.window_start
         self.batch_layout = summary.layout(tensor for _, tensor in batches.entries(batch))
         self.train_loss.reset()
-        self.log({"train/loss": loss, "train/lr": float(self.lr), "train/samples": samples, "train/seconds": seconds})
+        self.grad_norm.reset()
+        row = {"train/loss": loss, "train/lr": float(self.lr), "train/samples": samples, "train/seconds": seconds}
+        self.log({**row, **norm})
         self.window_start = time.perf_counter()
 
     @contextlib.contextmanager
@@ -321,6 +365,8 @@ class Trainer:
         self.scheduler = schedules.build(self.make_scheduler, self.optimizer, self.total_steps)
         self.step, self.stop_reason, self.evaluation_due = 0, None, False
         self.train_loss.reset()
+        self.grad_norm.reset()
+        self.skipped = 0
         if self.layout_is_open and hasattr(train_loader, "in_shape"):
             devices.settle_layout(self.module, train_loader.in_shape, self.device)
         if resume is not None:
@@ -346,7 +392,8 @@ class Trainer:
     def stateful(self):
         """{name: object with a state_dict} of what a checkpoint holds; a second optimizer goes here."""
         parts = {"model": self.module, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        parts |= {"scaler": self.scaler, "train_loss": self.train_loss}
+        parts |= {"scaler": self.scaler, "train_loss": self.train_loss, "grad_norm": self.grad_norm}
+        parts |= {"micro_batch": self.micro_batch}
         return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self):
@@ -393,11 +440,10 @@ class Trainer:
         """MiB of parameters, gradients, optimizer state, buffers and data, and the peak."""
         return summary.memory_report(self)
 
-    def explain(self, error, batch, advice):
+    def explain(self, error, batch, micro_batch):
         """Raises the error as the user should see it where it is a wrong device or too little memory; else returns."""
-        if isinstance(error, torch.OutOfMemoryError):
-            size = "" if batch is None else f" with a batch of {batches.size(batch)}"
-            raise TrainingError(f"Out of memory on {self.device}{size}.\nType {advice}.") from error
+        if devices.is_out_of_memory(error):
+            raise micro_batch.explain(batch) from error
         if explained := devices.explain(error, self.module, batch, self.device):
             raise explained from error
 
