@@ -1,0 +1,108 @@
+"""Real processes, killed at any moment and continued by the same command, end with the very bits of an undisturbed one.
+
+`pytest --large tests/test_kill.py` kills 500 times and interrupts 100 times; KILL_SEED=N chooses other moments.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from conftest import assert_same
+from forks import Forks
+from trainer import checkpoint
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
+
+SEED = int(os.environ.get("KILL_SEED", "0"))
+# All that has a state: dropout, augmentation, a schedule a step, micro-batches, EMA, patience, evaluations within the
+# epoch, a ragged last batch (of 12); 2.7 MB of it, so that a write takes some milliseconds.
+JOB = ["dataset=synthetic", "dataset.n=380", "dataset.in_shape=[1,8,8]", "run_dir=run"]
+JOB += ["dataset.augment=[flip,{crop: 2},{mixup: 0.2}]", "model.hidden=[512,256]", "model.dropout=0.2", "ema=0.9"]
+JOB += ["epochs=4", "batch_size=32", "grad_accum_steps=3", "max_grad_norm=1", "patience=30", "eval_every=4"]
+JOB += ["log_every=3", "checkpoint.every=3"]
+TOTAL = 40  # steps
+PART = "run/checkpoints/.step_*.part"
+LAST = f"run/checkpoints/{checkpoint.path_of('', TOTAL).name}"
+OF_A_CLOCK = ("seconds", "samples_per_second", "memory_mib")  # in result.json
+
+
+@pytest.fixture(scope="module")
+def forks():
+    made = Forks()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def whole(forks, tmp_path_factory):
+    """The undisturbed run."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = forks.run(folder, *JOB)
+    assert done.code == 0 and done.err == "", done.err
+    return SimpleNamespace(seconds=done.seconds, left=left(folder))
+
+
+def left(folder):
+    """What a finished run has left, without what a clock says."""
+    run = folder / "run"
+    states = {number: checkpoint.load(path) for number, path in checkpoint.files(run / "checkpoints").items()}
+    last, best = states[max(states)], states[states[max(states)]["callbacks"]["Checkpoint"]["best"]["step"]]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [{name: value for name, value in row.items() if name != "train/seconds"} for row in rows]
+    result = json.loads((run / "result.json").read_text(encoding="utf-8"))
+    result = {name: value for name, value in result.items() if not name.endswith(OF_A_CLOCK)}
+    hidden = [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
+    return {"last": last, "best": best, "rows": rows, "result": result, "hidden": hidden}
+
+
+def assert_continues(forks, folder, whole, *arguments):
+    """The same command completes the run, quietly, to what the undisturbed run has left."""
+    done = forks.run(folder, *JOB, *arguments)
+    assert done.code == 0 and done.err == "", (done.code, done.err)
+    assert_same(left(folder), whole.left)
+    return done
+
+
+def moment_of_a_kill(draw, seconds, writing):
+    """When to kill: while a checkpoint is being written, or at any moment, the first ones and the last ones often."""
+    if writing:
+        return {"watch": PART, "count": draw.randint(1, 4), "delay": draw.uniform(0, draw.choice([0.001, 0.005]))}
+    kind = draw.choice(["any", "any", "start", "end"])
+    if kind == "end":  # between the last checkpoint and result.json
+        return {"watch": LAST, "delay": draw.uniform(0, 0.03)}
+    return {"delay": draw.uniform(0, seconds if kind == "any" else 0.05)}
+
+
+def test_a_killed_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large, capsys):
+    kills = writing = runs = 0
+    failures, start = [], time.monotonic()
+    while kills < (500 if large else 12):
+        folder, draw = tmp_path / str(runs), random.Random(f"{SEED} {runs}")
+        for _ in range(draw.choice([1, 1, 1, 3])):
+            moment = moment_of_a_kill(draw, whole.seconds, writing=2 * writing <= kills)
+            done = forks.run(folder, *JOB, signals=[{"signal": signal.SIGKILL, **moment}])
+            kills, writing = kills + (done.code == -9), writing + (done.code == -9 and done.writing)
+            if done.code != -9:  # it had ended before its time had come
+                break
+        try:
+            assert done.code in (0, -9) and done.err == "", (done.code, done.err)
+            assert_continues(forks, folder, whole)
+        except AssertionError as error:
+            failures.append(f"KILL_SEED={SEED}, run {runs}, {moment}: {error}")
+        else:
+            shutil.rmtree(folder)
+        runs += 1
+    minutes = (time.monotonic() - start) / 60
+    with capsys.disabled():
+        print(
+            f"\n{kills} kills, {writing} of them while a checkpoint was being written, in {runs} runs: "
+            f"{len(failures)} failures, {minutes:.1f} minutes"
+        )
+    assert not failures, "\n".join(failures[:5])
+    assert 2 * writing >= kills - 2
