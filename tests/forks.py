@@ -114,7 +114,7 @@ def wait(child, start, until=lambda: False):
 
 
 def sign(folder, delay, signal, watch=None, count=1, group=False):
-    """A function that is true `delay` seconds after `count` new files of the pattern `watch` were seen, or after now."""
+    """A function that is true `delay` seconds from now, or from when `count` new files of a pattern were seen."""
     before = set(glob.glob(watch, root_dir=folder)) if watch else ()
     seen, due = set(), None if watch else time.perf_counter() + delay
 

@@ -12,9 +12,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
-
 from conftest import assert_same
 from forks import Forks
+
 from trainer import checkpoint
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
