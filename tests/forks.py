@@ -95,7 +95,8 @@ def be_a_run(folder, arguments, file=None, bound=False):
         header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         if ctypes.CDLL(None).capset(header, none):
             os._exit(98)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have them ignored
+        signal.signal(number, signal.SIG_DFL)
     sys.argv = [str(TRAIN), *arguments]
     runpy.run_path(str(TRAIN), run_name="__main__")
     os._exit(99)

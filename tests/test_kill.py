@@ -3,6 +3,7 @@
 `pytest --large tests/test_kill.py` kills 500 times and interrupts 100 times; KILL_SEED=N chooses other moments.
 """
 
+import collections
 import json
 import os
 import random
@@ -25,7 +26,8 @@ SEED = int(os.environ.get("KILL_SEED", "0"))
 JOB = ["dataset=synthetic", "dataset.n=380", "dataset.in_shape=[1,8,8]", "run_dir=run"]
 JOB += ["dataset.augment=[flip,{crop: 2},{mixup: 0.2}]", "model.hidden=[512,256]", "model.dropout=0.2", "ema=0.9"]
 JOB += ["epochs=4", "batch_size=32", "grad_accum_steps=3", "max_grad_norm=1", "patience=30", "eval_every=4"]
-JOB += ["log_every=3", "checkpoint.every=3"]
+JOB += ["log_every=3", "checkpoint.every=3", "eval_batch_size=4", "+callbacks.marks._target_=marks.Marks"]
+WORKERS = ["dataset.resident=false", "dataset.workers=2"]
 TOTAL = 40  # steps
 PART = "run/checkpoints/.step_*.part"
 LAST = f"run/checkpoints/{checkpoint.path_of('', TOTAL).name}"
@@ -83,7 +85,7 @@ def test_a_killed_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large,
     kills = writing = runs = 0
     failures, start = [], time.monotonic()
     while kills < (500 if large else 12):
-        folder, draw = tmp_path / str(runs), random.Random(f"{SEED} {runs}")
+        folder, draw = tmp_path / str(runs), random.Random(f"kill {SEED} {runs}")
         for _ in range(draw.choice([1, 1, 1, 3])):
             moment = moment_of_a_kill(draw, whole.seconds, writing=2 * writing <= kills)
             done = forks.run(folder, *JOB, signals=[{"signal": signal.SIGKILL, **moment}])
@@ -106,3 +108,67 @@ def test_a_killed_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large,
         )
     assert not failures, "\n".join(failures[:5])
     assert 2 * writing >= kills - 2
+
+
+# SIGINT and SIGTERM
+
+
+def moment_of_a_signal(draw, seconds):
+    """(what is going on, when to send a signal)."""
+    kind = draw.choice(["any", "any", "start", "evaluation", "evaluation", "save", "save", "end"])
+    watch, longest = {
+        "any": (None, seconds),
+        "start": (None, 0.2),
+        "evaluation": ("evaluating.*", 0.01),
+        "save": (PART, 0.005),
+        "end": (LAST, 0.05),
+    }[kind]
+    count = draw.randint(1, 4) if kind in ("evaluation", "save") else 1
+    return kind, {"watch": watch, "count": count, "delay": draw.uniform(0, longest)}
+
+
+def assert_interrupted(done, folder, number, times):
+    """The code is the signal's, the words are few, and the newest checkpoint is of the very last step."""
+    run = folder / "run"
+    if done.code == -number:  # before the first line of train.py
+        assert done.out == done.err == "" and done.seconds < 1
+        return
+    assert done.code == 128 + number, (done.code, done.err)
+    assert "Traceback" not in done.err and len(done.err.strip().splitlines()) <= 3, done.err
+    steps = [int(line) for line in (folder / "steps").read_text().split()] if (folder / "steps").exists() else []
+    if times == 1 and steps:
+        assert max(checkpoint.files(run / "checkpoints")) == max(steps)
+        assert not list(folder.glob(PART))
+    if checkpoint.files(run / "checkpoints"):
+        checkpoint.newest(run / "checkpoints")  # good
+
+
+def test_an_interrupted_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large, capsys):
+    """By one signal or two, to the process or to its workers as well."""
+    runs, failures, start, kinds = 0, [], time.monotonic(), collections.Counter()
+    while sum(kinds.values()) < (100 if large else 8):
+        folder, draw = tmp_path / str(runs), random.Random(f"signal {SEED} {runs}")
+        more = WORKERS if draw.random() < 0.25 else []
+        number, times = draw.choice([signal.SIGINT, signal.SIGTERM]), draw.choice([1, 1, 2])
+        try:
+            for _ in range(draw.choice([1, 1, 1, 3])):
+                kind, moment = moment_of_a_signal(draw, whole.seconds)
+                signals = [{"signal": number, "group": bool(more), **moment}]
+                signals += [{"signal": number, "delay": draw.uniform(0, 0.02)}] * (times - 1)
+                done = forks.run(folder, *JOB, *more, signals=signals)
+                if done.sent and done.code:
+                    kinds[kind] += 1
+                    assert_interrupted(done, folder, number, times)
+                else:
+                    assert done.code == 0 and done.err == "", (done.code, done.err)
+            assert_continues(forks, folder, whole, *more)
+        except AssertionError as error:
+            failures.append(f"KILL_SEED={SEED}, run {runs}, {number.name} {times} times, {kind}, {moment}: {error}")
+        else:
+            shutil.rmtree(folder)
+        runs += 1
+    minutes = (time.monotonic() - start) / 60
+    with capsys.disabled():
+        shown = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
+        print(f"\n{kinds.total()} interrupts ({shown}) in {runs} runs: {len(failures)} failures, {minutes:.1f} minutes")
+    assert not failures, "\n".join(failures[:5])
