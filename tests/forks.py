@@ -32,8 +32,8 @@ class Forks:
         )
 
     def run(self, folder, *arguments, signals=(), **limits):
-        """`python train.py ...` in `folder`: its exit code (-9 for a kill), output, seconds, how many signals it got,
-        and whether a checkpoint was being written at its end.
+        """`python train.py ...` in `folder`: its pid, exit code (-9 for a kill), output, seconds, how many signals it
+        got, and whether a checkpoint was being written at its end.
 
         Each of `signals` has a "signal" (its number) and is sent "delay" seconds after the one before it or the start;
         with "watch", after so many files ("count", or 1) of that pattern have been seen in the folder since then; with
@@ -77,7 +77,7 @@ def run(folder, arguments, signals, limits):
         sent += 1
     code = wait(child, start) if code is None else code
     writing = bool(glob.glob(f"{folder}/*/checkpoints/.step_*.part"))
-    return {"code": code, "sent": sent, "seconds": time.perf_counter() - start, "writing": writing}
+    return {"pid": child, "code": code, "sent": sent, "seconds": time.perf_counter() - start, "writing": writing}
 
 
 def be_a_run(folder, arguments, file=None, bound=False):

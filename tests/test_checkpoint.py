@@ -279,7 +279,7 @@ def assert_refused(path, contents, what):
 
 @pytest.fixture
 def two(tmp_path, small, caplog):
-    """A function: where the newest of two checkpoints is these bytes, one warning names it and the other, which is used."""
+    """A function: where the newer of two checkpoints is these bytes, one warning names both, and the older is used."""
     save(path_of(tmp_path, 1), {"step": 1, "callbacks": {}, "x": torch.ones(3)})
     before, after = path_of(tmp_path, 1), path_of(tmp_path, 2)
 
