@@ -66,6 +66,16 @@ def assert_same(state, other, where="state"):
         assert state == other, where
 
 
+def pytest_addoption(parser):
+    parser.addoption("--large", action="store_true", help="the large counts: 500 kills, 2,000 mutations, ...")
+
+
+@pytest.fixture(scope="session")
+def large(request):
+    """Whether the large counts were asked for."""
+    return request.config.getoption("--large")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
     """No test reads or leaves decoded images in the home of who runs it."""

@@ -249,7 +249,8 @@ def test_scaler_scheduler_and_tied_weights(tmp_path):
 # damage
 
 SMALL = {
-    "step": 7,
+    "step": 2,
+    "callbacks": {"EMA": {"average": {"weight": torch.arange(30.0)}, "step": 2}},
     "model": {"weight": torch.arange(6.0).view(2, 3), "steps": torch.tensor(3)},
     "optimizer": {0: (0.9, None, "ü")},
     "flags": torch.tensor([True, False]),
@@ -276,30 +277,45 @@ def assert_refused(path, contents, what):
         pytest.fail(f"{what}: loaded as {found}")
 
 
-def test_every_flipped_bit_is_seen(tmp_path, small):
+@pytest.fixture
+def two(tmp_path, small, caplog):
+    """A function: where the newer of two checkpoints is these bytes, one warning names both, and the older is used."""
+    save(path_of(tmp_path, 1), {"step": 1, "callbacks": {}, "x": torch.ones(3)})
+    before, after = path_of(tmp_path, 1), path_of(tmp_path, 2)
+
+    def use_the_one_before(contents, what):
+        caplog.clear()
+        after.write_bytes(contents)
+        try:
+            path, state = checkpoint.newest(tmp_path)
+        except BaseException as error:
+            pytest.fail(f"{what}: {type(error).__name__}: {error}")
+        assert path == before and state["step"] == 1 and torch.equal(state["x"], torch.ones(3)), what
+        [warning] = [record.getMessage() for record in caplog.records]
+        assert after.name in warning and before.name in warning, warning
+        assert before.read_bytes() and after.read_bytes() == contents, what
+
+    return use_the_one_before
+
+
+def test_every_truncation_is_seen_and_the_one_before_is_used(two, small):
+    for length in range(len(small)):
+        two(small[:length], f"the first {length} of {len(small)} bytes")
+
+
+def test_every_flipped_bit_is_seen_and_the_one_before_is_used(two, small, large):
+    """Of the header's length all 64 bits, of its padding all, and of its JSON and of the tensors some."""
     header = 8 + int.from_bytes(small[:8], "little")
-    draw = random.Random(0)
-    positions = [
-        *range(64),
-        *draw.sample(range(64, 8 * header), 350),
-        *draw.sample(range(8 * header, 8 * len(small)), 150),
-    ]
-    for position in positions:
+    padding = range(8 * len(small[:header].rstrip(b" ")), 8 * header)
+    draw, many = random.Random(0), 10 if large else 1
+    places = [*range(64), *padding]
+    places += draw.sample(range(64, padding.start), 155 * many)
+    places += draw.sample(range(8 * header, 8 * len(small)), 40 * many)
+    assert len(places) >= 200 * many
+    for place in places:
         damaged = bytearray(small)
-        damaged[position // 8] ^= 1 << position % 8
-        assert_refused(
-            tmp_path / "flipped.ckpt",
-            damaged,
-            f"bit {position % 8} of byte {position // 8} of {len(small)}, the header ending at {header}",
-        )
-
-
-def test_every_truncation_is_seen(tmp_path, small):
-    lengths = sorted(
-        {*range(20), *range(len(small) - 40, len(small)), *random.Random(0).sample(range(len(small)), 150)}
-    )
-    for length in lengths:
-        assert_refused(tmp_path / "short.ckpt", small[:length], f"the first {length} of {len(small)} bytes")
+        damaged[place // 8] ^= 1 << place % 8
+        two(damaged, f"bit {place % 8} of byte {place // 8} of {len(small)}, the header ending at {header}")
 
 
 def test_other_contents_are_refused(tmp_path, small):

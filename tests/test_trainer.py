@@ -238,66 +238,6 @@ def test_no_samples_and_no_optimizer_are_explained():
 # Resume
 
 
-def all_that_can_differ(folder, stop_at=None):
-    """A trainer with everything that has a state: dropout, accumulation, EMA, early stopping, a per-step schedule."""
-
-    class Stop(Callback):
-        def on_step_end(self, trainer):
-            if trainer.step == stop_at:
-                raise KeyboardInterrupt  # as a kill would: nothing after this line happens
-
-    callbacks = [EMA(0.9), EarlyStopping(patience=50), Checkpoint(folder, every=3, keep=100), Stop()]
-    return make_trainer(
-        make_model(dropout=0.5),
-        metrics={"acc": Accuracy()},
-        callbacks=callbacks,
-        grad_accum_steps=2,
-        log_every=5,
-        eval_every=6,
-    )
-
-
-def plain(workers):
-    """A DataLoader as everybody writes it, shuffled by the global generator."""
-
-    def make(data, split, batch_size, shuffle=False):
-        part = getattr(data, split)
-        dataset = torch.utils.data.TensorDataset(part.inputs, part.targets)
-        return torch.utils.data.DataLoader(dataset, batch_size, shuffle=shuffle, num_workers=workers)
-
-    return make
-
-
-KINDS = {
-    "resident": DeviceLoader,
-    "streamed": functools.partial(HostLoader, workers=0),
-    "2 workers": functools.partial(HostLoader, workers=2),
-    "DataLoader": plain(0),
-    "DataLoader, 2 workers": plain(2),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "stop_at", [7, 8, 17]
-)  # in an epoch, at its end, in a later one; the checkpoint before is up to two steps older
-def test_a_killed_and_continued_run_ends_bit_identical(tmp_path, kind, stop_at):
-    whole = all_that_can_differ(tmp_path / "whole")
-    whole.fit(*loaders(kind=KINDS[kind]))
-    killed = all_that_can_differ(tmp_path / "killed", stop_at)
-    with pytest.raises(KeyboardInterrupt):
-        killed.fit(*loaders(kind=KINDS[kind]))
-    path, _ = checkpoint.newest(tmp_path / "killed")
-    continued = all_that_can_differ(tmp_path / "killed")
-    continued.fit(*loaders(kind=KINDS[kind]), resume=path)
-    assert continued.step == whole.step == 24
-    assert_same(continued.state_dict(), whole.state_dict())
-    assert_same(
-        checkpoint.load(tmp_path / "killed" / "step_00000024.ckpt"),
-        checkpoint.load(tmp_path / "whole" / "step_00000024.ckpt"),
-    )
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)])
 def test_a_channels_last_model_resumes_exactly(tmp_path, optimizer):
     """A file holds contiguous tensors, and a fused optimizer reads the memory of its means as it lies."""
@@ -334,35 +274,6 @@ def test_a_loader_that_gives_another_number_of_batches_is_named(more):
     batches = Wrong(loaders()[0])
     with pytest.raises(UserError, match=re.escape(f"len() is {8 + more}, and it gave 8 batches")):
         make_trainer().fit(batches)
-
-
-def test_a_resume_is_a_seek(tmp_path):
-    """One batch is read before the first new step, however far the run has come."""
-
-    class Counting(torch.utils.data.Dataset):
-        def __init__(self, split):
-            self.split, self.targets, self.nbytes, self.read = split, split.targets, split.nbytes, 0
-
-        def __len__(self):
-            return len(self.split)
-
-        def __getitem__(self, indices):
-            self.read += 1
-            return self.split[indices]
-
-    data = make_data()
-    trainer = make_trainer(callbacks=[Checkpoint(tmp_path, every=1, keep=100)], max_steps=21)
-    trainer.fit(HostLoader(data, "train", 8, shuffle=True))
-    data.train = Counting(data.train)
-    reads = []
-
-    class Watch(Callback):
-        def on_step_end(self, trainer):
-            reads.append(data.train.read)
-
-    trainer = make_trainer(callbacks=[Watch()], max_steps=21)
-    trainer.fit(HostLoader(data, "train", 8, shuffle=True), resume=tmp_path / "step_00000019.ckpt")
-    assert reads == [1, 2]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
