@@ -1,10 +1,16 @@
 """Names -> data: each function gives the parts of one data set, with the shapes that a model needs."""
 
+import contextlib
+import functools
 import gzip
 import hashlib
+import io
 import math
 import os
+import struct
+import warnings
 from array import array
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from csv import Error as CSVError
 from csv import reader as read_csv
@@ -15,9 +21,13 @@ import torch
 
 from data.cache import VERSION, open_cache
 from trainer.device import MIB, mix_seed
-from trainer.errors import UserError, check_choice, check_number, did_you_mean, log
+from trainer.errors import UserError, check_choice, check_number, did_you_mean, log, printable
+from trainer.files import open_plain
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif")
+# What a file may hold, whatever its name says: Pillow knows many more, and starts a program for some of them.
+IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF")
+MOST_NUMBERS = 2**28  # that a table may become
 LARGE = 8 * 2**30  # bytes of training pixels from which on they are read by blocks of neighbours
 BLOCK = MIB  # bytes of such a block
 CHUNK = 16 * MIB  # bytes that are decoded at once where all are wanted
@@ -30,7 +40,8 @@ class Data:
 
     A part that there is not is None. `mean` and `std` (one number a channel, for pixels in 0..1) belong to uint8
     images; None: uint8 is only brought to 0..1. Floats stay as they are. The targets of a regression are
-    (value - target_mean) / target_scale, so that errors can be told in the user's units. Labels are checked here, once.
+    (value - target_mean) / target_scale, so that errors can be told in the user's units. What can be wrong with sizes,
+    labels and numbers is checked here, once.
     """
 
     name: str
@@ -47,7 +58,7 @@ class Data:
     target_scale: float = 1.0
 
     def __post_init__(self):
-        self.in_shape = tuple(self.in_shape)
+        self.name, self.in_shape = printable(self.name), tuple(self.in_shape)
         for key in ("mean", "std"):
             values = getattr(self, key)
             if values is not None and (isinstance(values, (str, float, int)) or len(values) != self.in_shape[0]):
@@ -55,19 +66,64 @@ class Data:
             above = 0 if key == "std" else None
             checked = values and [float(check_number(f"dataset.{key}", value, above=above)) for value in values]
             setattr(self, key, checked)
-        for part in (self.train, self.val, self.test) if self.kind == "classification" else ():
-            labels = part.targets if part is not None else torch.zeros(1, dtype=torch.int64)
-            if labels.dtype != torch.int64 or labels.ndim != 1:
+        if self.train is None:
+            raise UserError(f"{self.name}: there is no training part.")
+        parts = {name: getattr(self, name) for name in ("train", "val", "test") if getattr(self, name) is not None}
+        for name, part in parts.items():
+            check_part(f"{self.name}, {name} part", part, self.in_shape)
+        if self.kind == "classification":
+            counts = {name: self.count_labels(name, part.targets) for name, part in parts.items()}
+            self.check_classes(counts)
+
+    def count_labels(self, name, labels):
+        """How many samples of each class a part has; UserError for what is no class number."""
+        if labels.dtype != torch.int64 or labels.ndim != 1:
+            raise UserError(
+                f"{self.name}, {name} part: labels are a vector of int64, "
+                f"and these are {labels.dtype} of shape {tuple(labels.shape)}."
+            )
+        wrong = (labels < 0) | (labels >= self.num_classes)
+        if wrong.any():
+            number = wrong.nonzero()[0].item()
+            raise UserError(
+                f"{self.name}, {name} part: the label {labels[number].item()} of sample {number} is not one of "
+                f"the {self.num_classes} classes 0 to {self.num_classes - 1}."
+            )
+        return torch.bincount(labels, minlength=self.num_classes)
+
+    def check_classes(self, counts):
+        """UserError where there is one class only, or another part has a class that the training part lacks."""
+        named = (lambda label: repr(printable(self.classes[label]))) if self.classes else str
+        there = counts["train"].nonzero().view(-1).tolist()
+        if len(there) == 1:
+            raise UserError(
+                f"{self.name}: all {counts['train'].sum()} training samples are of one class, {named(there[0])}. "
+                "There is nothing to learn."
+            )
+        for name, count in counts.items():
+            if other := ((counts["train"] == 0) & (count > 0)).nonzero().view(-1).tolist():
                 raise UserError(
-                    f"{self.name}: labels are a vector of int64, "
-                    f"and these are {labels.dtype} of shape {tuple(labels.shape)}."
+                    f"{self.name}: the {name} part has the class {named(other[0])}, and the training part has not.\n"
+                    "Add training samples of it, or type another dataset.split_seed or smaller fractions."
                 )
-            wrong = labels[(labels < 0) | (labels >= self.num_classes)]
-            if len(wrong):
-                raise UserError(
-                    f"{self.name}: the label {wrong[0].item()} is not one of "
-                    f"the {self.num_classes} classes 0 to {self.num_classes - 1}."
-                )
+
+
+def check_part(where, part, in_shape):
+    """UserError for a part that is empty, or whose samples in memory do not fit together or are not finite."""
+    if not len(part):
+        raise UserError(f"{where}: it is empty.")
+    inputs, targets = getattr(part, "inputs", None), getattr(part, "targets", None)
+    if targets is not None and len(targets) != len(part):
+        raise UserError(f"{where}: there are {len(part)} inputs and {len(targets)} targets.")
+    if isinstance(inputs, torch.Tensor) and tuple(inputs.shape[1:]) != in_shape:
+        raise UserError(f"{where}: inputs have the shape {tuple(inputs.shape[1:])}, and should have {in_shape}.")
+    for name, tensor in (("inputs", inputs), ("targets", targets)):
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            continue
+        low, high = tensor.aminmax()  # nan where there is one; one pass over it, and no memory
+        if not (low.isfinite() and high.isfinite()):
+            place = (~tensor.isfinite()).nonzero()[0].tolist()
+            raise UserError(f"{where}: {name}{place} is {tensor[tuple(place)].item()}. Give finite numbers.")
 
 
 def fingerprint(data):
@@ -170,6 +226,30 @@ class ImageSplit:
             return self.read([index])[0], self.targets[index]
         return self.read(index), self.targets[index]
 
+    def take(self, indices):
+        """The ImageSplit of these samples, or None for none."""
+        if not len(indices):
+            return None
+        files, targets, slots = self.files.take(indices.tolist()), self.targets[indices], self.slots[indices]
+        return ImageSplit(files, targets, self.size, self.channels, self.cache, slots, self.place)
+
+    def broken(self):
+        """The indices of the images that cannot be read; all that were not in the cache are tried."""
+
+        def fails(i):
+            try:
+                self.read([i])
+            except BrokenImage:
+                return True
+            return False
+
+        found = []
+        with ThreadPoolExecutor(self.threads) as pool:
+            for part in self.missing().split(1024):
+                part = part.tolist()
+                found += [i for i, failed in zip(part, pool.map(fails, part), strict=True) if failed]
+        return found
+
     def tensors(self):
         """All of it: (inputs, targets)."""
         inputs, order = torch.empty(len(self), *self.shape, dtype=torch.uint8), self.neighbours()
@@ -220,35 +300,70 @@ class ImageSplit:
 
     def _warn(self, file):
         if not self.cache.warned:
-            log.warning("%s: its pixels in %s are damaged; decoded again.", file, self.cache.folder)
+            log.warning("%s: its pixels in %s are damaged; decoded again.", printable(file), self.cache.folder)
         self.cache.warned = True
+
+
+class BrokenImage(UserError):
+    """An image file that cannot be read."""
 
 
 def decode_image(file, size, channels):
     """A uint8 tensor (channels, H, W): grey for one channel, RGB for three.
 
-    UserError naming a file that cannot be read or has another size.
+    BrokenImage naming a file that cannot be read, UserError for one of another size.
     """
     from PIL import Image
 
-    try:
-        with Image.open(file) as image:
-            if isinstance(size, int):
-                image.draft(None, (2 * size, 2 * size))  # a large JPEG is decoded at the nearest scale above
-            image = image.convert("L" if channels == 1 else "RGB")
-            if isinstance(size, int) and image.size != (size, size):
-                image = image.resize((size, size), Image.Resampling.BILINEAR)
-            pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-            pixels = pixels.view(image.height, image.width, channels)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise UserError(f"{file}: this image cannot be read ({error}).\nReplace or remove the file.") from None
+    with open_image(file) as image:
+        if isinstance(size, int):
+            image.draft(None, (2 * size, 2 * size))  # a large JPEG is decoded at the nearest scale above
+        image = image.convert("L" if channels == 1 else "RGB")
+        if isinstance(size, int) and image.size != (size, size):
+            image = image.resize((size, size), Image.Resampling.BILINEAR)
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        pixels = pixels.view(image.height, image.width, channels)
     if not isinstance(size, int) and pixels.shape[:2] != tuple(size):
         raise UserError(
-            f"{file}: this image has {pixels.shape[0]}x{pixels.shape[1]} pixels, "
+            f"{printable(file)}: this image has {pixels.shape[0]}x{pixels.shape[1]} pixels, "
             f"and the first one {size[0]}x{size[1]}.\n"
             f"Type dataset.size={min(size)} (any whole number) to resize all of them."
         )
     return pixels.permute(2, 0, 1)
+
+
+@contextlib.contextmanager
+def open_image(file):
+    """The PIL image of a file, its pixels not yet decoded; BrokenImage for all that goes wrong with it."""
+    from PIL import Image, UnidentifiedImageError
+
+    ignore_bomb_warnings()
+    try:
+        with open_plain(file, links=True) as raw, Image.open(io.BufferedReader(raw), formats=IMAGE_FORMATS) as image:
+            pixels, most = image.width * image.height, Image.MAX_IMAGE_PIXELS
+            if most is not None and pixels > most:
+                raise ValueError(f"its {pixels:,} pixels are more than the {most:,} that Pillow thinks safe")
+            yield image
+    except MemoryError:
+        raise
+    except UnidentifiedImageError:
+        raise broken(file, f"it is none of {', '.join(IMAGE_FORMATS)}, or damaged") from None
+    except Exception as error:  # Pillow's decoders raise what they like for what they do not understand
+        raise broken(file, str(error) or type(error).__name__) from None
+
+
+def broken(file, reason):
+    return BrokenImage(
+        f"{printable(file)}: this image cannot be read ({printable(reason)}).\nReplace or remove the file."
+    )
+
+
+@functools.cache
+def ignore_bomb_warnings():
+    """Pillow warns of large images and refuses twice as large ones; to us these are errors too, without a warning."""
+    from PIL.Image import DecompressionBombWarning
+
+    warnings.simplefilter("ignore", DecompressionBombWarning)
 
 
 def split_indices(targets, fractions, seed, stratified=True):
@@ -312,19 +427,25 @@ def digits(val_fraction=0.1, test_fraction=0.2, split_seed=0, mean=(0.3053,), st
     return Data("digits", train, val, test, (1, 8, 8), 10, classes=[str(i) for i in range(10)], mean=mean, std=std)
 
 
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIGITS = [f"{i} - {name}" for i, name in enumerate(NUMBERS)]
+CLOTHES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
+CHARACTERS = ["o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"]
+
+
 def mnist(root="datasets", download=False, val_fraction=0.1, split_seed=0, mean=(0.1307,), std=(0.3081,)):
     """60,000 + 10,000 handwritten digits, 1x28x28 (LeCun, Cortes, Burges), from root/MNIST/raw."""
-    return _torchvision("mnist", "MNIST", 12, root, download, val_fraction, split_seed, mean, std)
+    return _idx("mnist", "MNIST", DIGITS, root, download, val_fraction, split_seed, mean, std)
 
 
 def fashion_mnist(root="datasets", download=False, val_fraction=0.1, split_seed=0, mean=(0.2860,), std=(0.3530,)):
     """60,000 + 10,000 pieces of clothing, 1x28x28 (Xiao 2017, arXiv 1708.07747), from root/FashionMNIST/raw."""
-    return _torchvision("fashion_mnist", "FashionMNIST", 31, root, download, val_fraction, split_seed, mean, std)
+    return _idx("fashion_mnist", "FashionMNIST", CLOTHES, root, download, val_fraction, split_seed, mean, std)
 
 
 def kmnist(root="datasets", download=False, val_fraction=0.1, split_seed=0, mean=(0.1918,), std=(0.3483,)):
     """60,000 + 10,000 cursive Japanese characters, 1x28x28 (Clanuwat 2018, arXiv 1812.01718), from root/KMNIST/raw."""
-    return _torchvision("kmnist", "KMNIST", 21, root, download, val_fraction, split_seed, mean, std)
+    return _idx("kmnist", "KMNIST", CHARACTERS, root, download, val_fraction, split_seed, mean, std)
 
 
 def cifar10(
@@ -336,7 +457,7 @@ def cifar10(
     std=(0.2470, 0.2435, 0.2616),
 ):
     """50,000 + 10,000 photographs of 10 kinds, 3x32x32 (Krizhevsky 2009), from root/cifar-10-batches-py."""
-    return _torchvision("cifar10", "CIFAR10", 170, root, download, val_fraction, split_seed, mean, std)
+    return _cifar("cifar10", "CIFAR10", root, download, val_fraction, split_seed, mean, std)
 
 
 def cifar100(
@@ -348,45 +469,84 @@ def cifar100(
     std=(0.2673, 0.2564, 0.2762),
 ):
     """50,000 + 10,000 photographs of 100 kinds, 3x32x32 (Krizhevsky 2009), from root/cifar-100-python."""
-    return _torchvision("cifar100", "CIFAR100", 169, root, download, val_fraction, split_seed, mean, std)
+    return _cifar("cifar100", "CIFAR100", root, download, val_fraction, split_seed, mean, std)
 
 
-def _torchvision(name, kind, megabytes, root, download, val_fraction, split_seed, mean, std):
+def _idx(name, kind, classes, root, download, val_fraction, split_seed, mean, std):
+    fractions = _check_fractions(val_fraction=val_fraction)
+    folder = os.path.join(os.path.expanduser(root), kind, "raw")
+
+    def read():
+        parts = []
+        for part in ("train", "t10k"):
+            images = read_idx(os.path.join(folder, f"{part}-images-idx3-ubyte"), 3).unsqueeze(1)
+            labels = read_idx(os.path.join(folder, f"{part}-labels-idx1-ubyte"), 1).long()
+            if len(images) != len(labels):
+                raise ValueError(f"{len(images)} images and {len(labels)} labels in the {part} files")
+            parts.append(TensorSplit(images, labels))
+        return parts
+
+    train, test = _read_or_download(name, kind, root, download, read)
+    train, val = _cut(train.inputs, train.targets, fractions, split_seed)
+    return Data(name, train, val, test, train.inputs.shape[1:], len(classes), classes=classes, mean=mean, std=std)
+
+
+def _cifar(name, kind, root, download, val_fraction, split_seed, mean, std):
     fractions = _check_fractions(val_fraction=val_fraction)
     import torchvision
 
+    def read():
+        # The files are pickles. torchvision compares the MD5 of each with the original's before it unpickles any.
+        parts = [getattr(torchvision.datasets, kind)(os.path.expanduser(root), train) for train in (True, False)]
+        images = [torch.as_tensor(part.data).permute(0, 3, 1, 2).contiguous() for part in parts]
+        labels = [torch.as_tensor(part.targets, dtype=torch.int64) for part in parts]
+        return *map(TensorSplit, images, labels), list(parts[0].classes)
+
+    train, test, classes = _read_or_download(name, kind, root, download, read)
+    train, val = _cut(train.inputs, train.targets, fractions, split_seed)
+    return Data(name, train, val, test, (3, 32, 32), len(classes), classes=classes, mean=mean, std=std)
+
+
+def _read_or_download(name, kind, root, download, read):
+    """What `read` gives; where it cannot, and `download` says so, the files are fetched first."""
     root = os.path.expanduser(root)
-    try:
-        dataset = getattr(torchvision.datasets, kind)
-        train, test = (dataset(root, train=train, download=download) for train in (True, False))
-    except (RuntimeError, OSError, ValueError, EOFError) as error:
-        if "not found" in str(error):
-            what = (
-                f"{kind} is not in {root}.\n"
-                f"Type dataset.download=true to fetch it ({megabytes} MB), or dataset.root=DIR for where it lies."
-            )
-        elif download:
-            what = (
-                f"{kind} could not be downloaded to {root} ({error}).\n"
-                "Type dataset.root=DIR for where it lies, if you have it."
-            )
-        else:
-            what = (
-                f"{kind} in {root} cannot be read ({error}).\n"
-                f"Remove it and type dataset.download=true to fetch it again ({megabytes} MB)."
-            )
-        raise UserError(what) from None
-    images, labels = zip(*(_images_and_labels(part) for part in (train, test)), strict=True)
-    kept, val = _cut(images[0], labels[0], fractions, split_seed)
-    test, shape, classes = TensorSplit(images[1], labels[1]), images[0].shape[1:], list(train.classes)
-    return Data(name, kept, val, test, shape, len(classes), classes=classes, mean=mean, std=std)
+    for fetched in (False, True):
+        try:
+            return read()
+        except (RuntimeError, OSError, ValueError, EOFError) as error:
+            from data import download as downloads  # and with it urllib and ssl, only where they are wanted
+
+            if download and not fetched:
+                downloads.fetch(name, root)
+                continue
+            megabytes, reason = downloads.megabytes(name), printable(error)
+            there = os.path.join(root, downloads.SOURCES[name].folder)
+            if not os.path.isdir(there) or isinstance(error, FileNotFoundError):
+                what = (
+                    f"Type dataset.download=true to fetch it ({megabytes} MB), or dataset.root=DIR for where it lies."
+                )
+                raise UserError(f"{kind} is not in {printable(root)}.\n{what}") from None
+            what = f"Type dataset.download=true to fetch it again ({megabytes} MB)."
+            raise UserError(f"{kind} in {printable(there)} cannot be read ({reason}).\n{what}") from None
 
 
-def _images_and_labels(dataset):
-    """uint8 (N, C, H, W) and int64 (N,) of a torchvision data set with `.data` (N, H, W) or (N, H, W, C)."""
-    images = torch.as_tensor(dataset.data)
-    images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
-    return images.contiguous(), torch.as_tensor(dataset.targets, dtype=torch.int64)
+def read_idx(path, dimensions):
+    """The uint8 tensor in a file of LeCun's IDX form; OSError or ValueError for anything else.
+
+    The header: 0, 0, 8 (for uint8), the number of dimensions, and each of their sizes as a big-endian int32.
+    """
+    with open_plain(path, links=True) as raw:
+        file, there = io.BufferedReader(raw), os.fstat(raw.fileno()).st_size
+        header = file.read(4 + 4 * dimensions)
+        if len(header) < 4 + 4 * dimensions or header[:4] != bytes((0, 0, 8, dimensions)):
+            raise ValueError(f"{os.path.basename(path)} is no IDX file of {dimensions} dimensions")
+        sizes = struct.unpack(f">{dimensions}i", header[4:])
+        if min(sizes) < 1 or there != len(header) + math.prod(sizes):
+            raise ValueError(f"{os.path.basename(path)} has {there:,} bytes, which do not fit its sizes {sizes}")
+        contents = bytearray(math.prod(sizes))
+        if file.readinto(contents) != len(contents):
+            raise ValueError(f"{os.path.basename(path)} became shorter")
+    return torch.frombuffer(contents, dtype=torch.uint8).view(sizes)
 
 
 def image_folder(
@@ -399,13 +559,16 @@ def image_folder(
     mean=None,
     std=None,
     cache="auto",
+    on_bad_sample="error",
 ):
     """Images in one folder a class: root/{train,val,test}/CLASS/*, or root/CLASS/*.
 
     A part that has no folder is cut from the training images. `size` null asks all images to have the size of the
     first, a whole number resizes them to size x size. `mean` and `std` null are measured on (at most 5,000 of) the
     training images. What is decoded is kept in `cache`: auto (below ~/.cache), false, or a folder; see data/cache.py.
+    `on_bad_sample`: skip tries every image once, and leaves out those that cannot be read; error meets them later.
     """
+    check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
     if cache not in ("auto", False) and not (isinstance(cache, str) and cache):
         raise UserError(f"dataset.cache={cache}: give auto, false or a folder.")
     check_number("dataset.size", size, whole=True, least=1, optional=True)
@@ -414,62 +577,111 @@ def image_folder(
     root = os.path.expanduser(root)
     if not os.path.isdir(root):
         raise UserError(
-            f"dataset.root={root}: there is no such folder. Type dataset.root=DIR with one folder a class in it."
+            f"dataset.root={printable(root)}: there is no such folder.\n"
+            "Type dataset.root=DIR with one folder a class in it."
         )
     top = os.path.join(root, "train") if os.path.isdir(os.path.join(root, "train")) else root
-    classes = sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and not entry.name.startswith("."))
+    classes = _folders(top)
     if len(classes) < 2:
-        here = f"only {classes[0]}" if classes else "no folder"
+        here = f"only {printable(classes[0])}" if classes else "no folder"
         raise UserError(
-            f"{top}: images lie in one folder a class, and here is {here}.\n"
+            f"{printable(top)}: images lie in one folder a class, and here is {here}.\n"
             "Type dataset.root=DIR with at least two classes."
         )
     state = hashlib.blake2b(digest_size=8)
-    files, targets = _list_images(top, classes, state)
-    for label in set(range(len(classes))).difference(targets.unique().tolist()):
+    listed = {"train": _list_images(top, classes, state)}
+    for label in set(range(len(classes))).difference(listed["train"][1].unique().tolist()):
         raise UserError(
-            f"{os.path.join(top, classes[label])}: there is no image in this folder ({', '.join(IMAGE_ENDINGS)}).\n"
+            f"{printable(os.path.join(top, classes[label]))}: "
+            f"there is no image in this folder ({', '.join(IMAGE_ENDINGS)}).\n"
             "Add some, or remove it; or type dataset.root=DIR for a folder with one folder a class in it."
         )
     if size is None:
-        from PIL import Image
-
-        try:
-            with Image.open(files[0]) as image:
-                size = (image.height, image.width)
-        except OSError as error:
-            raise UserError(f"{files[0]}: this image cannot be read ({error}).\nReplace or remove the file.") from None
-
-    names = ("val", "test") if top != root else ()
-    folders = {name: os.path.join(root, name) for name in names if os.path.isdir(os.path.join(root, name))}
-    given = {name: _list_images(folder, classes, state) for name, folder in folders.items()}
-    for name, (found, _) in given.items():
-        if not len(found):
-            raise UserError(f"{folders[name]}: there is no image in this folder.\nAdd some, or remove it.")
+        size = _first_size(listed["train"][0], on_bad_sample == "skip")
+    for name in ("val", "test") if top != root else ():
+        folder = os.path.join(root, name)
+        if os.path.isdir(folder):
+            listed[name] = _list_images(folder, classes, state)
+            if not len(listed[name][0]):
+                raise UserError(f"{printable(folder)}: there is no image in this folder.\nAdd some, or remove it.")
     fractions = _check_fractions(
-        val_fraction=0 if "val" in given else val_fraction, test_fraction=0 if "test" in given else test_fraction
+        val_fraction=0 if "val" in listed else val_fraction, test_fraction=0 if "test" in listed else test_fraction
     )
-    parts = split_indices(targets, fractions, split_seed)
-    pixels, place = _open_cache(
-        cache, root, size, channels, len(files) + sum(len(found) for found, _ in given.values()), state
-    )
-
-    def split(files, targets, slots):
-        return ImageSplit(files, targets, size, channels, pixels, slots, place) if len(files) else None
-
-    # Files come class by class: neighbours in the cache are to be strangers, so that a block of them is a fair sample.
-    slots = torch.randperm(len(files), generator=torch.Generator().manual_seed(mix_seed("slots")))
-    train, val, test = (split(files.take(part.tolist()), targets[part], slots[part]) for part in parts)
-    used = len(files)
-    for name, (found, labels) in given.items():
-        part = split(found, labels, torch.arange(used, used + len(found)))
-        val, test = (part, test) if name == "val" else (val, part)
-        used += len(found)
+    count = sum(len(files) for files, _ in listed.values())
+    pixels, place = _open_cache(cache, root, size, channels, count, state)
+    given, used = {}, 0
+    for name, (files, targets) in listed.items():
+        slots = torch.arange(used, used + len(files))
+        if name == "train":
+            # Files come class by class: neighbours in the cache are to be strangers, so that a block is a fair sample.
+            slots = torch.randperm(len(files), generator=torch.Generator().manual_seed(mix_seed("slots")))
+        given[name] = ImageSplit(files, targets, size, channels, pixels, slots, place)
+        used += len(files)
+    if on_bad_sample == "skip":
+        given = _without_broken(given, classes)
+    parts = split_indices(given["train"].targets, fractions, split_seed)
+    train, val, test = map(given["train"].take, parts)
+    val, test = given.get("val", val), given.get("test", test)
     if mean is None or std is None:
         measured = _mean_and_std(train, split_seed)
         mean, std = (measured[0] if mean is None else mean), (measured[1] if std is None else std)
     name = os.path.basename(os.path.abspath(root))
     return Data(name, train, val, test, train.shape, len(classes), classes=classes, mean=mean, std=std)
+
+
+def _folders(top):
+    """The names of the class folders, sorted; UserError where they may not be read."""
+    with _readable(top), os.scandir(top) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+@contextlib.contextmanager
+def _readable(top):
+    """UserError where a folder below `top` cannot be listed."""
+    try:
+        yield
+    except PermissionError as error:
+        what = f"this folder may not be read. Type chmod -R u+rX {printable(top)}."
+        raise UserError(f"{printable(error.filename)}: {what}") from None
+    except OSError as error:
+        raise UserError(f"{printable(error.filename or top)}: this cannot be read ({error.strerror}).") from None
+
+
+def _first_size(files, skip):
+    """(height, width) of the first image, or with `skip` of the first that can be opened."""
+    for file in files:
+        try:
+            with open_image(file) as image:
+                return image.height, image.width
+        except BrokenImage:
+            if not skip:
+                raise
+    raise UserError(f"{printable(files.root)}: none of its {len(files)} images can be read.")
+
+
+def _without_broken(given, classes):
+    """The splits without the images that cannot be read, and a warning that names some; UserError if one is left empty.
+
+    Whether an image is left out depends on nothing but its file, so all that is made of the splits stays as it is.
+    """
+    broken, left = {name: split.broken() for name, split in given.items()}, {}
+    count, total = sum(map(len, broken.values())), sum(map(len, given.values()))
+    if not count:
+        return given
+    names = [printable(given[name].files[i]) for name, indices in broken.items() for i in indices[:3]][:3]
+    shown = ", ".join(names) + ", ..." * (count > len(names))
+    for name, split in given.items():
+        keep = torch.ones(len(split), dtype=torch.bool)
+        keep[broken[name]] = False
+        left[name] = split.take(keep.nonzero().view(-1))
+        missing = set(range(len(classes))).difference(left[name].targets.tolist() if left[name] else ())
+        if left[name] is None or (name == "train" and missing):
+            what = f"the {name} images" if left[name] is None else f"the class {printable(classes[min(missing)])}"
+            raise UserError(
+                f"dataset.on_bad_sample=skip: all of {what} cannot be read ({shown}).\nReplace or remove these files."
+            )
+    log.warning("%d of %d images cannot be read and are left out: %s", count, total, shown)
+    return left
 
 
 def _open_cache(setting, root, size, channels, images, state):
@@ -490,22 +702,21 @@ def _list_images(top, classes, state):
     """
     files, labels, numbers = Paths(top), [], {name: label for label, name in enumerate(classes)}
     state.update(os.path.basename(top).encode(errors="surrogateescape"))
-    for name in sorted(entry.name for entry in os.scandir(top) if entry.is_dir() and not entry.name.startswith(".")):
+    for name in _folders(top):
         if name not in numbers:
+            shown = list(map(printable, classes[:10]))
             raise UserError(
-                f"{os.path.join(top, name)}: the training images have no class {name!r}.{did_you_mean(name, classes)}\n"
-                f"Rename or remove the folder; they have {', '.join(classes[:10])}{', ...' * (len(classes) > 10)}."
+                f"{printable(os.path.join(top, name))}: the training images have no class {name!r}."
+                f"{did_you_mean(name, classes)}\n"
+                f"Rename or remove the folder; they have {', '.join(shown)}{', ...' * (len(classes) > 10)}."
             )
-        try:
-            with os.scandir(os.path.join(top, name)) as entries:
-                # One string a file, and no tuple: no name has a zero in it, and it sorts before every letter.
-                found = sorted(
-                    f"{e.name}\0{e.stat().st_size}\0{e.stat().st_mtime_ns}"
-                    for e in entries
-                    if e.name.lower().endswith(IMAGE_ENDINGS) and not e.name.startswith(".") and e.is_file()
-                )
-        except PermissionError as error:
-            raise UserError(f"{error.filename}: this folder may not be read. Type chmod -R u+rX {top}.") from None
+        with _readable(top), os.scandir(os.path.join(top, name)) as entries:
+            # One string a file, and no tuple: no name has a zero in it, and it sorts before every letter.
+            found = sorted(
+                f"{e.name}\0{e.stat().st_size}\0{e.stat().st_mtime_ns}"
+                for e in entries
+                if e.name.lower().endswith(IMAGE_ENDINGS) and not e.name.startswith(".") and e.is_file()
+            )
         state.update(os.fsencode("\0".join([name, *found])))
         for line in found:
             file, size, _ = line.split("\0")
@@ -607,22 +818,22 @@ def csv(
         for name in [names] if isinstance(names, str) else names:
             if name not in columns:
                 raise UserError(
-                    f"dataset.{key}={name}: {path} has no such column.{did_you_mean(name, columns)}\n"
-                    f"It has {', '.join(columns)}."
+                    f"dataset.{key}={name}: {printable(path)} has no such column.{did_you_mean(name, columns)}\n"
+                    f"It has {', '.join(map(printable, list(columns)[:20]))}{', ...' * (len(columns) > 20)}."
                 )
     ignore = {ignore} if isinstance(ignore, str) else set(ignore)
     columns = {name: values for name, values in columns.items() if name not in ignore or name == target}
     columns = _without_missing(columns, target, missing)
     answers = columns.pop(target)
     if not columns:
-        raise UserError(f"{path} has no column besides the target {target}.")
+        raise UserError(f"{printable(path)} has no column besides the target {target}.")
 
     kind, classes, targets = _read_target(target, answers, kind)
     parts = split_indices(targets if classes else len(targets), fractions, split_seed, stratified=classes is not None)
-    blocks = [
-        _features(name, values, parts[0], name in ([categorical] if isinstance(categorical, str) else categorical))
-        for name, values in columns.items()
-    ]
+    categorical, blocks = {categorical} if isinstance(categorical, str) else set(categorical), []
+    for name, values in columns.items():
+        room = MOST_NUMBERS - sum(map(torch.numel, blocks))
+        blocks.append(_features(name, values, parts[0], name in categorical, room))
     inputs = torch.cat(blocks, 1)
     center, scale = 0.0, 1.0
     if not classes:
@@ -637,32 +848,37 @@ def _read_table(path, delimiter):
     """{column: list of stripped strings}; UserError for what is not a table."""
     if not isinstance(delimiter, str) or len(delimiter) != 1:
         raise UserError(f"dataset.delimiter={delimiter!r}: give one character, such as ',' or ';', or tab.")
+    shown = printable(path)
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            lines = read_csv(file, delimiter=delimiter, skipinitialspace=True)
+        with open_plain(path, links=True) as raw, io.BufferedReader(raw) as buffered:
+            lines = io.TextIOWrapper(buffered, newline="", encoding="utf-8-sig")
+            lines = read_csv(lines, delimiter=delimiter, skipinitialspace=True)
             header, rows = [name.strip() for name in next(lines, [])], []
             if len(header) == 1:
                 raise UserError(
-                    f"{path} has one column only, {header[0]!r}.\n"
+                    f"{shown} has one column only, {header[0][:50]!r}.\n"
                     "Type dataset.delimiter=';' (or tab) if its columns are separated by another character."
                 )
             for row in lines:
                 if len(row) != len(header) and row:
+                    number = lines.line_num
                     raise UserError(
-                        f"{path}, line {lines.line_num}: {len(row)} values for the {len(header)} columns of the header."
+                        f"{shown}, line {number}: {len(row)} values for the {len(header)} columns of the header."
                     )
                 if row:  # a blank line is no row
                     rows.append(row)
     except FileNotFoundError:
-        raise UserError(f"dataset.path={path}: there is no such file.") from None
-    except (OSError, UnicodeDecodeError, CSVError) as error:
-        raise UserError(f"dataset.path={path}: this is no table that can be read ({error}).") from None
+        raise UserError(f"dataset.path={shown}: there is no such file.") from None
+    except UserError:
+        raise
+    except (OSError, ValueError, CSVError) as error:
+        raise UserError(f"dataset.path={shown}: this is no table that can be read ({printable(error)}).") from None
     if not rows:
-        raise UserError(f"{path} is empty: it needs a header line and at least one row.")
-    for name in header:
-        if header.count(name) > 1 or not name:
-            what = f"the column {name!r} {header.count(name)} times" if name else "a column without a name"
-            raise UserError(f"{path}: the header has {what}.")
+        raise UserError(f"{shown} is empty: it needs a header line and at least one row.")
+    for name, count in Counter(header).items():
+        if count > 1 or not name:
+            what = f"the column {name!r} {count} times" if name else "a column without a name"
+            raise UserError(f"{shown}: the header has {what}.")
     return {
         name: [value.strip() for value in values] for name, values in zip(header, zip(*rows, strict=True), strict=True)
     }
@@ -739,8 +955,11 @@ def _read_target(name, values, kind):
     return kind, [value if isinstance(value, str) else f"{value:g}" for value in distinct], targets
 
 
-def _features(name, values, train, categorical):
-    """float32 (N, 1) of a numeric column, (N, categories) of another one; both by what the rows of `train` hold."""
+def _features(name, values, train, categorical, room):
+    """float32 (N, 1) of a numeric column, (N, categories) of another one; both by what the rows of `train` hold.
+
+    UserError where that would be more than `room` numbers, which a small file can ask for.
+    """
     kinds = sorted({values[i] for i in train.tolist()} - {None})
     if not kinds:
         raise UserError(f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}].")
@@ -755,6 +974,11 @@ def _features(name, values, train, categorical):
         raise UserError(
             f"Column {name!r} has {len(kinds)} different values that are not all numbers ({odd!r}).\n"
             f"Correct it, or type dataset.ignore=[{name}] or dataset.categorical=[{name}]."
+        )
+    if len(values) * len(kinds) > room:
+        raise UserError(
+            f"Column {name!r} has {len(kinds)} categories in {len(values)} rows, which is more than fits in memory.\n"
+            f"Type dataset.ignore=[{name}]."
         )
     places = {value: place for place, value in enumerate(kinds)}
     column = torch.zeros(len(values), len(kinds))
