@@ -1,5 +1,6 @@
 """Every data set: its parts are disjoint, complete and stratified, and each mistake has its answer."""
 
+import math
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from data import datasets
 from data.datasets import Data, ImageSplit, TensorSplit, split_indices
+from data.loader import make_loaders
 from trainer.errors import UserError
 
 ROOT = os.environ.get("DATA_ROOT", "")
@@ -100,6 +102,66 @@ def test_fractions_are_checked(options):
 def test_labels_are_checked(labels):
     with pytest.raises(UserError, match="mine"):
         Data("mine", TensorSplit(torch.zeros(2, 4), labels), None, None, (4,), 3)
+
+
+def tensors():
+    """A sound split of two classes."""
+    return TensorSplit(torch.zeros(8, 4), torch.arange(8) % 2)
+
+
+@pytest.mark.parametrize("part", ["train", "val", "test"])
+@pytest.mark.parametrize(
+    ("inputs", "targets", "kind", "words"),
+    [
+        (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), "classification", "it is empty"),
+        (torch.zeros(5, 4), torch.tensor([0, 1] * 3), "classification", "there are 5 inputs and 6 targets"),
+        (
+            torch.zeros(6, 3),
+            torch.tensor([0, 1] * 3),
+            "classification",
+            r"have the shape \(3,\), and should have \(4,\)",
+        ),
+        (
+            torch.zeros(6, 4),
+            torch.tensor([0, 1, 1, 3, 0, 1]),
+            "classification",
+            "the label 3 of sample 3 is not one of",
+        ),
+        (
+            torch.tensor([[0.0, 0, 0, 0], [0, 0, math.nan, 0]]),
+            torch.tensor([0, 1]),
+            "classification",
+            r"\[1, 2\] is nan",
+        ),
+        (torch.tensor([[0.0, 0, 0, -math.inf]] * 2), torch.tensor([0, 1]), "classification", r"inputs\[0, 3\] is -inf"),
+        (torch.zeros(3, 4), torch.tensor([[1.0], [2], [math.inf]]), "regression", r"targets\[2, 0\] is inf"),
+        (torch.zeros(3, 4), torch.zeros(4, 1), "regression", "there are 3 inputs and 4 targets"),
+    ],
+)
+def test_parts_are_checked(part, inputs, targets, kind, words):
+    sound = {"classification": tensors(), "regression": TensorSplit(torch.zeros(8, 4), torch.zeros(8, 1))}[kind]
+    parts = {"train": sound, "val": None, "test": None, part: TensorSplit(inputs, targets)}
+    with pytest.raises(UserError, match=f"^mine, {part} part: .*{words}") as caught:
+        Data("mine", **parts, in_shape=(4,), num_classes=3, kind=kind)
+    assert "\n" not in str(caught.value)
+
+
+def test_classes_are_checked():
+    one = TensorSplit(torch.zeros(3, 4), torch.ones(3, dtype=torch.int64))
+    with pytest.raises(UserError, match="mine: all 3 training samples are of one class, 'dog'. There is nothing"):
+        Data("mine", one, None, None, (4,), 3, classes=["cat", "dog", "owl"])
+    more = TensorSplit(torch.zeros(3, 4), torch.tensor([0, 1, 2]))
+    with pytest.raises(UserError, match="the val part has the class 2, and the training part has not.\n.*split_seed"):
+        Data("mine", tensors(), more, None, (4,), 3)
+    assert Data("mine", more, one, tensors(), (4,), 9).num_classes == 9
+    with pytest.raises(UserError, match="there is no training part"):
+        Data("mine", None, one, None, (4,), 3)
+
+
+def test_a_class_that_the_training_rows_of_a_table_lack(table):
+    lines = [f"{i},{'ab'[i % 2]}" for i in range(40)] + ["1,c"] * 2
+    with pytest.raises(UserError, match="the (val|test) part has the class 'c', and the training part has not"):
+        table("x,y\n" + "\n".join(lines), target="y", val_fraction=0.45, test_fraction=0.5)
 
 
 def test_constants_are_checked():
@@ -267,6 +329,78 @@ def test_image_folder_mistakes(tmp_path):
     refused("b/1.png: this image cannot be read", tmp_path / "two", val_fraction=0, test_fraction=0)
     (tmp_path / "two" / "a" / "0.png").write_bytes(b"broken")
     refused("a/0.png: this image cannot be read", tmp_path / "two")
+
+
+def test_broken_images_can_be_left_out(tmp_path, caplog, monkeypatch):
+    write_images(tmp_path / "whole", {"a": 10, "b": 20, "c": 30}, each=20)
+    write_images(tmp_path / "holes", {"a": 10, "b": 20, "c": 30}, each=20)
+    broken = ["a/0.png", "b/3.png", "c/7.png", "c/8.png"]
+    for name in broken:
+        (tmp_path / "whole" / name).unlink()
+        (tmp_path / "holes" / name).write_bytes(b"broken")
+
+    def load(name, **options):
+        return datasets.image_folder(str(tmp_path / name), cache=str(tmp_path / "cache"), **options)
+
+    with pytest.raises(UserError, match="a/0.png: this image cannot be read"):
+        load("holes")
+    whole, decode, read = load("whole"), datasets.decode_image, []
+    monkeypatch.setattr(datasets, "decode_image", lambda file, *rest: read.append(file) or decode(file, *rest))
+    for tried in (60, 4):  # the second time only what could not be read is tried again
+        read.clear()
+        caplog.clear()
+        holes = load("holes", on_bad_sample="skip")
+        assert len(read) == tried
+        (record,) = caplog.records
+        shown = ", ".join(str(tmp_path / "holes" / name) for name in broken[:3])
+        assert record.getMessage() == f"4 of 60 images cannot be read and are left out: {shown}, ..."
+    for part, other in zip(parts_of(whole), parts_of(holes), strict=True):
+        assert torch.equal(part.tensors()[0], other.tensors()[0]) and torch.equal(part.targets, other.targets)
+    options = {"batch_size": 7, "seed": 3, "augment": ["flip"]}
+    (resident, _, _), _ = make_loaders(holes, resident=True, **options)
+    for workers in (0, 2):
+        (streamed, _, _), _ = make_loaders(holes, resident=False, workers=workers, **options)
+        for (inputs, targets), (others, labels) in zip(resident, streamed, strict=True):
+            assert torch.equal(inputs, others) and torch.equal(targets, labels)
+        streamed.close()
+        resident.seek(0)
+    assert whole.mean == holes.mean and datasets.fingerprint(whole) == datasets.fingerprint(holes)
+
+
+def test_what_skipping_cannot_leave_out(tmp_path):
+    def load(**options):
+        return datasets.image_folder(str(tmp_path), cache=False, **{"on_bad_sample": "skip", **options})
+
+    write_images(tmp_path / "train", {"a": 10, "b": 20})
+    write_images(tmp_path / "val", {"a": 10, "b": 20}, each=1)
+    for file in (tmp_path / "val").glob("*/*"):
+        file.write_bytes(b"broken")
+    with pytest.raises(UserError, match=r"skip: all of the val images cannot be read \(.*a/0.png, .*b/0.png\)"):
+        load()
+    write_images(tmp_path / "more", {"a": 10, "b": 20}, each=1)
+    for name in "ab":
+        (tmp_path / "more" / name / "0.png").rename(tmp_path / "val" / name / "0.png")
+    for file in (tmp_path / "train" / "b").iterdir():
+        file.write_bytes(b"broken")
+    with pytest.raises(UserError, match="skip: all of the class b cannot be read"):
+        load()
+    with pytest.raises(UserError, match="dataset.on_bad_sample=ignore: there is no such choice"):
+        load(on_bad_sample="ignore")
+    write_images(tmp_path / "other", {"b": 20}, size=(9, 9), each=1)  # another size is no damage
+    (tmp_path / "other" / "b" / "0.png").rename(tmp_path / "train" / "b" / "0.png")
+    with pytest.raises(UserError, match="this image has 9x9 pixels, and the first one 5x6"):
+        load()
+
+
+def test_an_image_that_breaks_after_it_was_tried_is_named(tmp_path):
+    write_images(tmp_path, {"a": 10, "b": 20}, each=20)
+    data = datasets.image_folder(str(tmp_path), cache=False, on_bad_sample="skip")
+    Path(data.train.files[5]).write_bytes(b"broken")
+    for workers in (0, 1):
+        (train, _, _), _ = make_loaders(data, batch_size=4, resident=False, workers=workers)
+        with pytest.raises(UserError, match=f"{data.train.files[5]}: this image cannot be read"):
+            list(train)
+        train.close()
 
 
 @pytest.mark.skipif(not os.path.isdir(os.path.join(ROOT, "cifar10_jpeg")), reason="DATA_ROOT holds no cifar10_jpeg")
