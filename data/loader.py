@@ -558,8 +558,9 @@ class IterableLoader(Seekable):
             outside = torch.default_generator.get_state()
             torch.default_generator.set_state(own)
             try:
-                with children_do_not_interrupt():
-                    iterator = iter(self.loader) if iterator is None else iterator
+                if iterator is None:
+                    with children_do_not_interrupt():
+                        iterator = iter(self.loader)
                 batch = next(iterator, end)
                 own = torch.default_generator.get_state()
             except (UserError, TrainingError, torch.OutOfMemoryError):

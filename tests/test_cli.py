@@ -598,7 +598,7 @@ GROUPS = {
     if folder.is_dir()
 }
 OPTIONS = [(group, option) for group, options in GROUPS.items() for option in options]
-LOADING = {"augment", "resident", "workers"}
+LOADING = {"augment", "resident", "workers", "timeout"}
 
 
 @pytest.fixture
