@@ -74,6 +74,8 @@ def make_loaders(
         check_number("dataset.workers", workers, whole=True, least=0)
     check_number("dataset.timeout", timeout, least=0)
     splits = {name: getattr(data, name) for name in ("train", "val", "test") if getattr(data, name) is not None}
+    for name, split in splits.items():
+        check_first(data, name, split)
     size, free = sum(split.nbytes for split in splits.values()), free_memory(device)
     fits = size <= free / 2
     reason = f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free" if resident == "auto" else "as asked"
@@ -101,6 +103,27 @@ def make_loaders(
     loaders = {name: kind(data, name, evaluated, **options) for name in splits if name != "train"}
     train = kind(data, "train", batch_size, shuffle=True, augment=augment, drop_last=drop_last, **options)
     return (train, loaders.get("val"), loaders.get("test")), why
+
+
+def check_first(data, name, split):
+    """Reads the first sample of a split of the user's own, which has to have the shape that the data claims.
+
+    What lies in memory was checked by Data, and image files are checked as they are decoded.
+    """
+    if hasattr(split, "inputs") or hasattr(split, "missing"):
+        return
+    part = f"the {name} part of {data.name}"
+    with torch.random.fork_rng(devices=[]):
+        batch = Reader(split, part, 0)[[0]]
+    if isinstance(batch, (UserError, TrainingError)):
+        raise batch
+    pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, torch.Tensor) for x in batch)
+    if not pair or tuple(batch[0].shape) != (1, *data.in_shape) or len(batch[1]) != 1:
+        given = " and ".join(str(tuple(x.shape)) for x in batch) if pair else type(batch).__name__
+        raise UserError(
+            f"{part}: split[[0]] gives {given}.\n"
+            f"Give a pair of tensors, inputs of the shape {(1, *data.in_shape)} and targets."
+        )
 
 
 def choose_workers(split, batch_size):

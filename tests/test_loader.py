@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from data.datasets import Data, TensorSplit
 from data.loader import DeviceLoader, HostLoader, IterableLoader, make_loaders, permutation, seekable
-from trainer.errors import UserError
+from trainer.errors import TrainingError, UserError
 
 
 def images(n=50, **changes):
@@ -258,6 +258,63 @@ def test_refused(options, words):
         return
     with pytest.raises(UserError, match=words):
         make_loaders(images(), **options)
+
+
+class Own:
+    """A split of the user's own: what a list of indices gives is told."""
+
+    nbytes = 100
+
+    def __init__(self, give):
+        self.give, self.targets = give, torch.arange(20) % 2
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, indices):
+        torch.rand(())
+        return self.give(indices)
+
+
+@pytest.mark.parametrize(
+    ("give", "error", "words"),
+    [
+        (lambda indices: (torch.zeros(len(indices), 3, 9, 8), torch.zeros(len(indices))), None, None),
+        (
+            lambda indices: (torch.zeros(len(indices), 1, 9, 8), torch.zeros(1)),
+            UserError,
+            r"gives \(1, 1, 9, 8\) and \(1,",
+        ),
+        (
+            lambda indices: (torch.zeros(len(indices), 3, 9, 9), torch.zeros(1)),
+            UserError,
+            r"of the shape \(1, 3, 9, 8\)",
+        ),
+        (lambda indices: (torch.zeros(3, 9, 8), torch.tensor([1])), UserError, r"gives \(3, 9, 8\) and \(1,\)"),
+        (lambda indices: torch.zeros(len(indices), 3, 9, 8), UserError, "gives Tensor"),
+        (lambda indices: {}[0], TrainingError, r"Sample 0 of the train part of own cannot be read: KeyError: 0 \(.*\)"),
+    ],
+)
+def test_the_first_sample_of_a_users_own_split_is_looked_at(give, error, words):
+    data, state = Data("own", Own(give), None, None, (3, 9, 8), 2), torch.get_rng_state()
+    if error is None:
+        assert isinstance(make_loaders(data, batch_size=4, resident=False, workers=0)[0][0], HostLoader)
+    else:
+        with pytest.raises(error, match=words):
+            make_loaders(data, batch_size=4, resident=False, workers=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_does_not_fit_in_the_memory_says_so():
+    class Large(TensorSplit):
+        def tensors(self):
+            return torch.empty(2**60, dtype=torch.uint8), self.targets
+
+    split = Large(torch.zeros(4, 2), torch.arange(4) % 2)
+    with pytest.raises(
+        TrainingError, match="train part of huge .* does not fit in the memory of cpu.\nType dataset.res"
+    ):
+        make_loaders(Data("huge", split, None, None, (2,), 2), batch_size=2, resident=True)
 
 
 class Noisy(Dataset):
