@@ -1,12 +1,16 @@
-"""A callback that leaves marks in the working directory, by which a test sees where a run is."""
+"""A callback that leaves marks in the working directory, by which a test sees where a run is, and holds it there."""
 
+import time
 from pathlib import Path
 
 from trainer.callbacks import Callback
 
 
 class Marks(Callback):
-    """`steps` has a line for each step that is done; `evaluating.<step>` is there during an evaluation after it."""
+    """`steps` has a line for each step that is done; `evaluating.<step>` is there during an evaluation after it.
+
+    Where there is a file `hold.<step>`, the evaluation waits until it is gone.
+    """
 
     def on_fit_start(self, trainer):
         Path("steps").write_text("")
@@ -18,6 +22,8 @@ class Marks(Callback):
     def on_eval_start(self, trainer):
         Path(f"evaluating.{trainer.step}").touch()
         self.on_step_end(trainer)
+        while Path(f"hold.{trainer.step}").exists():
+            time.sleep(0.001)
 
     def on_eval_end(self, trainer):
         Path(f"evaluating.{trainer.step}").unlink()

@@ -269,17 +269,18 @@ def test_too_long_a_path(forks, tmp_path, name):
 @pytest.mark.parametrize("what", ["the same", "another"])
 def test_two_runs_in_one_directory(forks, whole, tmp_path, what):
     """The second ends with code 75, whatever its settings, and the first does not notice; it waits meanwhile."""
-    stop = {"signal": signal.SIGSTOP, "watch": "evaluating.16", "delay": 0}
-    go_on = {"signal": signal.SIGCONT, "watch": "go on", "delay": 0}
+    hold = tmp_path / "first" / "hold.16"
+    hold.parent.mkdir()
+    hold.touch()
     with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.closing(Forks()) as other:
-        first = pool.submit(forks.run, tmp_path / "first", *JOB, signals=[stop, go_on])
-        while not (tmp_path / "first" / "evaluating.16").exists() and not first.done():
+        first = pool.submit(forks.run, hold.parent, *JOB)
+        while not (hold.parent / "evaluating.16").exists() and not first.done():
             time.sleep(0.01)
-        before = contents(tmp_path / "first" / "run")
-        run_dir = [f"run_dir={tmp_path / 'first' / 'run'}"]
-        second = other.run(tmp_path / "second", *JOB, *run_dir, *(["seed=1"] if what == "another" else []))
-        after = contents(tmp_path / "first" / "run")
-        (tmp_path / "first" / "go on").touch()
+        before = contents(hold.parent / "run", "*.*l")  # .yaml, .jsonl; a checkpoint may still be in the writing
+        more = [f"run_dir={hold.parent / 'run'}", *(["seed=1"] if what == "another" else [])]
+        second = other.run(tmp_path / "second", *JOB, *more)
+        after = contents(hold.parent / "run", "*.*l")
+        hold.unlink()
         assert first.result().code == 0, first.result().err
     assert_explained(second, 75)
     assert before == after
