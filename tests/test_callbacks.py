@@ -236,6 +236,63 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     assert not checkpoint.files(tmp_path)
 
 
+class Times(torch.nn.Module):
+    """The outputs of a linear layer in float32, times a number in the backward pass alone."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.layer, self.factor = torch.nn.Linear(6, 3), factor
+
+    def forward(self, inputs):
+        outputs = self.layer(inputs).float()
+        return outputs.detach() + self.factor * (outputs - outputs.detach())
+
+
+def test_a_gradient_that_overflows_where_the_loss_is_finite_is_seen():
+    """Its squares have no sum in float32, and clipped by an infinite norm it is 0: nothing would ever be learnt."""
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    trainer = make_trainer(Times(1e30), callbacks=[NaNGuard()], max_grad_norm=1.0, log_every=3, optimizer=optimizer)
+    before = trainer.module.layer.weight.detach().clone()
+    with pytest.raises(TrainingError, match=r"train/grad_norm is inf in steps 1 to 3 \(.*all weights are finite"):
+        trainer.fit(*loaders())
+    assert torch.equal(trainer.module.layer.weight, before)
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_next_window_and_the_first_layer_is_named():
+    class Breaks(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 6:
+                trainer.module[3].weight.data[0, 0] = math.nan
+
+    trainer = make_trainer(callbacks=[NaNGuard(), Breaks()], log_every=5, optimizer=torch.optim.SGD)
+    for parameter in trainer.module[0].parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(TrainingError) as caught:
+        trainer.fit(*loaders())
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("train/loss is nan in steps 6 to 8 (learning rate 0.000913); 2 of 4 tensors of the model")
+    assert first.endswith("are not finite, the first being 3.weight.")
+    assert second == "Type a lower optimizer.lr or max_grad_norm=1."
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run():
+    data = make_data()
+    data.val.inputs[:] = math.inf
+    trainer = make_trainer(callbacks=[NaNGuard()], eval_every=3)
+    with pytest.raises(TrainingError, match=r"val/loss is nan at step 3 \(.*so look at the inputs"):
+        trainer.fit(DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 7))
+
+
+def test_an_overflow_in_fp16_says_bf16():
+    trainer = make_trainer(callbacks=[NaNGuard()], precision="fp16", max_grad_norm=1.0, log_every=1)
+    with torch.no_grad():
+        trainer.module[3].bias.fill_(1e5)
+    with pytest.raises(
+        TrainingError, match="train/loss is nan at step 1 .*\n.*Type a lower optimizer.lr or precision=bf16"
+    ):
+        trainer.fit(*loaders())
+
+
 # Checkpoints
 
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from data.datasets import Data, TensorSplit
 from data.loader import DeviceLoader, HostLoader
 from models.cnn import CNN
-from trainer import checkpoint, schedules
-from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping
+from trainer import Trainer, checkpoint, schedules
+from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard
 from trainer.device import mix_seed, move, seed_generators
 from trainer.errors import TrainingError, UserError
 from trainer.metrics import Accuracy
@@ -145,6 +145,54 @@ def test_a_step_that_the_fp16_scaler_skips_does_not_advance_the_schedule():
     trainer.fit(train_loader)
     assert seen == [(1, 0, 2.0**59), (2, 0, 2.0**58)]
     assert_same(weights(trainer), before)
+
+
+def test_fp16_steps_may_be_skipped_but_not_for_ever():
+    trainer, rows = make_trainer(precision="fp16", max_grad_norm=1.0, log_every=4, epochs=9), []
+
+    class Rows(NaNGuard):
+        def on_log(self, trainer, row):
+            super().on_log(trainer, row)
+            rows.append(row)
+
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)  # some of its first gradients are infinite
+    trainer.callbacks = [Rows()]
+    trainer.fit(loaders()[0])
+    assert trainer.scheduler.steps < trainer.step == 72  # and the norms of those steps are left out
+    norms = [row["train/grad_norm"] for row in rows if "train/grad_norm" in row]
+    assert 0 < len(norms) < len(rows) and all(map(math.isfinite, norms))
+
+    class Endless(torch.nn.Sequential):
+        def forward(self, inputs):
+            outputs = super().forward(inputs).float()
+            return outputs.detach() + math.inf * (outputs - outputs.detach())
+
+    trainer = make_trainer(Endless(*make_model()), precision="fp16", epochs=9, log_every=1000)
+    with pytest.raises(
+        TrainingError, match=r"30 steps in a row, up to step 30, .* scale of 0.000122 .*\nType precision=bf16"
+    ):
+        trainer.fit(loaders()[0])
+
+
+def test_the_norm_that_is_logged_is_the_mean_over_the_steps_of_its_window():
+    norms, rows = [], []
+
+    class Watch(Callback):
+        def on_log(self, trainer, row):
+            rows.append(row.get("train/grad_norm"))
+
+    class Noting(Trainer):
+        def optimize(self, batch):
+            loss, norm = super().optimize(batch)
+            norms.append(norm.item())
+            return loss, norm
+
+    settings = {"loss": torch.nn.CrossEntropyLoss(), "optimizer": torch.optim.AdamW, "device": "cpu", "epochs": 1}
+    Noting(make_model(), callbacks=[Watch()], max_grad_norm=0.5, log_every=3, **settings).fit(loaders()[0])
+    windows = [norms[0:3], norms[3:6], norms[6:8]]
+    assert rows == pytest.approx([sum(window) / len(window) for window in windows], rel=1e-12)
+    make_trainer(callbacks=[Watch()], epochs=1).fit(loaders()[0])
+    assert rows[3:] == [None]  # no norm is computed where nothing is clipped
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

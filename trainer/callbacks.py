@@ -368,8 +368,8 @@ class NaNGuard(Callback):
         for name, value in row.items():
             if (name.endswith("/loss") or name == "train/grad_norm") and not math.isfinite(value):
                 first = self.finite_until + 1 if name.startswith("train/") else trainer.step
-                steps = f"steps {first:,} to {trainer.step:,}" if first < trainer.step else f"step {trainer.step:,}"
-                where = f"{name} is {value} in {steps} (learning rate {trainer.lr:.3g})"
+                steps = f"in steps {first:,} to" if first < trainer.step else "at step"
+                where = f"{name} is {value} {steps} {trainer.step:,} (learning rate {trainer.lr:.3g})"
                 raise TrainingError(f"{where}; {summary.not_finite(trainer)}.\nType {self.advice(trainer)}.")
         if "train/loss" in row:
             self.finite_until = trainer.step

@@ -82,12 +82,15 @@ def where(trainer, batch=None):
 
 
 def not_finite(trainer):
-    """'3 of 4 weights are not finite, the first being 0.weight', in the order of the model."""
-    state = trainer.module.state_dict()
-    names = [name for name, tensor in state.items() if isinstance(tensor, torch.Tensor) and not tensor.isfinite().all()]
+    """'3 of 4 tensors of the model are not finite, the first being 0.weight', in its order."""
+    state, weights = trainer.module.state_dict(), dict(trainer.module.named_parameters(remove_duplicate=False))
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    # An infinity in a buffer can be meant, as in the mask of an attention.
+    finite = {name: ~tensor.isnan() if name not in weights else tensor.isfinite() for name, tensor in tensors.items()}
+    names = [name for name, fine in finite.items() if not fine.all()]
     if not names:
         return "all weights are finite, so look at the inputs, the targets and the loss"
-    return f"{len(names)} of {len(state)} tensors of the model are not finite, the first being {names[0]}"
+    return f"{len(names)} of {len(tensors)} tensors of the model are not finite, the first being {names[0]}"
 
 
 def memory_report(trainer):
