@@ -16,11 +16,22 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from trainer import cli, rundir
-from trainer.build import TRUSTED, build, check_fit, has_usual_outputs, locate, own_packages, retarget
-from trainer.errors import UserError, check_choice, check_number
+from trainer import cli, rundir, settings
+from trainer.build import (
+    TRUSTED,
+    build,
+    check_fit,
+    check_size,
+    has_usual_outputs,
+    locate,
+    own_packages,
+    retarget,
+    without_downloads,
+)
+from trainer.errors import UserError, check_choice
 
-LOADING = ("augment", "resident", "workers", "timeout")  # the loaders' settings, which stand beside the data set's
+# The loaders' settings, which stand beside the data set's.
+LOADING = {"augment": [], "resident": "auto", "workers": "auto", "timeout": 300}
 
 
 @hydra.main(config_path="configs", config_name="train", execution_whitelist=cli.trusted(TRUSTED, sys.argv[1:]))
@@ -97,21 +108,13 @@ def train_in(folder, cfg):
 
 def evaluate(cfg):
     """Tests the best weights of the run directory `run`, as its own config has it, on `device`."""
+    own = config_of_run(cfg)
     from trainer import checkpoint
 
-    keys = {override.partition("=")[0] for override in cli.typed()}
-    if other := sorted(keys - {"task", "run", "device", "trusted"}):
-        raise UserError(
-            f"{other[0]}: task=evaluate takes the run's own settings. Type run=DIR, and device= if you want."
-        )
-    if cfg.run is None:
-        raise UserError("task=evaluate needs a run directory. Type run=DIR.")
-    own = rundir.load_config("run", cfg.run)
-    own.device, own.run_dir = cfg.device, cfg.run
     best = checkpoint.best(Path(cfg.run) / "checkpoints")
     if best is None:
         raise UserError(f"run={cfg.run}: no checkpoint is in it. Type the command that made it and run_dir={cfg.run}.")
-    with building(own) as (trainer, _, (_, val_loader, test_loader)):
+    with building(own, weights=best[1]["model"]) as (trainer, _, (_, val_loader, test_loader)):
         trainer.load_state_dict(best[1])
         split, loader = ("test", test_loader) if test_loader is not None else ("val", val_loader)
         if loader is None:
@@ -119,6 +122,42 @@ def evaluate(cfg):
         results = trainer.evaluate(loader, split)
     print(f"weights  {best[0]}")
     print(f"{split:<9}" + "  ".join(f"{name.removeprefix(split + '/')} {value}" for name, value in results.items()))
+
+
+def config_of_run(cfg):
+    """The config of the run directory `run`, for an evaluation on this machine: it may be anybody's.
+
+    Its data may lie elsewhere here. What only a training needs is left out, and what reaches out of the run directory.
+    """
+    typed = {override.partition("=")[0].lstrip("+") for override in cli.typed()}
+    typed -= {"task", "run", "device", "trusted"}
+    if cfg.run is None:
+        raise UserError("task=evaluate needs a run directory. Type run=DIR.")
+    saved = rundir.load_config("run", cfg.run)
+    before = cli.flat(saved)
+    for key in sorted(typed):
+        if key not in ("dataset.root", "dataset.path") and "${" not in str(before.get(key)):
+            what = "Type run=DIR, and if you want device= and dataset.root= (or dataset.path=) for where its data lies."
+            raise UserError(f"{key}: task=evaluate takes the run's own settings.\n{what}")
+    try:
+        saved = {**cli.defaults(), **saved, "run_dir": str(cfg.run), "resume": "auto", "run": None}
+        saved |= {"device": cfg.device, "strategy": "single", "compile": False}
+        cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed})
+        own, usual = (rundir.resolved("run", cfg.run, part) for part in (saved, cli.defaults()))
+        cli.check_types("", own, usual)
+        dataset = own["dataset"]
+        dataset |= LOADING | {name: False for name in ("download",) if name in dataset}
+        if dataset.get("cache") and "dataset.cache" not in typed:
+            dataset["cache"] = "auto"
+        settings.check_all(cli.flat(own))
+        for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
+            without_downloads(group, own[group])
+    except UserError as error:
+        text = str(error)
+        raise UserError(text if text.startswith("run=") else f"run={cfg.run}: in its config.yaml, {text}") from None
+    loggers = [name for name, node in own["callbacks"].items() if is_on(node) and is_logger(node)]
+    own["callbacks"] = {name: node for name, node in own["callbacks"].items() if name not in loggers}
+    return OmegaConf.create(own)
 
 
 def lr_find(cfg):
@@ -140,10 +179,11 @@ TASKS = {"train": train, "evaluate": evaluate, "lr_find": lr_find}
 
 
 @contextlib.contextmanager
-def building(cfg, more_callbacks=()):
+def building(cfg, more_callbacks=(), weights=None):
     """(trainer, data, (train, val, test) loaders) of a config; all is let go of at the end.
 
-    The data comes first, since the model's shapes come from it.
+    The data comes first, since the model's shapes come from it. With `weights`, a model that is not theirs is a
+    UserError before it takes any memory.
     """
     from data.loader import make_loaders
     from trainer import Trainer, summary
@@ -152,7 +192,7 @@ def building(cfg, more_callbacks=()):
 
     device = devices.choose(cfg.device)
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
-    loading = {key: dataset.pop(key) for key in LOADING}
+    loading = {key: dataset.pop(key, default) for key, default in LOADING.items()}
     # A function of the user's own among the augmentations comes as a _target_ with _partial_.
     loading["augment"] = [build("dataset.augment", item) if has_target(item) else item for item in loading["augment"]]
     data = build("dataset", dataset)
@@ -160,7 +200,10 @@ def building(cfg, more_callbacks=()):
     loaders, why = make_loaders(data, **sizes, device=device, seed=cfg.seed, **loading)
     print(summary.data_line(data, loaders, why))
 
-    devices.seed_generators(device, devices.mix_seed(check_number("seed", cfg.seed, whole=True, least=0), "model"))
+    devices.seed_generators(device, devices.mix_seed(settings.check("seed", cfg.seed), "model"))
+    if weights is not None:
+        check_size("loss", cfg.loss)
+        check_size("model", cfg.model, weights, in_shape=data.in_shape, num_classes=data.num_classes)
     model = build("model", cfg.model, in_shape=data.in_shape, num_classes=data.num_classes)
     loss = build("loss", cfg.loss)
     # A Trainer with a loss or metrics of its own may mean something else by them.
@@ -183,6 +226,10 @@ def building(cfg, more_callbacks=()):
 def is_on(node):
     """Whether a callback is: it is off by a null in place of it, or among its settings."""
     return node is not None and not (hasattr(node, "values") and None in node.values())
+
+
+def is_logger(node):
+    return str(node.get("_target_")).startswith("trainer.loggers.")
 
 
 def has_target(item):

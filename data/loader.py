@@ -13,6 +13,7 @@ import weakref
 import torch
 
 from data.augment import Augment
+from trainer import settings
 from trainer.device import MIB, free_memory, mix_seed, move, to_device
 from trainer.errors import TrainingError, UserError, cause, check_number, printable
 
@@ -68,8 +69,7 @@ def make_loaders(
     a batch from them.
     """
     device = torch.device(device)
-    if resident not in (True, False, "auto"):
-        raise UserError(f"dataset.resident={resident}: give true, false or auto.")
+    settings.check("dataset.resident", resident)
     if workers != "auto":
         check_number("dataset.workers", workers, whole=True, least=0)
     check_number("dataset.timeout", timeout, least=0)
@@ -215,7 +215,7 @@ class Loader(Seekable):
         self.samples, self.nbytes = len(self.split), self.split.nbytes
         self.block = getattr(self.split, "block", 1)
         self.neighbours = self.split.neighbours() if self.block > 1 else None
-        self.batch_size = check_number("batch_size" if shuffle else "eval_batch_size", batch_size, whole=True, least=1)
+        self.batch_size = settings.check("batch_size" if shuffle else "eval_batch_size", batch_size)
         if shuffle and batch_size > self.samples:
             raise UserError(
                 f"batch_size={batch_size}: {data.name} has only {self.samples} training samples. "

@@ -103,14 +103,14 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("model=null", "model", "Type model= one of"),
     ("-m model=mlp,ccn", "error: model=ccn: there is no such choice. Did you mean 'cnn'?", "Type model= one of"),
     ("-m seeed=1,2", "error: seeed: there is no such key.", "Did you mean 'seed'?"),
-    ("batch_size=", "error: batch_size='': give a whole number", "as in batch_size=64."),
-    ("optimizer.lr=abc", "error: optimizer.lr='abc': give a number", "as in optimizer.lr=0.003."),
+    ("batch_size=", "error: batch_size=: give a whole number", "as in batch_size=64."),
+    ("optimizer.lr=abc", "error: optimizer.lr=abc: give a number", "as in optimizer.lr=0.003."),
     ("epochs=2.5", "error: epochs=2.5: give a whole number", "as in epochs=10."),
-    ("epochs=true", "error: epochs=True: give a whole number", "as in epochs=10."),
-    ("compile=yes", "error: compile='yes': give true or false", "as in compile=false."),
-    ("model.hidden=abc", "error: model.hidden='abc': give a list", "as in model.hidden=[256,256]."),
+    ("epochs=true", "error: epochs=true: give a whole number", "as in epochs=10."),
+    ("compile=yes", "error: compile=yes: give true or false", "as in compile=false."),
+    ("model.hidden=abc", "error: model.hidden=abc: give a list", "as in model.hidden=[256,256]."),
     ("model.activation=3", "error: model.activation=3: give a text", "as in model.activation=relu."),
-    ("dataset.augment=flip", "error: dataset.augment='flip': give a list", "as in dataset.augment=[]."),
+    ("dataset.augment=flip", "error: dataset.augment=flip: give a list", "as in dataset.augment=[]."),
     ("checkpoint=3", "error: checkpoint=3: give a group of keys", "checkpoint={...}"),
     ("callbacks.ema=3", "error: callbacks.ema=3: give a group of keys", "callbacks.ema={...}"),
     ("seed=[1", "error: seed=[1: this is not understood.", "key=value, as in epochs=3"),
@@ -123,25 +123,9 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("-c", "-c", "--cfg"),
     ("dataset=csv dataset.path=x", "error: dataset.target: this has no default.", "Type dataset.target=..."),
     ("dataset=digits,synthetic", "dataset=digits,synthetic", ""),
-]
-LATE = [
-    ("compile=graph device=cpu", "compile=graph", "Type compile=true"),
     ("channels_last=maybe", "channels_last=maybe", "auto, true, false"),
     ("tune=[foo]", "tune=foo", "allocator, linear, threads"),
-    ("channels_last=true", "channels_last=true", "channels_last=auto"),
-    ("model._target_=models.mlp", "model._target_=models.mlp", "Type model._target_=models.mlp.NAME"),
-    (
-        "+model.typo=1",
-        "error: model.typo: models.mlp.MLP has no such argument.",
-        "It has hidden, activation, dropout, norm.",
-    ),
-    ("+optimizer.typo=1", "error: optimizer.typo: torch.optim.AdamW has no such argument.", "It has"),
     ("batch_size=0", "error: batch_size=0: give a whole number at least 1.", ""),
-    (
-        "batch_size=99999",
-        "error: batch_size=99999: digits has only 1259 training samples.",
-        "Type a batch_size of at most that.",
-    ),
     ("eval_batch_size=0 max_steps=2", "error: eval_batch_size=0: give a whole number at least 1", ""),
     ("epochs=-1", "error: epochs=-1: give a whole number at least 1.", ""),
     ("max_steps=0", "error: max_steps=0: give a whole number at least 1", "or null"),
@@ -152,6 +136,34 @@ LATE = [
     ("patience=0", "error: patience=0:", "at least 1"),
     ("ema=2", "error: ema=2:", "above 0 and at most 1"),
     ("checkpoint.keep=1", "error: checkpoint.keep=1:", "at least 2"),
+    ("device=cud", "error: device=cud: there is no such device. Did you mean 'cuda'?", "Type device=auto"),
+    (
+        "precision=fp8",
+        "error: precision=fp8: there is no such choice.",
+        "Type precision= one of: auto, fp32, bf16, fp16.",
+    ),
+    ("strategy=ddp", "error: strategy=ddp: there is no such strategy. Did you mean 'dp'?", "Type strategy=single, dp"),
+    ("monitor_mode=maxx", "error: monitor_mode=maxx: there is no such choice.", "Did you mean 'max'?"),
+    ("dataset.resident=maybe", "error: dataset.resident=maybe:", "one of: auto, true, false"),
+    ("task=evaluate", "error: task=evaluate needs a run directory.", "Type run=DIR."),
+    ("task=evaluate run=nope", "nope: there is no config.yaml", ""),
+    ("resume=nope", "error: resume=nope: there is no such file.", "Type auto, never, or a checkpoint file."),
+]
+LATE = [
+    ("compile=graph device=cpu", "compile=graph", "Type compile=true"),
+    ("channels_last=true", "channels_last=true", "channels_last=auto"),
+    ("model._target_=models.mlp", "model._target_=models.mlp", "Type model._target_=models.mlp.NAME"),
+    (
+        "+model.typo=1",
+        "error: model.typo: models.mlp.MLP has no such argument.",
+        "It has hidden, activation, dropout, norm.",
+    ),
+    ("+optimizer.typo=1", "error: optimizer.typo: torch.optim.AdamW has no such argument.", "It has"),
+    (
+        "batch_size=99999",
+        "error: batch_size=99999: digits has only 1259 training samples.",
+        "Type a batch_size of at most that.",
+    ),
     ("scheduler.warmup=-1", "error: scheduler.warmup=-1:", "at least 0"),
     ("optimizer.lr=-1", "error: optimizer: Invalid learning rate: -1", "optimizer.lr=0.001"),
     ("model.hidden=[a]", "error: model.hidden=a: give a whole number at least 1.", ""),
@@ -161,13 +173,6 @@ LATE = [
         "Type model.activation= one of",
     ),
     ("device=cuda", "error: device=cuda: this machine has cpu", "Type device=auto"),
-    ("device=cud", "error: device=cud: this machine has cpu", "Type device=auto"),
-    (
-        "precision=fp8",
-        "error: precision=fp8: there is no such choice.",
-        "Type precision= one of: auto, fp32, bf16, fp16.",
-    ),
-    ("strategy=ddp", "error: strategy=ddp: there is no such strategy. Did you mean 'dp'?", "Type strategy=single, dp"),
     (
         "strategy=dp:0+1",
         "error: strategy=dp:0+1: there is no GPU 0",
@@ -178,7 +183,6 @@ LATE = [
         "error: monitor=val/accc: no such number is logged. Did you mean 'val/acc'?",
         "Type monitor= one of: val/acc",
     ),
-    ("monitor_mode=maxx", "error: monitor_mode=maxx: there is no such choice.", "Did you mean 'max'?"),
     ("loss=mse", "error: loss=MSELoss is for numbers, and digits has 10 classes.", "Type loss=cross_entropy."),
     ("dataset=synthetic dataset.kind=regression", "error: loss=CrossEntropyLoss is for classes", "Type loss=mse"),
     ("model=cnn dataset=synthetic", "error: model=cnn looks at images", "Type model=mlp or model=linear."),
@@ -189,7 +193,6 @@ LATE = [
     ),
     ("dataset.augment=[3]", "error: dataset.augment", ""),
     ("dataset.val_fraction=2", "error: dataset.val_fraction=2:", "at most 0.95"),
-    ("dataset.resident=maybe", "error: dataset.resident=maybe:", "true, false or auto"),
     ("dataset=csv dataset.path=nope.csv dataset.target=y", "error: dataset.path=nope.csv: there is no such file.", ""),
     ("dataset=mnist dataset.root=/nope", "error: MNIST is not in /nope.", "Type dataset.download=true"),
     (
@@ -197,9 +200,6 @@ LATE = [
         "error: dataset.root=/nope: there is no such folder.",
         "Type dataset.root=DIR",
     ),
-    ("task=evaluate", "error: task=evaluate needs a run directory.", "Type run=DIR."),
-    ("task=evaluate run=nope", "nope: there is no config.yaml", ""),
-    ("resume=nope", "error: resume=nope: there is no such file.", "Type auto, never, or a checkpoint file."),
     ("model._target_=os.system", "error: model._target_=os.system: not among what may be built", ""),
     (
         "trainer._target_=examples.nope.X",
@@ -250,22 +250,31 @@ def no_torch(tmp_path_factory):
 
 def answers(folder, table, *modules, **environment):
     """{what is typed: what came of it} for a table of mistakes, each in a folder of its own."""
+    done = forked(folder, [typed.split() for typed, _, _ in table], *modules, **environment)
+    return {typed: answer for (typed, _, _), answer in zip(table, done, strict=True)}
+
+
+def forked(folder, commands, *modules, **environment):
+    """What came of each command (a list of arguments), run in a folder of its own, folder/0, folder/1, ..."""
     if not hasattr(os, "fork"):
         pytest.skip("os.fork is not on this platform")
-    commands = [(str(folder / str(i)), typed.split()) for i, (typed, _, _) in enumerate(table)]
+    commands = [(str(folder / str(i)), arguments) for i, arguments in enumerate(commands)]
     for place, _ in commands:
-        os.mkdir(place)
+        os.makedirs(place, exist_ok=True)
     (folder / "commands.json").write_text(json.dumps(commands), encoding="utf-8")
     done = run(
         folder, TRAIN, str(folder / "commands.json"), *modules, python=("-c", textwrap.dedent(FORKS)), **environment
     )
     assert done.code == 0, done.err
-    return {
-        typed: SimpleNamespace(
-            code=code, out=Path(f"{place}.out").read_text(), err=Path(f"{place}.err").read_text(), files=listing(place)
+    return [
+        SimpleNamespace(
+            code=code,
+            out=Path(f"{place}.out").read_text(encoding="utf-8", errors="replace"),
+            err=Path(f"{place}.err").read_text(encoding="utf-8", errors="replace"),
+            files=listing(place),
         )
-        for (typed, _, _), (place, _), code in zip(table, commands, json.loads(done.out), strict=True)
-    }
+        for (place, _), code in zip(commands, json.loads(done.out), strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,46 @@
 
 import fnmatch
 import inspect
+import math
+import pkgutil
+import sys
 
 import hydra
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import cli
-from trainer.errors import UserError, did_you_mean
+from trainer.errors import UserError, as_typed, did_you_mean
 
 # What a `_target_` may name. One that is typed on the command line is trusted as it is; one in a file of your own
 # wants trusted=[mypackage].
 TRUSTED = ["trainer", "models", "data", "examples", "torch.nn", "torch.optim", "torchvision.models", "torchmetrics"]
+
+# What it has to be, beside that: defined in this module (or below it), and one of these functions or a subclass of one
+# of these classes. A name alone says little: torch.nn.modules.module.torch.load begins with torch.nn, and
+# trainer.rundir.write_json writes files. torchmetrics has more, which fetches models of others: trusted=[torchmetrics].
+KINDS = {
+    "torch.nn": ["torch.nn.Module"],
+    "torch.optim": ["torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler"],
+    "torchvision.models": ["torch.nn.Module"],  # and its functions that build one: is_builder
+    "torchmetrics.aggregation": ["torchmetrics.Metric"],
+    "torchmetrics.classification": ["torchmetrics.Metric"],
+    "torchmetrics.regression": ["torchmetrics.Metric"],
+    "trainer.trainer": ["trainer.Trainer"],
+    "trainer.callbacks": ["trainer.callbacks.Callback"],
+    "trainer.loggers": ["trainer.callbacks.Callback"],
+    "trainer.metrics": ["trainer.metrics._Sums"],
+    "trainer.schedules": ["constant", "linear", "cosine", "step", "onecycle"],
+    "trainer.optimizers": ["decoupled_sgd"],
+    "models": ["torch.nn.Module", "trainer.callbacks.Callback"],
+    "data.datasets": ["digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "image_folder", "csv"]
+    + ["synthetic"],
+    "examples": ["torch.nn.Module", "trainer.Trainer"],
+}
+# Of Hydra's own keys those that a node may have: the others change how Hydra builds, and what it allows.
+KEYS = ("_target_", "_partial_", "_args_")
+GIVES = {"dataset": "data.datasets.Data", "model": "torch.nn.Module", "trainer": "trainer.Trainer"}
+FACTORIES = ("optimizer", "scheduler", "dataset.augment")  # what the Trainer, or the loader, calls
 
 
 def build(key, node, **offered):
@@ -21,50 +50,123 @@ def build(key, node, **offered):
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
         raise UserError(f"{key}: this needs a _target_, the dotted name of what to build. Type {key}._target_=...")
     target = node["_target_"]
-    arguments, takes_more = arguments_of(key, target)
-    unknown = [name for name in node if not name.startswith("_") and name not in arguments]
-    if unknown and not takes_more:
-        there = [name for name in arguments if name not in offered]
-        hint = did_you_mean(unknown[0], there)
-        raise UserError(f"{key}.{unknown[0]}: {target} has no such argument.{hint}\nIt has {', '.join(there)}.")
+    check_node(key, node, offered)
+    if node.get("_partial_") and key not in FACTORIES:
+        raise UserError(f"{key}._partial_=true: a run needs what {target} gives. Leave it out.")
     try:
         # As a partial, which is called here: Hydra would copy the objects that it is handed.
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
-        raise UserError(f"{key}._target_={target}: not among what may be built, whatever is trusted.") from error
-    if node.get("_partial_"):
+        cause = error.__cause__
+        reason = str(cause).splitlines()[0] if cause else "not among what may be built, whatever is trusted."
+        raise UserError(f"{key}._target_={target}: {reason}") from error
+    if key in FACTORIES:
         return factory
+    arguments, takes_more = arguments_of(key, target)
     # Of those that hand **kwargs on, a Trainer of one's own gets all, and torchvision's models the number of classes.
     passed = [n for n in offered if n in arguments or (takes_more and (key == "trainer" or n == "num_classes"))]
     passed = {name: offered[name] for name in passed if name not in node or key == "trainer"}
-    if missing := [name for name, needed in arguments.items() if needed and name not in passed and name not in node]:
+    there = {*passed, *node, *list(arguments)[: len(node.get("_args_") or ())]}
+    if missing := [name for name, needed in arguments.items() if needed and name not in there]:
         raise UserError(f"{key}.{missing[0]}: {target} needs this argument. Type +{key}.{missing[0]}=...")
     try:
-        return factory(**passed)
+        found = factory(**passed)
+        if key in GIVES and not isinstance(found, hydra.utils.get_object(GIVES[key])):
+            given = f"this gives a {type(found).__name__}, and not a {GIVES[key]}"
+            raise UserError(f"{key}._target_={target}: {given}.")
+        return found
     except UserError:
         raise
-    except (ValueError, TypeError) as error:  # how torch refuses a value, and a function an argument of its **kwargs
-        if isinstance(error, TypeError) and "argument" not in str(error):
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # how torch refuses a value
+        # Not an error in code of the user's own, which wants its traceback; but one of an argument of its **kwargs.
+        if is_own(target) and not isinstance(error, ValueError) and "argument" not in str(error):
             raise
-        raise UserError(f"{key} ({target}): {str(error).splitlines()[0]}") from error
+        raise UserError(f"{key} ({target}): {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+
+
+def check_node(key, node, offered=()):
+    """UserError where this node, or one inside it, names what is not trusted, or an argument that is not there."""
+    if isinstance(node, list):
+        for i, item in enumerate(node):
+            check_node(f"{key}.{i}", item)
+    if not isinstance(node, dict):
+        return
+    for name in node:
+        if isinstance(name, str) and name.startswith("_") and name.endswith("_") and name not in KEYS:
+            raise UserError(f"{key}.{name}: this is not for a config. It may have {', '.join(KEYS)}.")
+    if "_target_" in node:
+        target = node["_target_"]
+        if not isinstance(target, str):
+            raise UserError(f"{key}._target_={as_typed(target)}: give the dotted name of what to build.")
+        if not isinstance(node.get("_partial_", False), bool):
+            raise UserError(f"{key}._partial_={as_typed(node['_partial_'])}: give true or false.")
+        if not isinstance(node.get("_args_", []), list):
+            raise UserError(f"{key}._args_={as_typed(node['_args_'])}: give a list.")
+        arguments, takes_more = arguments_of(key, target)
+        unknown = [name for name in node if name not in KEYS and name not in arguments]
+        if unknown and not takes_more:
+            there = [name for name in arguments if name not in offered]
+            hint = did_you_mean(unknown[0], there)
+            raise UserError(f"{key}.{unknown[0]}: {target} has no such argument.{hint}\nIt has {', '.join(there)}.")
+    for name, item in node.items():
+        check_node(f"{key}.{name}", item)
+
+
+def is_own(target):
+    """Whether the command line makes this target trusted: by its name, or by trusted=[...]."""
+    return any(fnmatch.fnmatchcase(target, pattern) for pattern in cli.trusted([], cli.typed()))
 
 
 def locate(key, target):
     """What `_target_` names; UserError if it is not there or not trusted, and then it is not imported either."""
-    patterns = cli.trusted(TRUSTED, cli.typed())
-    if not any(fnmatch.fnmatchcase(target, pattern) for pattern in patterns):
-        message = f"not among what may be built. Type trusted=[{target.split('.')[0]}] if it is your own."
-        raise UserError(f"{key}._target_={target}: {message}")
+    refused = f"{key}._target_={target}: not among what may be built."
+    top = target.split(".")[0]
+    if not is_own(target) and not target.startswith(tuple(f"{package}." for package in TRUSTED)):
+        package = ".".join(target.split(".")[:2])
+        near = did_you_mean(package, [package for package in TRUSTED if "." in package])
+        raise UserError(f"{refused}{near}\nType trusted=[{top}] if it is your own.")
     try:
         found = hydra.utils.get_object(target)
     except InstantiationException:
-        raise UserError(f"{key}._target_={target}: not among what may be built, whatever is trusted.") from None
-    except (ImportError, ValueError) as error:
-        cause = error.__cause__ or error
-        raise UserError(f"{key}._target_={target}: {str(cause).splitlines()[0]}.") from error
+        raise UserError(f"{refused[:-1]}, whatever is trusted.") from None
+    except (ImportError, ValueError, RecursionError) as error:
+        reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
+        raise UserError(f"{key}._target_={target}: {reason}.{nearest(target)}") from error
+    if not is_own(target) and not is_of_kind(found):
+        raise UserError(f"{refused}\nType trusted=[{top}] if you know what it does.")
     if not callable(found):
         raise UserError(f"{key}._target_={target}: this is no class or function. Type {key}._target_={target}.NAME.")
     return found
+
+
+def is_of_kind(found):
+    """Whether an object of a trusted package is what KINDS has there, or a module, of which the user wants a part."""
+    if inspect.ismodule(found):
+        return found.__name__.startswith(tuple(KINDS))
+    where = getattr(found, "__module__", None) or ""
+    kinds = [kinds for place, kinds in KINDS.items() if f"{where}.".startswith(f"{place}.")]
+    for kind in kinds[0] if kinds else ():
+        if "." not in kind and getattr(sys.modules[where], kind, None) is found:
+            return True
+        if "." in kind and isinstance(found, type) and issubclass(found, hydra.utils.get_object(kind)):
+            return True
+    return where.startswith("torchvision.models.") and is_builder(found)
+
+
+def is_builder(found):
+    """Whether this is one of torchvision's functions such as resnet18, and none that takes a name or a path."""
+    return inspect.isfunction(found) and list(inspect.signature(found).parameters)[:2] == ["weights", "progress"]
+
+
+def nearest(target):
+    """' Did you mean X?' for the name that is nearest to a target that is not there."""
+    parts = target.split(".")
+    known = next((i for i in range(len(parts) - 1, 0, -1) if ".".join(parts[:i]) in sys.modules), 0)
+    module = sys.modules.get(".".join(parts[:known]))
+    names = dir(module) if module else [package.split(".")[0] for package in TRUSTED]
+    names = [name for name in names if not name.startswith("_")]
+    names += [found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))]
+    return did_you_mean(parts[known], names, lambda name: ".".join([*parts[:known], name, *parts[known + 1 :]]))
 
 
 def own_packages(typed):
@@ -75,9 +177,67 @@ def own_packages(typed):
 
 def arguments_of(key, target):
     """({name: whether it has no default}, whether there are **kwargs) of the constructor or function `target`."""
-    parameters = inspect.signature(locate(key, target)).parameters.values()
+    try:
+        parameters = inspect.signature(locate(key, target)).parameters.values()
+    except (ValueError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        return {}, True  # some of C have none
     named = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def without_downloads(key, node):
+    """Has torchvision's builders in a node fetch no weights: a checkpoint's come next."""
+    for name, item in enumerate(node) if isinstance(node, list) else list(node.items()):
+        if isinstance(item, (dict, list)):
+            without_downloads(f"{key}.{name}", item)
+    target = node.get("_target_") if isinstance(node, dict) else None
+    if isinstance(target, str) and target.startswith("torchvision."):
+        for name in [name for name in node if name.startswith("pretrained")]:
+            del node[name]
+        node |= {name: None for name in arguments_of(key, target)[0] if name.startswith("weights")}
+
+
+def check_size(key, node, weights=None, **offered):
+    """UserError where a node's module is not that of `weights` (a state dict), or, without, is larger than any loss.
+
+    It is built on the meta device, where a tensor takes no memory, and no further than there is reason for. What cannot
+    be built there is not judged.
+    """
+    import torch
+    from torch.nn.modules import module as modules
+
+    wanted = {name: tuple(tensor.shape) for name, tensor in (weights or {}).items()}
+    left = 4 * sum(map(math.prod, wanted.values())) + 2**20  # numbers; tied ones are counted twice
+    modules_left = 100_000
+    place = f"{key}._target_={node.get('_target_')}"
+
+    def count(module, name, part):
+        nonlocal left, modules_left
+        left -= part.numel() if isinstance(part, torch.Tensor) and not torch.nn.parameter.is_lazy(part) else 0
+        modules_left -= isinstance(part, torch.nn.Module)
+        if min(left, modules_left) < 0:
+            raise MemoryError
+
+    kinds = ("parameter", "buffer", "module")
+    hooks = [getattr(modules, f"register_module_{kind}_registration_hook")(count) for kind in kinds]
+    try:
+        with torch.device("meta"):
+            built = build(key, node, **offered)
+        shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
+    except Exception as error:
+        if min(left, modules_left) >= 0:
+            return
+        size = f"{sum(map(math.prod, wanted.values())):,} of the checkpoint" if weights else "a loss has"
+        raise UserError(f"{place}: with its arguments it has far more numbers than {size}.") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name in sorted(shapes.keys() | wanted) if weights is not None else ():
+        if shapes.get(name) != wanted.get(name):
+            here, there = shapes.get(name, "not there"), wanted.get(name, "not there")
+            raise UserError(f"{place}: the checkpoint does not fit. {name} is {here} here, {there} in the file.")
 
 
 def retarget(cfg, keep):
@@ -85,6 +245,8 @@ def retarget(cfg, keep):
     typed = {override.partition("=")[0].lstrip("+") for override in cli.typed()}
     for name in [name.removesuffix("._target_") for name in typed if name.endswith("._target_")]:
         node = OmegaConf.select(cfg, name)
+        if not isinstance(node, DictConfig) or not isinstance(node.get("_target_"), str):
+            raise UserError(f"{name}._target_: this takes the dotted name of what to build.")
         arguments, takes_more = arguments_of(name, node["_target_"])
         if takes_more and name == "trainer":
             continue

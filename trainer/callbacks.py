@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from trainer import checkpoint, summary
-from trainer.errors import TrainingError, UserError, check_choice, check_number, did_you_mean
+from trainer import checkpoint, settings, summary
+from trainer.errors import TrainingError, UserError, check_number, did_you_mean
 
 
 class Callback:
@@ -54,7 +54,7 @@ class Monitor(Callback):
     """
 
     def __init__(self, monitor="auto", mode="auto"):
-        self.monitor, self.mode = monitor, check_choice("monitor_mode", mode, ("auto", "min", "max"))
+        self.monitor, self.mode = monitor, settings.check("monitor_mode", mode)
         self.best = None  # {"step", "value"}
 
     def on_fit_start(self, trainer):
@@ -111,10 +111,10 @@ class Checkpoint(Monitor):
         super().__init__(monitor, mode)
         self.folder, self.overwrite = Path(folder), overwrite
         self.about = {}
-        self.every = check_number("checkpoint.every", every, whole=True, least=1, optional=True)
-        self.epochs = check_number("checkpoint.epochs", epochs, whole=True, least=1, optional=True)
-        self.minutes = check_number("checkpoint.minutes", minutes, above=0, optional=True)
-        self.keep = check_number("checkpoint.keep", keep, whole=True, least=2)
+        self.every = settings.check("checkpoint.every", every)
+        self.epochs = settings.check("checkpoint.epochs", epochs)
+        self.minutes = settings.check("checkpoint.minutes", minutes)
+        self.keep = settings.check("checkpoint.keep", keep)
         self.due, self.metrics = False, {}  # the last value of each number logged
         self.writer, self.writing = None, None
 
@@ -195,7 +195,7 @@ class EarlyStopping(Monitor):
 
     def __init__(self, patience, min_delta=0.0, monitor="auto", mode="auto"):
         super().__init__(monitor, mode)
-        self.patience = check_number("patience", patience, whole=True, least=1)
+        self.patience = settings.check("patience", patience)
         self.min_delta = check_number("min_delta", min_delta, least=0)
         self.waited = 0
 
@@ -283,7 +283,7 @@ class EMA(Callback):
     """
 
     def __init__(self, decay):
-        self.decay = check_number("ema", decay, above=0, most=1)
+        self.decay = settings.check("ema", decay)
         self.average, self.raw, self.step = None, None, 0
 
     def on_fit_start(self, trainer):
@@ -348,7 +348,7 @@ class TimeLimit(Callback):
     """
 
     def __init__(self, minutes):
-        self.minutes = check_number("max_minutes", minutes, above=0)
+        self.minutes = settings.check("max_minutes", minutes)
 
     def on_fit_start(self, trainer):
         self.end = time.monotonic() + 60 * self.minutes

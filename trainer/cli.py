@@ -1,7 +1,7 @@
 """The command line before torch is imported: trusted targets, help, the config's check, errors and exit codes."""
 
 import argparse
-import difflib
+import errno
 import logging
 import os
 import re
@@ -9,11 +9,23 @@ import sys
 import traceback
 from pathlib import Path
 
-from trainer import stopping
-from trainer.errors import RunInUse, TrainingError, UserError, did_you_mean
+from trainer import settings, stopping
+from trainer.errors import RunInUse, TrainingError, UserError, as_typed, did_you_mean, nearest
 
 BUG = 1
+# What Hydra, and OmegaConf below it, raise for mistakes that they have no words for.
+HYDRAS = (ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError, RecursionError)
 codes = []  # of the errors reported so far
+LONGEST = 500  # letters of a line that a user sees: a value or a path may have any number
+# What a disk or a file system does to a training, as it were: everything else that it refuses is a mistake in a path.
+FAILING = {getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE", "ENOMEM")}
+WHAT_TO_DO = {
+    errno.ENOSPC: "Make room there, and type the same command with run_dir=DIR to go on.",
+    getattr(errno, "EDQUOT", None): "Make room there, and type the same command with run_dir=DIR to go on.",
+    errno.EROFS: "Type run_dir=DIR for a folder that can be written.",
+    errno.EACCES: "Type another path, or change its permissions.",
+    errno.ENAMETOOLONG: "Type a shorter path.",
+}
 
 
 def run(main):
@@ -28,12 +40,16 @@ def run(main):
     argparse.ArgumentParser.error = refuse_option
     configs = Path(sys.argv[0]).resolve().parent / "configs"
     try:
-        check_groups(configs, sys.argv[1:])
+        check_typed(configs, sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
             print(help_text(configs))
         else:
+            sys.argv[1:] = of_the_run(sys.argv[1:])
             main()
+        sys.stdout.flush()
         sys.exit(max(codes, default=0))  # of the jobs of a sweep that failed
+    except BrokenPipeError:
+        sys.exit(nobody_reads())
     except KeyboardInterrupt:
         print("\ninterrupted before the training had begun.", file=sys.stderr)
         sys.exit(stopping.exit_code())
@@ -41,14 +57,23 @@ def run(main):
         from hydra.core.hydra_config import HydraConfig
 
         ours = isinstance(error, UserError)
-        if isinstance(error, (ValueError, TypeError)) and not ours and not HydraConfig.initialized():
+        if isinstance(error, HYDRAS) and not ours and not HydraConfig.initialized():
             # Hydra lets a few mistakes through to the libraries below it, such as a key inside a list.
-            error = UserError(f"{' '.join(sys.argv[1:])}: this does not go together ({str(error).splitlines()[0]}).")
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            error = UserError(f"{' '.join(sys.argv[1:])}: this does not go together ({reason}).")
         sys.exit(report(error))
+
+
+def nobody_reads():
+    """After `| head`: what is still printed goes nowhere, also at the interpreter's end. A shell's code for SIGPIPE."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + 13
 
 
 def report(error):
     """Prints the error as the user should see it, and gives its exit code."""
+    if isinstance(error, BrokenPipeError):
+        return nobody_reads()
     code = exit_code(error)
     codes.append(code)
     sys.stdout.flush()  # what was printed before it stands before it, also in a file
@@ -61,8 +86,12 @@ def report(error):
 
 def exit_code(error):
     """2 for the user's mistake, 3 for a training that failed, 75 for a directory in use, BUG for anything else."""
-    if isinstance(error, (TrainingError, RunInUse)):
-        return 3 if isinstance(error, TrainingError) else 75
+    if isinstance(error, RunInUse):
+        return 75
+    if isinstance(error, TrainingError) or (isinstance(error, OSError) and error.errno in FAILING):
+        return 3
+    if isinstance(error, OSError) and error.errno and error.filename is not None:
+        return 2
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -70,9 +99,22 @@ def exit_code(error):
 
 
 def message(error):
-    """The one to three lines that a user sees."""
+    """The one to three lines that a user sees, whatever is in a value, a path or a file: no control characters."""
+    lines = [line for line in explanation(error).split("\n") if line.strip()][:3]
+    lines = [line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}" for line in lines]
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    lines = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines]
+    return "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def explanation(error):
+    """What there is to say of an error: what was typed, what exists, what to type."""
     if isinstance(error, (UserError, TrainingError)):
         return f"error: {error}"
+    if isinstance(error, OSError) and error.errno:  # Hydra's MissingConfigException is an OSError without a number
+        place = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+        reason = (error.strerror or str(error)).lower()
+        return f"error: {place}{reason}.\n{WHAT_TO_DO.get(error.errno, '')}"
     options, missing, override = (getattr(error, name, None) for name in ("options", "missing_cfg_file", "override"))
     if options is not None and missing:
         group, _, choice = missing.rpartition("/")
@@ -106,7 +148,7 @@ def no_such_key(key, config):
     folder = Path(sys.argv[0]).resolve().parent / "configs" / group
     files = sorted(folder.glob("*.yaml")) if group else []
     options = [path.stem for path in files if f"\n{last}:" in path.read_text(encoding="utf-8")]
-    near = difflib.get_close_matches(last, nearby, n=1) or difflib.get_close_matches(last, anywhere, n=1)
+    near = nearest(last, nearby) or nearest(last, anywhere)
     if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
         hint = f" Type +{key}=... for an argument of your own {group}."
     elif options:
@@ -114,7 +156,7 @@ def no_such_key(key, config):
     elif last in anywhere:
         hint = f" Did you mean {anywhere[last]!r}?"
     else:
-        hint = f" Did you mean {nearby.get(near[0], anywhere.get(near[0]))!r}?" if near else ""
+        hint = f" Did you mean {nearby.get(near, anywhere.get(near))!r}?" if near else ""
     return f"{key}: there is no such key.{hint}\nType python train.py --help to see the keys."
 
 
@@ -131,7 +173,14 @@ def flat(config, prefix=""):
     }
 
 
-def check_groups(configs, arguments):
+def of_the_run(arguments):
+    """The arguments; with task=evaluate, `dataset.root=DIR` also where the run's data set is not the default one."""
+    if "task=evaluate" not in arguments:
+        return arguments
+    return [f"++{argument}" if re.match(r"\w+\.[\w.]+=", argument) else argument for argument in arguments]
+
+
+def check_typed(configs, arguments):
     """UserError for a group without an option, `model=null`, which Hydra takes for an error of ours."""
     for argument in arguments:
         group, _, option = argument.partition("=")
@@ -171,39 +220,60 @@ def typed():
     return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
 
 
+def defaults():
+    """The config of this job's choices without any setting typed, its interpolations unresolved."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    choices = HydraConfig.get().runtime.choices.items()
+    wanted = [f"{group}={choice}" for group, choice in choices if choice is not None and not group.startswith("hydra/")]
+    return OmegaConf.to_container(hydra.compose(HydraConfig.get().job.config_name, wanted), resolve=False)
+
+
+def put(config, values):
+    """Puts {dotted key: value} into nested dicts."""
+    for key, value in values.items():
+        *groups, last = key.split(".")
+        place = config
+        for group in groups:
+            place[group] = place = place.get(group) if isinstance(place.get(group), dict) else {}
+        place[last] = value
+
+
 def check_config(cfg):
     """UserError for a config that cannot be run.
 
     A value of another type than its default, a key at the top that there is not, a part that is missing, two lengths,
     or a value still to be given.
     """
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    choices = HydraConfig.get().runtime.choices.items()
-    wanted = [f"{group}={choice}" for group, choice in choices if choice is not None and not group.startswith("hydra/")]
-    defaults = OmegaConf.to_container(hydra.compose(HydraConfig.get().job.config_name, wanted), resolve=False)
-    given = OmegaConf.to_container(cfg, resolve=False)
+    given, there = OmegaConf.to_container(cfg, resolve=False), defaults()
     for key in given:
-        if key not in defaults:
-            raise UserError(no_such_key(key, defaults))
-    for key in defaults:
+        if key not in there:
+            raise UserError(no_such_key(key, there))
+    for key in there:
         if key not in given:
             raise UserError(f"{key}: a run cannot do without it. Leave out ~{key}.")
-    check_types("", given, defaults)
+    check_types("", given, there)
     keys = {override.partition("=")[0] for override in typed()}
     if {"epochs", "max_steps"} <= keys and None not in (given["epochs"], given["max_steps"]):
         raise UserError(
-            f"max_steps={given['max_steps']} and epochs={given['epochs']} both give the length. Type one of them."
+            f"max_steps={as_typed(given['max_steps'])} and epochs={as_typed(given['epochs'])} both give the length. "
+            "Type one of them."
         )
     try:
         for key in sorted(OmegaConf.missing_keys(cfg)):
             raise UserError(f"{key}: this has no default. Type {key}=...")
-        OmegaConf.to_container(cfg, resolve=True)
+        resolved = flat(OmegaConf.to_container(cfg, resolve=True))
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        cycle = next((key for key, value in flat(cfg).items() if isinstance(value, str) and "${" in value), "a key")
+        raise UserError(f"{cycle}: its ${{...}} leads back to itself. Type a value.") from None
+    settings.check_all(resolved)
 
 
 def check_types(prefix, given, defaults):
@@ -217,7 +287,7 @@ def check_types(prefix, given, defaults):
         if value is None:
             # null is no length where max_steps gives one, and leaves a callback out.
             if name != "epochs" and not re.fullmatch(r"callbacks\.\w+", name):
-                raise UserError(f"{name}=null: give a value, as in {name}={example(default)}.")
+                raise UserError(f"{name}=null: give a value, as in {name}={as_typed(default)}.")
             continue
         if isinstance(default, str) and "${" in default:
             continue  # it follows another key, which is checked itself
@@ -240,12 +310,7 @@ def check_types(prefix, given, defaults):
 
 def expect(name, value, ok, kind, default):
     if not ok:
-        raise UserError(f"{name}={value!r}: give {kind}, as in {name}={example(default)}.")
-
-
-def example(value):
-    """A default as one types it."""
-    return str(value).replace(" ", "").replace("True", "true").replace("False", "false")
+        raise UserError(f"{name}={as_typed(value)}: give {kind}, as in {name}={as_typed(default)}.")
 
 
 def help_text(configs):

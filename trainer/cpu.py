@@ -5,9 +5,9 @@ import os
 
 import torch
 
-from trainer.errors import UserError, check_choice
+from trainer import settings
 
-TUNINGS = ("allocator", "linear", "threads")
+TUNINGS = settings.CHOICES["tune"]
 # Multiply-adds of a step, forwards, below which one thread is enough.
 FEW = 10_000_000
 # The same fp32 arithmetic; 1.6 times as fast on a Zen 4. On an Intel processor MKL is the faster one.
@@ -22,10 +22,7 @@ def tune(parts, device, module, compiled):
     clock: the last bits of the result depend on the choice, and the same run has to end the same way twice. `threads`
     is for the time of a fit (use_threads).
     """
-    if not isinstance(parts, (list, tuple)):
-        raise UserError(f"tune={parts}: give a list of {', '.join(TUNINGS)}, or [] for nothing.")
-    for part in parts:
-        check_choice("tune", part, TUNINGS)
+    settings.check("tune", parts)
     if device.type == "cpu" and "allocator" in parts:
         keep_pages()
     if device.type == "cpu" and "linear" in parts and not compiled and has_wide_amd():

@@ -13,11 +13,10 @@ import warnings
 import torch
 
 from trainer import batch as batches
-from trainer import cpu
-from trainer.errors import TrainingError, UserError, check_choice, log
+from trainer import cpu, settings
+from trainer.errors import TrainingError, UserError, log
 
 MIB = 2**20
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 # cuBLAS is deterministic only with a fixed workspace, and looks once, when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 NO_VIEW = "view size is not compatible"  # how torch says that a tensor's memory is in another order
@@ -69,7 +68,7 @@ def describe(device):
 
 def choose_precision(name, device):
     """(the autocast dtype or None for fp32, the reason) for `auto`, `fp32`, `bf16` or `fp16` on this device."""
-    check_choice("precision", name, PRECISIONS)
+    settings.check("precision", name)
     if name != "auto":
         return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name], "as asked"
     if device.type == "cuda":
@@ -133,7 +132,7 @@ def place(module, device, channels_last="auto"):
 
     That is 1.5 to 2.5 times as fast on CPUs, and what tensor cores work in. `auto` leaves it out on mps.
     """
-    check_choice("channels_last", channels_last, ("auto", True, False))
+    settings.check("channels_last", channels_last)
     try:
         module.to(device)
     except RuntimeError as error:

@@ -20,18 +20,49 @@ class TrainingError(RuntimeError):
     """The training failed: a non-finite loss, no memory, no good checkpoint. Exit code 3."""
 
 
-def did_you_mean(name, choices):
-    """' Did you mean X?' for the choice nearest to `name`, or '' where none is near."""
-    near = difflib.get_close_matches(str(name), [str(choice) for choice in choices], n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+def did_you_mean(name, choices, whole=str):
+    """' Did you mean X?' for the choice nearest to `name`, shown as `whole` gives it, or '' where none is near."""
+    found = nearest(name, choices)
+    return f" Did you mean {whole(found)!r}?" if found is not None else ""
+
+
+def nearest(name, choices):
+    """The choice that was most likely meant by `name`, None where none is near.
+
+    One letter too much, too few, another or two swapped is a typo in names of any length; beyond that, difflib's ratio
+    decides, which is harsh on short names.
+    """
+    name, choices = str(name)[:100], [str(choice) for choice in choices]
+    close = [choice for choice in choices if is_one_slip(name.lower(), choice.lower())]
+    return next(iter(difflib.get_close_matches(name, close or choices, n=1, cutoff=0.0 if close else 0.6)), None)
+
+
+def is_one_slip(typed, meant):
+    """Whether one insertion, deletion, replacement or swap of neighbours makes the one of the other."""
+    if abs(len(typed) - len(meant)) > 1:
+        return False
+    start = next((i for i, (a, b) in enumerate(zip(typed, meant, strict=False)) if a != b), min(len(typed), len(meant)))
+    a, b = typed[start:], meant[start:]
+    return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[2:] == b[2:] and a[:2] == b[1::-1])
+
+
+def as_typed(value):
+    """A value as one types it: null, true, [1,2], {a:1}."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{as_typed(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(as_typed(item) for item in value) + "]"
+    return (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
 
 
 def check_choice(key, value, choices):
     """Raises UserError unless `value` is one of `choices`, naming `key` and what there is."""
-    if value not in choices:
-        names = [str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in choices]
+    if value not in list(choices):
+        names = [as_typed(choice) for choice in choices]
         raise UserError(
-            f"{key}={value}: there is no such choice.{did_you_mean(value, names)}\n"
+            f"{key}={as_typed(value)}: there is no such choice.{did_you_mean(value, names)}\n"
             f"Type {key}= one of: {', '.join(names)}."
         )
     return value
@@ -41,14 +72,14 @@ def check_number(key, value, *, whole=False, least=None, above=None, most=None, 
     """`value`, if it is a number (a whole one) in the range, or None where `optional`; UserError otherwise."""
     if value is None and optional:
         return value
-    shown = "null" if value is None else value
     kind = "a whole number" if whole else "a number"
     limits = (
         [f"at least {least}"] * (least is not None)
         + [f"above {above}"] * (above is not None)
         + [f"at most {most}"] * (most is not None)
+        + ["below 2**63"] * (isinstance(value, int) and abs(value) >= 2**63)
     )
-    ok = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    ok = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
     ok = (
         ok
         and (least is None or value >= least)
@@ -56,9 +87,8 @@ def check_number(key, value, *, whole=False, least=None, above=None, most=None, 
         and (most is None or value <= most)
     )
     if not ok:
-        raise UserError(
-            f"{key}={shown}: give {kind}{' ' * bool(limits)}{' and '.join(limits)}{', or null' if optional else ''}."
-        )
+        what = " ".join([kind, " and ".join(limits)]).strip() + ", or null" * optional
+        raise UserError(f"{key}={as_typed(value)}: give {what}.")
     return value
 
 

@@ -4,7 +4,8 @@ import contextlib
 
 import torch
 
-from trainer.errors import UserError, did_you_mean, log
+from trainer.errors import UserError, log
+from trainer.settings import check_strategy
 
 NOTHING = contextlib.nullcontext()
 
@@ -15,19 +16,11 @@ def wrap(module, strategy, device):
     `dp` takes all visible GPUs, `dp:0+2` those listed; with fewer than two it is the module itself. The wrapper shares
     the module's parameters, so state dicts are taken from the module and never carry a `module.` prefix.
     """
-    name, _, listed = str(strategy).partition(":")
-    if name not in ("single", "dp") or (listed and name == "single"):
-        raise UserError(
-            f"strategy={strategy}: there is no such strategy.{did_you_mean(name, ['single', 'dp'])}\n"
-            "Type strategy=single, dp or dp:0+1."
-        )
+    name, listed = check_strategy(strategy)
     if name == "single":
         return module
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
-    try:
-        indices = [int(index) for index in listed.split("+")] if listed else list(range(count))
-    except ValueError:
-        raise UserError(f"strategy={strategy}: the GPUs are numbers joined by +, as in strategy=dp:0+1.") from None
+    indices = listed or list(range(count))
     missing = [index for index in indices if not 0 <= index < count]
     if missing:
         raise UserError(

@@ -7,10 +7,10 @@ import torch
 
 from data.loader import seekable
 from trainer import batch as batches
-from trainer import checkpoint, cpu, graph, optimizers, parallel, schedules, summary
+from trainer import checkpoint, cpu, graph, optimizers, parallel, schedules, settings, summary
 from trainer import device as devices
 from trainer.callbacks import Callback
-from trainer.errors import TrainingError, UserError, check_choice, check_number
+from trainer.errors import TrainingError, UserError
 from trainer.metrics import Mean
 from trainer.micro_batch import MicroBatch
 from trainer.stopping import Interrupted
@@ -38,13 +38,13 @@ class Trainer:
         channels_last="auto", tune=cpu.TUNINGS, grad_accum_steps=1, micro_batch=None, max_grad_norm=None,
         log_every=50, eval_every=None, decay_all=False, seed=0, deterministic=False,
     ):  # fmt: skip
-        self.epochs = check_number("epochs", epochs, whole=True, least=1, optional=max_steps is not None)
-        self.max_steps = check_number("max_steps", max_steps, whole=True, least=1, optional=True)
-        self.grad_accum_steps = check_number("grad_accum_steps", grad_accum_steps, whole=True, least=1)
-        self.max_grad_norm = check_number("max_grad_norm", max_grad_norm, above=0, optional=True)
-        self.log_every = check_number("log_every", log_every, whole=True, least=1)
-        self.eval_every = check_number("eval_every", eval_every, whole=True, least=1, optional=True)
-        self.seed = check_number("seed", seed, whole=True, least=0)
+        self.epochs = settings.check("epochs", epochs, optional=max_steps is not None)
+        self.max_steps = settings.check("max_steps", max_steps)
+        self.grad_accum_steps = settings.check("grad_accum_steps", grad_accum_steps)
+        self.max_grad_norm = settings.check("max_grad_norm", max_grad_norm)
+        self.log_every = settings.check("log_every", log_every)
+        self.eval_every = settings.check("eval_every", eval_every)
+        self.seed = settings.check("seed", seed)
 
         self.device = devices.choose(device)
         self.dtype, self.precision_reason = devices.choose_precision(precision, self.device)
@@ -64,7 +64,7 @@ class Trainer:
         self.layout_is_open = channels_last == "auto" and not compile
         cpu.tune(tune, self.device, self.module, compile)
         self.fits_threads, self.threads = self.device.type == "cpu" and "threads" in tune, torch.get_num_threads()
-        if check_choice("compile", compile, (False, True, "graph")) == "graph":
+        if settings.check("compile", compile) == "graph":
             graph.check(type(self), Trainer, self.device, self.dtype, strategy, micro_batch)
         elif compile:
             devices.check_compiler(self.device)
