@@ -125,8 +125,8 @@ class Checkpoint(Monitor):
             raise UserError(
                 f"{self.folder} has checkpoints: give another folder, or continue them by fit(resume=FILE)."
             )
-        if self.folder.is_symlink():  # which may lead anywhere
-            raise UserError(f"{self.folder} is a link, and checkpoints are not written through one. Remove it.")
+        if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):  # a link may lead anywhere
+            raise UserError(f"{self.folder} is no folder, and checkpoints go into one. Remove it, or move it away.")
         checkpoint.go_back(self.folder, trainer.step)
         if self.best and not checkpoint.path_of(self.folder, self.best["step"]).exists():
             self.best = None  # it was reached in another folder
