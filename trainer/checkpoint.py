@@ -16,7 +16,7 @@ from trainer.files import open_plain, remove_partial, replacing
 FORMAT = "stoker-1"
 # The key of the JSON objects that stand for what JSON has not: tensors, tuples, dicts with other keys than strings.
 MARK = "$"
-# What a file may ask for before a tensor is read: as JSON, a byte can become 20 bytes of lists.
+# What a file may ask for before a tensor is read. Bytes alone say little: one of JSON can become a hundred of objects.
 MAX_HEADER, MAX_VALUES = 64 * 2**20, 2**20
 
 
@@ -32,8 +32,10 @@ def save(path, state):
     path = Path(path)
     tensors = {}
     tree = json.dumps(pack(state, tensors, "state"))
-    if len(tree) > MAX_HEADER // 2 or values_in(tree) > MAX_VALUES:
-        raise TrainingError(f"{path}: the state has more than {MAX_VALUES:,} values that are no tensors.")
+    if len(tree) + 200 * len(tensors) > MAX_HEADER or values_in(tree.encode()) + 10 * len(tensors) > MAX_VALUES:
+        raise TrainingError(
+            f"{path}: the state has too many tensors and other values; {MAX_VALUES:,} can be read again."
+        )
     tensors = own_storage(tensors)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,9 +54,10 @@ def load(path):
     """
     try:
         with open_plain(path) as file:
-            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-        if length > min(size, MAX_HEADER):
-            raise DamagedCheckpoint(f"{path} is no readable checkpoint: a header of {length:,} bytes.")
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(min(length, MAX_HEADER))
+        if len(header) < length or values_in(header) > MAX_VALUES:
+            raise DamagedCheckpoint(f"{path} is no readable checkpoint: its header has {length:,} bytes.")
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -73,16 +76,14 @@ def load(path):
     # bool that is neither 0 nor 1 is in order again.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:  # the digest says that nothing has changed since, and not who wrote it
-        if values_in(tree) > MAX_VALUES:
-            raise ValueError(f"more than {MAX_VALUES:,} values")
         return unpack(json.loads(tree), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} holds no state: {type(error).__name__} {str(error)[:100]}") from None
 
 
-def values_in(tree):
-    """How many values there are at most in a JSON text."""
-    return sum(tree.count(mark) for mark in ",[{")
+def values_in(header):
+    """How many values there are at most in a JSON text, or in those that are strings in it."""
+    return sum(header.count(mark) for mark in (b",", b"[", b"{"))
 
 
 def copy(state):
