@@ -1,4 +1,4 @@
-"""Settings with a mistake in them, made at random: each is answered in three lines with the key in them, or is no mistake."""
+"""Settings with a mistake in them, made at random: each is answered in three lines that name the key."""
 
 import random
 import string
@@ -59,7 +59,7 @@ def slip(rng, word, taken=()):
             return other
 
 
-# Each gives (what is typed, what the answer names, what it suggests or None). Those of EARLY are answered without torch.
+# Each gives (what is typed, what the answer names, what it suggests or None). Those of EARLY need no torch.
 
 
 def key_typo(rng):
@@ -115,7 +115,7 @@ def wrong_range(rng):
 
 
 def null_or_empty(rng):
-    key = rng.choice([key for key in WHOLE[1:7] + FLAGS + ["optimizer.lr", "model.hidden", "model.activation"]])
+    key = rng.choice([*WHOLE[1:7], *FLAGS, "optimizer.lr", "model.hidden", "model.activation"])
     return [f"{key}={rng.choice(['null', ''])}" if key != "model.activation" else f"{key}=null"], key, None
 
 

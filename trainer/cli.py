@@ -90,7 +90,7 @@ def exit_code(error):
         return 75
     if isinstance(error, TrainingError) or (isinstance(error, OSError) and error.errno in FAILING):
         return 3
-    if isinstance(error, OSError) and error.errno and error.filename is not None:
+    if isinstance(error, OSError) and (error.errno is None or error.filename is not None):  # files.py has no numbers
         return 2
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -103,8 +103,12 @@ def message(error):
     lines = [line for line in explanation(error).split("\n") if line.strip()][:3]
     lines = [line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}" for line in lines]
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-    lines = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines]
-    return "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding)
+    return "\n".join(map(printable, lines)).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def printable(text):
+    """The text with every control character escaped: names of files and values may be anybody's."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def explanation(error):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.callbacks import Callback
 from trainer.errors import UserError
-from trainer.files import open_plain
+from trainer.files import open_plain, replacing
 from trainer.rundir import finite
 
 
@@ -92,4 +92,5 @@ class ConfigFile(Callback):
 
     def on_fit_start(self, trainer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(self.config, encoding="utf-8")
+        with replacing(self.path) as partial:  # and not through a link that somebody left there
+            Path(partial).write_text(self.config, encoding="utf-8")

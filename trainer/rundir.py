@@ -25,6 +25,7 @@ from trainer.errors import RunInUse, UserError, did_you_mean, log
 
 # Of a config.yaml: bytes, levels of nesting, and values after each ${...} is replaced. Ours have 3 KB, 4 and 100.
 MOST_YAML, MOST_LEVELS, MOST_VALUES = 2**17, 20, 10_000
+MOST_JSON = 2**24  # bytes of a result.json: ours have 2 KB, and a confusion matrix of 1,000 classes 8 MB
 KEY_PATH = r"\$\{[A-Za-z_][\w.]*\}"
 # Settings that may differ when a run is continued.
 HARMLESS = (
@@ -80,6 +81,9 @@ def held(folder):
     The system lets go of the lock when the process ends, however it ends: a file that is left behind locks nothing.
     """
     make(folder)
+    for name in ("checkpoints", "tensorboard"):
+        if (folder / name).is_symlink():
+            raise UserError(f"run_dir={folder}: {name} in it is a link, and may lead anywhere. Type another run_dir.")
     path = folder / LOCK
     while True:
         try:
@@ -131,9 +135,19 @@ if hasattr(os, "register_at_fork"):  # a worker that outlives a killed run must 
 
 def seconds_before(folder, result):
     """The seconds of result.json where the run was complete already, and this one has only looked at it; else None."""
-    path = folder / "result.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return before.get("seconds") if before.get("steps") == result["steps"] == result["total_steps"] else None
+    before = read_result(folder / "result.json") or {}
+    same = before.get("steps") == result["steps"] == result["total_steps"]
+    seconds = before.get("seconds")
+    return seconds if same and isinstance(seconds, (int, float)) else None
+
+
+def read_result(path):
+    """What result.json holds; None for what is none of a run's: the file may be anybody's."""
+    try:
+        result = json.loads(files.read(path, MOST_JSON))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return result if isinstance(result, dict) else None
 
 
 def remove_empty(folders):
@@ -310,9 +324,17 @@ def last_rows(folder):
     from trainer.loggers import read_rows
 
     rows = read_rows(folder / "metrics.jsonl")
+    rows = [{name: value for name, value in row.items() if is_numbers(name, value)} for row in rows]
     samples, seconds = (sum(row.get(name) or 0 for row in rows) for name in ("train/samples", "train/seconds"))
     last = {name: value for row in rows for name, value in row.items()}
-    return {**last, "samples_per_second": round(samples / seconds) if seconds else None}
+    return {**last, "samples_per_second": round(samples / seconds) if seconds and math.isfinite(samples) else None}
+
+
+def is_numbers(name, value):
+    """Whether this is something that a row holds: a number that is one, null in place of one that is not, or a list."""
+    own = "/" in name or name in ("step", "epoch")
+    plain = value is None or (isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < 2**63)
+    return own and (plain or (isinstance(value, list) and not name.startswith("train/")))
 
 
 def closing_lines(folder, result, packages):

@@ -1,0 +1,461 @@
+"""Somebody's run directory is data: nothing in it is run, looked up in the environment, or written to elsewhere."""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+import yaml
+from test_cli import CONFIGS, ROOT, forked
+
+from trainer import build, cli, rundir, sweep
+from trainer.errors import UserError
+
+SOURCES = sorted(path for folder in ("trainer", "models", "data") for path in (ROOT / folder).rglob("*.py"))
+SOURCES += [ROOT / "train.py"]
+MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp"}
+CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "torch.save", "os.system", "os.popen", "yaml.load_all"}
+CALLS |= {"yaml.unsafe_load", "yaml.full_load", "torch.jit.load", "numpy.load", "np.load", "importlib.import_module"}
+KEYWORDS = {("weights_only", False), ("allow_pickle", True), ("shell", True), ("trust_remote_code", True)}
+
+
+def forbidden(tree):
+    """What a source has that could run what is in a file: (line, what)."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            yield from ((node.lineno, name) for name in names if name.split(".")[0] in MODULES or name == "torch.hub")
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.hub", "sys.meta_path")):
+            yield node.lineno, ast.unparse(node)
+        if isinstance(node, ast.Call):
+            name, keywords = ast.unparse(node.func), {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+            if name in CALLS or (name == "yaml.load" and "SafeLoader" not in ast.unparse(node)):
+                yield node.lineno, name
+            if name.endswith((".extractall", ".extract", ".unpack_archive")) and "filter" not in keywords:
+                yield node.lineno, name
+            yield from ((node.lineno, f"{k}={v}") for k, v in keywords.items() if (k, v) in KEYWORDS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_source_can_run_what_is_in_a_file(path):
+    assert list(forbidden(ast.parse(path.read_text(encoding="utf-8")))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "eval('1')",
+        "torch.load(x)",
+        "f(weights_only=False)",
+        "t.extractall(p)",
+    ]
+    + [
+        "yaml.load(x)",
+        "yaml.load(x, Loader=yaml.Loader)",
+        "torch.hub.load('x')",
+        "run(c, shell=True)",
+        "os.system('x')",
+    ],
+)
+def test_what_is_forbidden_is_found(text):
+    assert list(forbidden(ast.parse(text)))
+    assert not list(forbidden(ast.parse("yaml.load(x, Loader=yaml.SafeLoader); model.compile(); re.compile('x')")))
+
+
+# What may be built.
+
+TARGETS = [
+    "os.system",
+    "subprocess.run",
+    "subprocess.Popen",
+    "builtins.eval",
+    "builtins.exec",
+    "builtins.open",
+    "torch.load",
+]
+TARGETS += [
+    "torch.nn.modules.module.torch.load",
+    "torch.nn.modules.module.torch.hub.load",
+    "torch.nn.functional.sys.exit",
+]
+TARGETS += ["torch.nn.init", "torch.nn.utils.clip_grad_norm_", "torch.optim.optimizer.functools.partial", "torch.save"]
+TARGETS += [
+    "torchvision.models._api.load_state_dict_from_url",
+    "torchvision.models.get_model",
+    "torchvision.models._api.os",
+]
+TARGETS += [
+    "torchmetrics.text.BERTScore",
+    "torchmetrics.utilities.checks.os.system",
+    "functools.partial",
+    "hydra.utils.call",
+]
+TARGETS += [
+    "trainer.rundir.write_json",
+    "trainer.rundir.Path.write_text",
+    "trainer.checkpoint.save",
+    "trainer.build.build",
+]
+TARGETS += [
+    "trainer.files.replacing",
+    "trainer.cli.run",
+    "trainer.sweep.Table",
+    "trainer.errors.UserError",
+    "train.main",
+]
+TARGETS += ["data.cache.remove", "data.cache.shutil.rmtree", "data.datasets.os.remove", "data.datasets.decode_image"]
+TARGETS += [
+    "data.loader.HostLoader",
+    "models.checks.check_sizes",
+    "models.mlp.math.factorial",
+    "examples.gan.nn.Linear.load",
+]
+TARGETS += [
+    "trainer.callbacks.summary.plan",
+    "trainer.metrics.torch.load",
+    "trainer.schedules.inspect.getsource",
+    ".",
+    "a b",
+]
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """What is typed on the command line, a list; the whitelist is that of a run."""
+    typed = []
+    monkeypatch.setattr(cli, "typed", lambda: typed)
+    with hydra.utils.execution_whitelist(cli.trusted(build.TRUSTED, [])):
+        yield typed
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_not_of_the_listed_kinds_is_not_built(typed, target):
+    bare = {"_target_": "torch.nn.Identity"}
+    inside = [
+        {"_target_": target},
+        {**bare, "_args_": [{"_target_": target}]},
+        {**bare, "x": {"y": [{"_target_": target}]}},
+    ]
+    for node in [*inside, {**bare, "a": {"_target_": target, "_partial_": True}}]:
+        with pytest.raises(UserError, match=re.escape("_target_")):
+            build.build("loss", node)
+
+
+@pytest.mark.parametrize("key", ["_convert_", "_recursive_", "_isolate_", "_execution_whitelist_", "_x_"])
+def test_what_changes_hydras_rules_is_refused(typed, key):
+    for node in ({key: True}, {"a": {key: ["os"]}}, {"a": [{"b": {key: "all"}}]}):
+        with pytest.raises(UserError, match=key):
+            build.build("model", {"_target_": "torch.nn.Identity", **node})
+
+
+def test_what_configs_name_is_of_the_listed_kinds(typed):
+    named = re.findall(r"_target_: ([\w.]+)", "\n".join(path.read_text() for path in CONFIGS.rglob("*.yaml")))
+    usual = {"trainer.sweep.Table"}  # Hydra's own, which builds it by itself
+    usual_and_more = {*named} - usual | {
+        "torch.optim.RMSprop",
+        "torch.nn.NLLLoss",
+        "examples.gan.GANTrainer",
+        "trainer.Trainer",
+    }
+    for target in sorted(usual_and_more):
+        if not target.startswith("torch") or target.startswith("torch."):
+            assert build.locate("x", target), target
+    pytest.importorskip("torchvision")
+    assert build.locate("model", "torchvision.models.resnet18") and build.locate("model", "torchvision.models.VGG")
+
+
+def test_what_is_typed_is_ones_own(typed):
+    with pytest.raises(UserError, match="not among what may be built"):
+        build.locate("loss", "json.dumps")
+    typed += ["trusted=[json]"]
+    assert build.locate("loss", "json.dumps") is json.dumps
+
+
+# Somebody's run directory. Each takes a good one and makes it hostile; `away` is a folder outside it, `canary` a file
+# that is not there, which what must not run would make.
+
+GOOD = ["epochs=1", "device=cpu", "run_dir=run", "model.hidden=[8]"]
+
+
+def edit(**values):
+    """A function that puts these values into config.yaml; "a__b" is the key a.b."""
+
+    def hostile(run, away, canary):
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        filled = json.loads(json.dumps(values).replace("CANARY", str(canary)).replace("AWAY", str(away)))
+        cli.put(config, {key.replace("__", "."): value for key, value in filled.items()})
+        (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+    return hostile
+
+
+def text(content, name="config.yaml"):
+    def hostile(run, away, canary):
+        written = content.replace("CANARY", str(canary)) if isinstance(content, str) else content
+        (run / name).write_bytes(written if isinstance(written, bytes) else written.encode())
+
+    return hostile
+
+
+def instead(name, make):
+    """A function that has `make(path, away)` put something in place of a file of the run."""
+
+    def hostile(run, away, canary):
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        make(path, away)
+
+    return hostile
+
+
+def big(path, away):
+    with open(path, "wb") as file:
+        file.truncate(100 * 2**20)
+
+
+def link(path, away):
+    kept = away / "kept"
+    shutil.copytree(away / "run" / "checkpoints", kept) if path.name == "checkpoints" else kept.write_text("kept")
+    path.symlink_to(kept)
+
+
+def lines(name, *rows):
+    return text("".join(f"{row}\n" for row in rows), name)
+
+
+SHELL = "touch CANARY"
+BUILT = {
+    "os.system": edit(model={"_target_": "os.system", "command": SHELL}),
+    "subprocess": edit(loss={"_target_": "subprocess.run", "args": SHELL, "shell": True}),
+    "builtins.eval": edit(dataset={"_target_": "builtins.eval", "_args_": ["open('CANARY', 'w')"]}),
+    "torch.load": edit(model={"_target_": "torch.nn.modules.module.torch.load", "f": "CANARY"}),
+    "write_json": edit(metrics={"a": {"_target_": "trainer.rundir.write_json", "path": "CANARY", "contents": 1}}),
+    "remove": edit(callbacks__a={"_target_": "data.cache.remove", "folder": "AWAY"}),
+    "a file's name": edit(callbacks__a={"_target_": "trainer.loggers.ConfigFile", "path": "CANARY", "config": "x"}),
+    "rows elsewhere": edit(callbacks__jsonl__path="CANARY"),
+    "checkpoints elsewhere": edit(callbacks__a={"_target_": "trainer.callbacks.Checkpoint", "folder": "AWAY"}),
+    "optimizer": edit(optimizer={"_target_": "os.system", "_partial_": True, "command": SHELL}),
+    "trainer": edit(trainer___target_="subprocess.Popen"),
+    "partial": edit(model={"_target_": "functools.partial", "_args_": [SHELL]}),
+    "nested": edit(model={"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "os.system", "command": SHELL}]}),
+    "in a list": edit(dataset__augment=[{"_target_": "os.system", "command": SHELL, "_partial_": True}]),
+    "whitelist": edit(model___execution_whitelist_=["os"], model__x={"_target_": "os.system", "command": SHELL}),
+    "recursive": edit(model___recursive_=False),
+    "a partial model": edit(model___partial_=True),
+    "hydra.utils.call": edit(model={"_target_": "hydra.utils.instantiate", "config": {"_target_": "os.system"}}),
+    "no target": edit(model={"a": 1}),
+    "a number as target": edit(model___target_=3),
+    "a download": edit(dataset={"_target_": "data.datasets.mnist", "root": "AWAY", "download": True}),
+    "a cache elsewhere": edit(dataset={"_target_": "data.datasets.image_folder", "root": "AWAY", "cache": "CANARY"}),
+    "a pipe as table": edit(dataset={"_target_": "data.datasets.csv", "path": "/dev/zero", "target": "y"}),
+}
+COSTLY = {
+    "a huge layer": edit(model__hidden=[10**6, 10**6, 10**6]),
+    "many layers": edit(model={"_target_": "models.resnet.ResNet", "widths": [8], "blocks": [10**9]}),
+    "a huge loss": edit(loss={"_target_": "torch.nn.Linear", "in_features": 10**6, "out_features": 10**6}),
+    "huge data": edit(dataset={"_target_": "data.datasets.synthetic", "n": 10**13}),
+    "large samples": edit(dataset={"_target_": "data.datasets.synthetic", "in_shape": [3, 10**6, 10**6]}),
+    "workers": edit(dataset__workers=10**6, dataset__resident=False),
+    "anchors": text(
+        "a: &a [x,x,x,x,x,x,x,x,x]\n"
+        + "".join(
+            f"{b}: &{b} [{','.join('*' + a for _ in range(9))}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+        )
+    ),
+    "chains": edit(**{f"x{i}": f"${{x{i + 1}}}${{x{i + 1}}}" for i in range(60)}, x60="x" * 100),
+    "chains of lists": edit(**{f"x{i}": [f"${{x{i + 1}}}"] * 9 for i in range(15)}, x15=1),
+    "a circle": edit(epochs="${seed}", seed="${epochs}"),
+    "deep": text("model: " + "[" * 10**5),
+    "deep blocks": text("".join(" " * i + "a:\n" for i in range(400))),
+    "100 MB": instead("config.yaml", big),
+    "many digits": text("epochs: " + "9" * 10**5),
+    "many brackets": edit(monitor="${" * 10**4),
+}
+TEXTS = {
+    "python/object": text("model: !!python/object/apply:os.system ['touch CANARY']"),
+    "python/name": text("model: !!python/name:os.system"),
+    "an unknown tag": text("model: !x 1"),
+    "binary": text(bytes(range(256)) * 10),
+    "empty": text(""),
+    "a list": text("- a\n- b\n"),
+    "two documents": text("a: 1\n---\nb: 2\n"),
+    "numbers as keys": text("1: 2\nnull: 3\n"),
+    "oc.env": edit(monitor="${oc.env:SECRET}"),
+    "oc.decode": edit(monitor="${oc.decode:${oc.env:SECRET}}"),
+    "oc.create": edit(model="${oc.create:{_target_: os.system}}"),
+    "hydra": edit(monitor="${hydra:runtime.cwd}"),
+    "now": edit(monitor="${now:%Y}"),
+    "oc.env in a node": edit(callbacks__a={"_target_": "trainer.callbacks.EMA", "decay": "${oc.env:SECRET}"}),
+    "escaped": edit(monitor="\\${oc.env:SECRET}"),
+    "to nowhere": edit(epochs="${nowhere.at.all}"),
+    "to a group": edit(epochs="${model}"),
+}
+KINDS = {
+    f"{key}={value}"[:40]: edit(**{key: value})
+    for i, key in enumerate(["epochs", "batch_size", "eval_batch_size", "metrics", "callbacks", "model", "dataset"]
+    + ["loss", "optimizer", "scheduler", "trainer", "seed", "drop_last", "precision", "tune", "checkpoint", "monitor"]
+    + ["run_dir", "resume", "device", "deterministic", "channels_last", "dataset__augment", "dataset__mean", "model__hidden"])
+    for value in ([{"a": [1]}, "x\x1b[31m\n\n\nx", [[]], None, 10**30, -1] * 2)[i % 6 : i % 6 + 2]
+}  # fmt: skip
+PLACES = {
+    f"{name}: {kind}": instead(name, make)
+    for name in ("config.yaml", "metrics.jsonl", "result.json", ".lock", "checkpoints")
+    for kind, make in {
+        "a pipe": lambda path, away: os.mkfifo(path),
+        "a link": link,
+        "a link to a device": lambda path, away: path.symlink_to("/dev/zero"),
+        "a folder": lambda path, away: path.mkdir(),
+        "a link to itself": lambda path, away: path.symlink_to(path),
+    }.items()
+}
+ROWS = {
+    "garbage rows": lines("metrics.jsonl", "{", "[]", "null", '"x"', "\x00\xff"),
+    "rows of other kinds": lines(
+        "metrics.jsonl", '{"step": 1, "train/samples": "x", "best": 3, "steps": [], "test/x": {}}'
+    ),
+    "rows that are not finite": lines("metrics.jsonl", '{"step": 1, "train/seconds": NaN, "train/samples": Infinity}'),
+    "a row of 10 MB": lines("metrics.jsonl", '{"step": 1, "train/samples": ' + "9" * 10**7 + "}"),
+    "deep rows": lines("metrics.jsonl", '{"step": 1, "a": ' + "[" * 10**5 + "]" * 10**5 + "}"),
+    "other results": lines("result.json", '{"steps": 20, "total_steps": 20, "seconds": "x"}'),
+    "garbage results": text(b"\xff{", "result.json"),
+    "results of a list": lines("result.json", "[1]"),
+}
+HOSTILE = BUILT | COSTLY | TEXTS | KINDS | PLACES | ROWS
+SMALL = [*BUILT][::3] + [*COSTLY][::3] + [*TEXTS][::4] + [*KINDS][::10] + [*PLACES][::4] + [*ROWS][::3]
+
+
+def states(folder):
+    """{path: its kind and bytes} of all below a folder."""
+    found = {}
+    for path in Path(folder).rglob("*"):
+        plain = path.is_file() and not path.is_symlink()
+        found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest() if plain else "other"
+    return found
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A folder with a finished run in it."""
+    folder = tmp_path_factory.mktemp("good")
+    [done] = forked(folder, [GOOD], "hydra", "torch")
+    assert done.code == 0, done.err
+    return folder / "0"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes and links")
+def test_hostile_run_directories_do_nothing(tmp_path, good, large):
+    """Evaluated, and continued by the command that made them: a result as ever, or three lines, and nothing outside."""
+    names = [name for name in HOSTILE if large or name in SMALL]
+    commands, before = [], []
+    for i, (name, command) in enumerate((n, c) for n in names for c in (["task=evaluate", "run=run"], GOOD)):
+        place = tmp_path / str(i)
+        shutil.copytree(good / "run", place / "run")
+        shutil.copytree(good, place / "away")
+        HOSTILE[name](place / "run", place / "away", place / "canary")
+        commands.append((name, command))
+        before.append(states(place))
+    answers = forked(tmp_path, [command for _, command in commands], "hydra", "torch", SECRET="geheim-wort")
+    problems = []
+    for i, ((name, command), done) in enumerate(zip(commands, answers, strict=True)):
+        what, after = f"{name}, {command[0]} ({i})", states(tmp_path / str(i))
+        reading = command[0] == "task=evaluate"
+        own = {name for name in before[i].keys() | after if not name.startswith("run/") or reading}
+        if changed := sorted(name for name in own if before[i].get(name) != after.get(name)):
+            problems.append(f"{what}: changed {changed}")
+        if "Traceback" in done.err or done.code not in (0, 2, 3):
+            problems.append(f"{what}: code {done.code}: {done.err[-600:]}")
+        if done.code and not 1 <= len([line for line in done.err.splitlines() if "WARNING" not in line]) <= 3:
+            problems.append(f"{what}: {done.err[:600]}")
+        if "geheim-wort" in done.err + done.out or "\x1b" in done.err + done.out:
+            problems.append(f"{what}: {done.err!r} {done.out!r}")
+        if reading and name in (BUILT | TEXTS | COSTLY) and name not in HARMLESS and done.code == 0:
+            problems.append(f"{what}: was evaluated")
+    print(f"{len(names)} hostile run directories, {len(commands)} commands")
+    assert problems == []
+
+
+# What an evaluation leaves out, or has no use for.
+HARMLESS = {"a file's name", "rows elsewhere", "checkpoints elsewhere", "in a list", "workers", "chains"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "null",
+        '{"overrides": 3}',
+        '{"overrides": ["a"], "best": 3, "seconds": 1}',
+        '{"overrides": [1], "error": "x"}',
+    ]
+    + [
+        '{"overrides": [], "error": 3}',
+        '{"overrides": [], "best": {"name": 1, "value": 2}, "seconds": 1}',
+        "\x00",
+        "[" * 10**5,
+    ]
+    + ['{"overrides": [], "seconds": 1, "best": {"name": "\\u001b[31m", "value": 1e400, "mode": "max"}}', '{"job": 3}']
+    + ['{"overrides": ["\\u001b[2J"], "error": "\\n\\n"}', '{"overrides": [], "seconds": NaN}'],
+)
+def test_a_sweep_with_somebodys_results_has_its_table(tmp_path, content):
+    for job in ("0", "1", "2\x1b[31m"):
+        (tmp_path / job).mkdir()
+    (tmp_path / "0" / "result.json").write_text(content, encoding="utf-8")
+    good = {
+        "overrides": ["a=1"],
+        "best": {"name": "val/acc", "value": 0.5, "mode": "max"},
+        "seconds": 1.0,
+        "test/acc": 0.5,
+    }
+    (tmp_path / "1" / "result.json").write_text(json.dumps(good), encoding="utf-8")
+    (tmp_path / "2\x1b[31m" / "result.json").symlink_to("/dev/zero")
+    lines = sweep.table(tmp_path)
+    assert len(lines) == 4 and lines[1].split() == ["1", "0.5000", "0.5000", "1.0", "a=1"]
+    assert all(line.isprintable() for line in lines)
+
+
+# Secrets.
+
+
+def test_nothing_from_the_environment_is_left_anywhere(tmp_path):
+    """As keys of all kinds, typed as ${oc.env:...}: neither on the disk nor on the screen."""
+    typed = [*GOOD, "ema=${oc.env:SECRET_NUMBER}", "dataset.root=x", "+trainer.notes=${oc.env:SECRET}"]
+    typed = [*GOOD, "ema=${oc.env:SECRET_NUMBER}", "+loss.ignore_index=${oc.decode:${oc.env:SECRET_INDEX}}"]
+    typed += ["monitor=${oc.env:SECRET_MONITOR}", "callbacks=tensorboard"]
+    secret = {"SECRET_NUMBER": "0.98765432123", "SECRET_INDEX": "-8642013579", "SECRET_MONITOR": "val/acc"}
+    [done] = forked(tmp_path, [typed], "hydra", "torch", **secret)
+    assert done.code == 0, done.err
+    left = {path: path.read_bytes() for path in (tmp_path / "0").rglob("*") if path.is_file()}
+    assert len(left) > 6 and "${oc.env:SECRET_NUMBER}" in (tmp_path / "0" / "run" / "config.yaml").read_text()
+    for word in (secret["SECRET_NUMBER"], secret["SECRET_INDEX"]):
+        assert word not in done.out + done.err
+        assert [str(path) for path, content in left.items() if word.encode() in content] == []
+
+
+def test_a_run_takes_its_data_from_where_it_lies_here(good):
+    """What our own configs look up in the environment is looked up here, and nothing else is."""
+    config = rundir.load_config("run", good / "run")
+    config["dataset"] = {"root": "${oc.env:DATA_ROOT,datasets}"}
+    assert rundir.resolved("run", good, config)["dataset"]["root"] == "${oc.env:DATA_ROOT,datasets}"
+    for key, text in (("root", "${oc.env:HOME}"), ("path", "${oc.env:DATA_ROOT,datasets}")):
+        config["dataset"] = {key: text}
+        with pytest.raises(UserError, match=rf"(?s)dataset\.{key} .*Type dataset\.{key}="):
+            rundir.resolved("run", good, dict(config))
+
+
+def test_a_model_of_another_size_is_refused_before_it_takes_memory(typed):
+    weights = torch.nn.Linear(3, 2).state_dict()
+    node = {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}
+    build.check_size("model", node, weights)
+    with pytest.raises(UserError, match=r"bias is \(4,\) here, \(2,\) in the file"):
+        build.check_size("model", node | {"out_features": 4}, weights)
+    with pytest.raises(UserError, match="far more numbers"):
+        build.check_size("model", node | {"out_features": 10**12}, weights)
