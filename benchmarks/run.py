@@ -28,6 +28,8 @@ DISTRIBUTIONS = {  # of the contestants that have to be installed
     "fastai": "fastai",
 }
 VARIANTS = ["ready", "one", "10x", "streamed", "writing", "channels_last", "mallopt", "onednn", "fused"]
+VARIANTS += ["saving", "100mb", "1gb"]
+OURS = ("ours", "bare", "ideal", "replay", "default", "large")
 TITLES = {
     "train_s": "train s/epoch",
     "evaluation_s": "evaluation s/epoch",
@@ -41,8 +43,13 @@ TITLES = {
     "peak_mib": "peak MiB",
     "rest_mib": "peak MiB without the data",
     "accuracy": "test accuracy",
+    "fit_s": "training s",
+    "saves": "checkpoints",
+    "blocked_s": "longest wait s",
+    "delayed_s": "all waiting s",
+    "written_s": "written after s",
 }
-DIGITS = {"growth": 3, "us": 1, "s": 3, "mib": 0}
+DIGITS = {"growth": 3, "us": 1, "s": 3, "mib": 0, "saves": 0}
 
 
 class What(typing.NamedTuple):
@@ -70,6 +77,17 @@ WHATS = {
     "memory": What(["ours", "bare"], "bare + data", None, ["peak_mib"], "peak_mib", "mlp"),
     "folder": What(
         ["ours", "bare"], "ours", None, ["first_epoch_s", "sum_s", "total_s", "accuracy"], "total_s", "folder", 10
+    ),
+    "checkpoints": What(
+        ["default", "default:saving"], "default", None, ["fit_s", "step_us", "saves"], "fit_s", "digits", 50
+    ),
+    "blocking": What(
+        ["large:100mb", "large:1gb"],
+        "large:100mb",
+        None,
+        ["blocked_s", "delayed_s", "written_s", "step_us"],
+        "blocked_s",
+        "ballast",
     ),
 }
 
@@ -100,7 +118,11 @@ def main():
 def read_options():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--what", choices=WHATS, default="epochs")
-    parser.add_argument("--work", choices=("linear", "mlp", "cnn", "cifar", "folder"), help="default: mlp, or --what's")
+    parser.add_argument(
+        "--work",
+        choices=("linear", "mlp", "cnn", "cifar", "folder", "digits", "ballast"),
+        help="default: mlp, or --what's",
+    )
     parser.add_argument("--contestants", nargs="+", metavar="NAME[:VARIANT+VARIANT]", help="ideal:channels_last, ...")
     parser.add_argument("--rounds", type=positive, default=3, help="each has a seed of its own")
     parser.add_argument("--epochs", type=positive, help="of which the first is a warm-up (default 3; folder 10)")
@@ -115,14 +137,14 @@ def read_options():
     options.work = what.work or options.work or "mlp"
     options.epochs = options.epochs or what.epochs
     for name in options.contestants or []:
-        if name.partition(":")[0] not in ("ours", "bare", "ideal", "replay", *DISTRIBUTIONS):
+        if name.partition(":")[0] not in (*OURS, *DISTRIBUTIONS):
             parser.error(f"--contestants {name}: give ours, bare, ideal, replay, {', '.join(DISTRIBUTIONS)}")
         for variant in filter(None, name.partition(":")[2].split("+")):
             if variant not in VARIANTS and not (name.startswith("ours:") and "=" in variant):
                 parser.error(f"--contestants {name}: there is no variant {variant}; give {', '.join(VARIANTS)}")
     if options.output and not Path(options.output).absolute().parent.is_dir():
         parser.error(f"--output {options.output}: there is no such folder")
-    if options.what != "startup":
+    if options.what not in ("startup", "checkpoints", "blocking"):
         needed = "cifar10_jpeg" if options.work in ("cifar", "folder") else "MNIST/raw"
         if not Path(os.environ.get("DATA_ROOT", ""), needed).is_dir():
             parser.error(f"there is no {needed} below DATA_ROOT: set DATA_ROOT=DIR")

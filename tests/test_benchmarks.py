@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
 
-from benchmarks import by_hand, run, work
+from benchmarks import by_hand, run, saving, work
 from benchmarks.ours import ours
 from data.loader import make_loaders
+from trainer import checkpoint
 
 RUN = Path(run.__file__)
 
@@ -158,6 +160,34 @@ def test_what_is_derived_within_a_round():
     run.derive(results, "scale")
     assert [result["growth"] for result in results.values()] == [1.0, 3.0, 1.1, 1.0]
     assert results["ours"]["rest_mib"] == 3.0
+
+
+def test_a_step_has_waited_for_as_long_as_it_came_late():
+    times = [0.0, 1.0, 2.0, 3.0, 7.0, 9.0, 10.0, 11.0, 12.0, 13.0]  # 3 s late, and 1 s
+    held_up = saving.held_up(times, begun=[3.0], written=[9.5])
+    assert held_up == {"blocked_s": 3.0, "delayed_s": 4.0, "written_s": 6.5, "step_us": 1e6}
+
+
+def test_the_default_job_with_and_without_checkpoints_does_the_same_steps(tmp_path):
+    found = {}
+    for name in ("plain", "saving"):
+        (tmp_path / name).mkdir()
+        try:
+            found[name] = saving.default(work.Job("default", (name,), "digits", 2, scratch=str(tmp_path / name)), None)
+        finally:
+            HydraConfig.instance().cfg = None
+    assert found["plain"]["saves"] == 0 and not checkpoint.files(tmp_path / "plain" / "run" / "checkpoints")
+    assert found["saving"]["saves"] == 2 and list(checkpoint.files(tmp_path / "saving" / "run" / "checkpoints")) == [
+        40,
+        20,
+    ]
+
+
+def test_large_checkpoints_are_as_large_as_they_should_be(tmp_path):
+    numbers = saving.large(work.Job("large", ("1mb",), scratch=str(tmp_path)), None, every=4)
+    assert numbers.keys() == {"blocked_s", "delayed_s", "written_s", "step_us"}
+    found = checkpoint.files(tmp_path / "checkpoints")
+    assert max(found) == 14 and 2**20 < found[14].stat().st_size < 2.3 * 2**20
 
 
 def test_the_command_prints_its_table_and_writes_it(tmp_path):

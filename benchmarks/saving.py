@@ -1,0 +1,127 @@
+"""What checkpoints cost: the default job with and without them, and how long a large one holds a training up."""
+
+import contextlib
+import functools
+import itertools
+import os
+import statistics
+import sys
+import time
+
+import torch
+
+from trainer import Trainer
+from trainer.callbacks import Callback, Checkpoint
+
+MIB = {"1mb": 1, "100mb": 100, "1gb": 1024}
+SAVES = 3  # of a large one
+
+
+class Timed(Checkpoint):
+    """Notes when a save begins and when its file is in place."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.begun, self.written = [], []
+
+    def save(self, trainer):
+        self.begun.append(time.perf_counter())
+        super().save(trainer)
+
+    def write(self, *args):
+        super().write(*args)
+        self.written.append(time.perf_counter())
+
+
+class Ticks(Callback):
+    """The time after each step, before what the callbacks behind it do."""
+
+    def __init__(self):
+        self.times = []
+
+    def on_step_end(self, trainer):
+        self.times.append(time.perf_counter())
+
+
+def default(job, clock):
+    """The job of `python train.py`, as its config builds it; variant saving: with the checkpoints of that config."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import open_dict
+
+    import train
+    from trainer import cli
+    from trainer.build import TRUSTED
+
+    configs = os.path.join(os.path.dirname(train.__file__), "configs")
+    settings = [f"epochs={job.epochs}", f"seed={job.seed}", f"device={job.device}", f"run_dir={job.scratch}/run"]
+    with hydra.initialize_config_dir(configs), hydra.utils.execution_whitelist(cli.trusted(TRUSTED, [])):
+        cfg = hydra.compose("train", settings, return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        saver = Timed(os.path.join(job.scratch, "run", "checkpoints"), **cfg.checkpoint)
+        with train.building(cfg, [saver] if "saving" in job.variants else []) as (
+            trainer,
+            _,
+            (train_loader, val_loader, _),
+        ):
+            start = time.perf_counter()
+            trainer.fit(train_loader, val_loader)
+            fit_s = time.perf_counter() - start
+            return {"fit_s": fit_s, "step_us": 1e6 * fit_s / trainer.step, "saves": len(saver.begun)}
+
+
+class Ballast(torch.nn.Module):
+    """A small network with so many MiB of weights that only lie there."""
+
+    def __init__(self, mib):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10))
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.randn(2**18), requires_grad=False) for _ in range(mib)
+        )
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+def large(job, clock, every=1500):
+    """Steps of a few milliseconds, and every so many of them a checkpoint of the MiB that the variant says."""
+    [mib] = [MIB[variant] for variant in job.variants if variant in MIB]
+    torch.manual_seed(job.seed)
+    batch = (torch.randn(256, 256), torch.randint(0, 10, (256,)))
+    ticks, saver = Ticks(), Timed(os.path.join(job.scratch, "checkpoints"), every=every, epochs=None)
+    with (
+        Trainer(
+            Ballast(mib),
+            loss=torch.nn.CrossEntropyLoss(),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.01),
+            callbacks=[ticks, saver],
+            max_steps=SAVES * every + every // 2,
+            device=job.device,
+            log_every=10**9,
+        ) as trainer,
+        contextlib.redirect_stdout(sys.stderr),
+    ):
+        trainer.fit([batch] * ((SAVES + 1) * every))
+    return held_up(ticks.times, saver.begun[:SAVES], saver.written[:SAVES])
+
+
+def held_up(times, begun, written):
+    """Medians over the saves: the longest wait between two steps, all waiting until the file is there, and the writing.
+
+    A step has waited for as long as it came later than the median one.
+    """
+    gaps = [(start, end - start) for start, end in itertools.pairwise(times)]
+    usual = statistics.median(gap for _, gap in gaps)
+    waits = [
+        [gap - usual for start, gap in gaps if begin - usual < start < end]
+        for begin, end in zip(begun, written, strict=True)
+    ]
+    return {
+        "blocked_s": statistics.median(max(wait) for wait in waits),
+        "delayed_s": statistics.median(sum(wait) for wait in waits),
+        "written_s": statistics.median(end - begin for begin, end in zip(begun, written, strict=True)),
+        "step_us": 1e6 * usual,
+    }
