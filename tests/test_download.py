@@ -217,7 +217,9 @@ def test_http_itself_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "packed", [gzip.compress(bytes(10**7)), b"no gzip", gzip.compress(bytes(1000))[:-10], b"\x1f\x8b"]
+    "packed",
+    [gzip.compress(bytes(10**7)), b"no gzip", gzip.compress(bytes(1000))[:-10], b"\x1f\x8b"],
+    ids=["a bomb", "no gzip", "a part", "the beginning"],
 )
 def test_bombs_and_broken_gz_leave_nothing(packed, server, tmp_path, monkeypatch):
     server.files["f.gz"] = packed
@@ -306,7 +308,11 @@ def test_a_hostile_archive_leaves_nothing(name, fetch_archive, tmp_path):
     assert everything(tmp_path) == {"root": False} and not os.path.lexists("/tmp/stoker-out")
 
 
-@pytest.mark.parametrize("packed", [gzip.compress(bytes(10**7)), gzip.compress(b"\xff" * 5000), b"", b"x" * 600])
+@pytest.mark.parametrize(
+    "packed",
+    [gzip.compress(bytes(10**7)), gzip.compress(b"\xff" * 5000), b"", b"x" * 600],
+    ids=["zeros", "ones", "nothing", "no gzip"],
+)
 def test_what_is_no_archive_leaves_nothing(packed, fetch_archive, tmp_path):
     with pytest.raises(UserError, match="cifar10 could not be downloaded"):
         fetch_archive(packed)

@@ -302,7 +302,8 @@ KINDS = {
     f"{key}={value}"[:40]: edit(**{key: value})
     for i, key in enumerate(["epochs", "batch_size", "eval_batch_size", "metrics", "callbacks", "model", "dataset"]
     + ["loss", "optimizer", "scheduler", "trainer", "seed", "drop_last", "precision", "tune", "checkpoint", "monitor"]
-    + ["run_dir", "resume", "device", "deterministic", "channels_last", "dataset__augment", "dataset__mean", "model__hidden"])
+    + ["run_dir", "resume", "device", "deterministic", "channels_last"]
+    + ["dataset__augment", "dataset__mean", "model__hidden"])
     for value in ([{"a": [1]}, "x\x1b[31m\n\n\nx", [[]], None, 10**30, -1] * 2)[i % 6 : i % 6 + 2]
 }  # fmt: skip
 PLACES = {
