@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from trainer.device import to_device
-from trainer.errors import UserError, check_number, did_you_mean
+from trainer.errors import UserError, as_typed, check_number, did_you_mean
 
 # The geometric ones in the order in which they are applied, whatever the order of the list.
 # `flip` takes no value, the others this one unless told.
@@ -49,7 +49,7 @@ class Augment:
             return
         if not isinstance(item, str) or item not in DEFAULTS:
             raise UserError(
-                f"dataset.augment={item}: there is no such augmentation.{did_you_mean(item, DEFAULTS)}\n"
+                f"dataset.augment={as_typed(item)}: there is no such augmentation.{did_you_mean(item, DEFAULTS)}\n"
                 f"Type a list of {', '.join(DEFAULTS)}."
             )
         key, value = f"dataset.augment.{item}", DEFAULTS[item] if value is None else value

@@ -426,18 +426,33 @@ def test_a_sweep_with_somebodys_results_has_its_table(tmp_path, content):
 # Secrets.
 
 
+MINE = """
+from trainer.callbacks import Callback
+
+class Mine(Callback):
+    def __init__(self, key, keys):
+        assert key.startswith("geheim") and keys == [key]
+"""
+
+
 def test_nothing_from_the_environment_is_left_anywhere(tmp_path):
-    """As keys of all kinds, typed as ${oc.env:...}: neither on the disk nor on the screen."""
-    typed = [*GOOD, "ema=${oc.env:SECRET_NUMBER}", "dataset.root=x", "+trainer.notes=${oc.env:SECRET}"]
-    typed = [*GOOD, "ema=${oc.env:SECRET_NUMBER}", "+loss.ignore_index=${oc.decode:${oc.env:SECRET_INDEX}}"]
-    typed += ["monitor=${oc.env:SECRET_MONITOR}", "callbacks=tensorboard"]
-    secret = {"SECRET_NUMBER": "0.98765432123", "SECRET_INDEX": "-8642013579", "SECRET_MONITOR": "val/acc"}
-    [done] = forked(tmp_path, [typed], "hydra", "torch", **secret)
-    assert done.code == 0, done.err
+    """In keys of all kinds, typed as ${oc.env:...}: neither on the disk nor on the screen, mistakes included."""
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    mine = [
+        "+callbacks.mine._target_=mine.Mine",
+        "+callbacks.mine.key=${oc.env:S}",
+        "+callbacks.mine.keys=['${oc.env:S}']",
+    ]
+    typed = [*GOOD, *mine, "ema='${oc.decode:${oc.env:NUMBER}}'", "callbacks=tensorboard"]
+    secret = {"S": "geheim-wort", "NUMBER": "0.98765432123", "PYTHONPATH": str(tmp_path)}
+    commands = [typed, [*typed, "epochs=2", "patience=${oc.env:S}"], [*typed, "resume=${oc.env:S}"]]
+    first, *wrong = forked(tmp_path, commands, "hydra", "torch", **secret)
+    assert first.code == 0, first.err
+    assert all(done.code == 2 and "${oc.env:S}" in done.err for done in wrong)
     left = {path: path.read_bytes() for path in (tmp_path / "0").rglob("*") if path.is_file()}
-    assert len(left) > 6 and "${oc.env:SECRET_NUMBER}" in (tmp_path / "0" / "run" / "config.yaml").read_text()
-    for word in (secret["SECRET_NUMBER"], secret["SECRET_INDEX"]):
-        assert word not in done.out + done.err
+    assert len(left) > 6 and b"${oc.env:S}" in left[tmp_path / "0" / "run" / "config.yaml"]
+    for word in (secret["NUMBER"], secret["S"]):
+        assert not any(word in done.out + done.err for done in (first, *wrong))
         assert [str(path) for path, content in left.items() if word.encode() in content] == []
 
 

@@ -65,6 +65,7 @@ def split(batch, parts):
     if parts == 1:
         return [(batch, 1.0)]
     samples = size(batch)
+    parts = min(parts, samples)
     bounds = [samples * i // parts for i in range(parts + 1)]
 
     def cut(start, stop):

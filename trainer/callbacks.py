@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from trainer import checkpoint, settings, summary
-from trainer.errors import TrainingError, UserError, check_number, did_you_mean
+from trainer.errors import TrainingError, UserError, as_typed, check_number, did_you_mean
 
 
 class Callback:
@@ -69,7 +69,9 @@ class Monitor(Callback):
         if self.name not in good_end:
             hint = did_you_mean(self.name, good_end)
             names = ", ".join(good_end)
-            raise UserError(f"monitor={self.name}: no such number is logged.{hint}\nType monitor= one of: {names}.")
+            raise UserError(
+                f"monitor={as_typed(self.name)}: no such number is logged.{hint}\nType monitor= one of: {names}."
+            )
         higher = good_end[self.name] if self.mode == "auto" else self.mode == "max"
         if higher is None:
             what = "the metric does not say whether high or low is good."

@@ -277,7 +277,14 @@ def check_config(cfg):
     except RecursionError:
         cycle = next((key for key, value in flat(cfg).items() if isinstance(value, str) and "${" in value), "a key")
         raise UserError(f"{cycle}: its ${{...}} leads back to itself. Type a value.") from None
-    settings.check_all(resolved)
+    try:
+        settings.check_all(resolved)
+    except UserError as error:  # as it was typed: what comes from the environment may be a secret
+        text = str(error)
+        for key, value in flat(cfg).items():
+            if isinstance(value, str) and "${" in value:
+                text = text.replace(f"{key}={as_typed(resolved.get(key))}", f"{key}={value}")
+        raise UserError(text) from None
 
 
 def check_types(prefix, given, defaults):

@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import math
 import re
 import traceback
 
@@ -33,7 +34,8 @@ def nearest(name, choices):
     decides, which is harsh on short names.
     """
     name, choices = str(name)[:100], [str(choice) for choice in choices]
-    close = [choice for choice in choices if is_one_slip(name.lower(), choice.lower())]
+    close = [choice for choice in choices if choice.lower() == name.lower()]
+    close = close or [choice for choice in choices if is_one_slip(name.lower(), choice.lower())]
     return next(iter(difflib.get_close_matches(name, close or choices, n=1, cutoff=0.0 if close else 0.6)), None)
 
 
@@ -79,7 +81,8 @@ def check_number(key, value, *, whole=False, least=None, above=None, most=None, 
         + [f"at most {most}"] * (most is not None)
         + ["below 2**63"] * (isinstance(value, int) and abs(value) >= 2**63)
     )
-    ok = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
+    ok = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    ok = ok and (abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value))
     ok = (
         ok
         and (least is None or value >= least)
