@@ -63,6 +63,8 @@ def serve():
 
 
 def run(folder, arguments, signals, limits):
+    for name in ("out", "err"):
+        Path(folder, name).write_bytes(b"")
     child, start = os.fork(), time.perf_counter()
     if child == 0:
         be_a_run(folder, arguments, **limits)
@@ -86,7 +88,7 @@ def be_a_run(folder, arguments, file=None, bound=False):
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+        os.dup2(os.open(name, os.O_WRONLY), stream)
     if file is not None:
         import resource
 
