@@ -192,6 +192,11 @@ LATE = [
         "Type a list of flip",
     ),
     ("dataset.augment=[3]", "error: dataset.augment", ""),
+    (
+        "dataset=synthetic dataset.n=10000000000000",
+        "error: dataset.n=10000000000000: this takes",
+        "Type a lower dataset.n",
+    ),
     ("dataset.val_fraction=2", "error: dataset.val_fraction=2:", "at most 0.95"),
     ("dataset=csv dataset.path=nope.csv dataset.target=y", "error: dataset.path=nope.csv: there is no such file.", ""),
     ("dataset=mnist dataset.root=/nope", "error: MNIST is not in /nope.", "Type dataset.download=true"),
