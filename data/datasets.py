@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from data.cache import VERSION, open_cache
-from trainer.device import MIB, mix_seed
+from trainer.device import MIB, free_memory, mix_seed
 from trainer.errors import UserError, check_choice, check_number, did_you_mean, log, printable
 from trainer.files import open_plain
 
@@ -769,6 +769,14 @@ def synthetic(
     fractions = _check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
     generator = torch.Generator().manual_seed(mix_seed(split_seed, "synthetic"))
     image, classes = len(in_shape) == 3, kind == "classification"
+    # The samples, and the patterns and a chunk of samples as float32, each more than once.
+    size = math.prod(in_shape) * ((1 if image else 4) * n + 16 * num_classes + 16 * min(n, 4096))
+    free = free_memory(torch.device("cpu"))
+    if size > free:
+        raise UserError(
+            f"dataset.n={n}: this takes {size / MIB:,.0f} MiB of memory, and {free / MIB:,.0f} are free.\n"
+            "Type a lower dataset.n, dataset.in_shape or dataset.num_classes."
+        )
     patterns = torch.randn(num_classes, *in_shape, generator=generator)
     if image:  # coarse ones, which convolutions and pooling do not wash out
         coarse = torch.randn(num_classes, in_shape[0], 4, 4, generator=generator)

@@ -31,7 +31,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYT
 PATIENCE = 300  # seconds for one command: for a hang, no limit to be near to
 
 
-def run(folder, *arguments, python=(TRAIN,), **environment):
+def run(folder, *arguments, python=(TRAIN,), patience=PATIENCE, **environment):
     """`python train.py ...` in `folder`: its exit code, its output, and what lies in the folder afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, *python, *arguments]
@@ -41,7 +41,7 @@ def run(folder, *arguments, python=(TRAIN,), **environment):
         env=ENVIRONMENT | environment,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=patience,
         check=False,
     )
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr, files=listing(folder))
@@ -192,6 +192,11 @@ LATE = [
         "Type a list of flip",
     ),
     ("dataset.augment=[3]", "error: dataset.augment", ""),
+    (
+        "dataset=synthetic dataset.n=10000000000000",
+        "error: dataset.n=10000000000000: this takes",
+        "Type a lower dataset.n",
+    ),
     ("dataset.val_fraction=2", "error: dataset.val_fraction=2:", "at most 0.95"),
     ("dataset=csv dataset.path=nope.csv dataset.target=y", "error: dataset.path=nope.csv: there is no such file.", ""),
     ("dataset=mnist dataset.root=/nope", "error: MNIST is not in /nope.", "Type dataset.download=true"),
@@ -262,9 +267,8 @@ def forked(folder, commands, *modules, **environment):
     for place, _ in commands:
         os.makedirs(place, exist_ok=True)
     (folder / "commands.json").write_text(json.dumps(commands), encoding="utf-8")
-    done = run(
-        folder, TRAIN, str(folder / "commands.json"), *modules, python=("-c", textwrap.dedent(FORKS)), **environment
-    )
+    python, patience = ("-c", textwrap.dedent(FORKS)), PATIENCE + 10 * len(commands)
+    done = run(folder, TRAIN, str(folder / "commands.json"), *modules, python=python, patience=patience, **environment)
     assert done.code == 0, done.err
     return [
         SimpleNamespace(
