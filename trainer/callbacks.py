@@ -10,6 +10,7 @@ import torch
 
 from trainer import checkpoint, settings, summary
 from trainer.errors import TrainingError, UserError, as_typed, check_number, did_you_mean
+from trainer.state import ANYTHING, check_like, refuse
 
 
 class Callback:
@@ -45,6 +46,9 @@ class Callback:
 
     def load_state_dict(self, state):
         pass
+
+    def check_state(self, trainer, state, name):
+        """UserError where `load_state_dict` or what comes after it could not do with this state; changes nothing."""
 
 
 class Monitor(Callback):
@@ -96,6 +100,12 @@ class Monitor(Callback):
 
     def load_state_dict(self, state):
         self.best = state["best"]
+
+    def check_state(self, trainer, state, name):
+        best = {"step": 0, "value": math.inf} if isinstance(state, dict) and state.get("best") is not None else None
+        check_like(state, self.state_dict() | {"best": best}, name)
+        if best and not (isinstance(state["best"]["step"], int) and state["best"]["step"] >= 0):
+            refuse(state["best"]["step"], "a number of steps", f"{name}.best.step")
 
 
 class Checkpoint(Monitor):
@@ -177,6 +187,12 @@ class Checkpoint(Monitor):
     def load_state_dict(self, state):
         super().load_state_dict(state)
         self.metrics = state["metrics"]
+
+    def check_state(self, trainer, state, name):
+        super().check_state(trainer, state | {"metrics": self.metrics} if isinstance(state, dict) else state, name)
+        check_like(state, {"best": ANYTHING, "metrics": ANYTHING}, name)
+        if not isinstance(state["metrics"], dict) or not all(isinstance(key, str) for key in state["metrics"]):
+            refuse(state["metrics"], "a dict of numbers", f"{name}.metrics")
 
     def write(self, path, state, best):
         """In the thread: the new one, and when it is in place, away with the old ones."""
@@ -276,6 +292,9 @@ class Lookahead(Callback):
     def load_state_dict(self, state):
         self.slow, self.step = state["slow"], state["step"]
 
+    def check_state(self, trainer, state, name):
+        check_copies(trainer, state, "slow", name)
+
 
 class EMA(Callback):
     """Evaluates and predicts with an exponential moving average of the weights and of BatchNorm's statistics.
@@ -330,12 +349,21 @@ class EMA(Callback):
     def load_state_dict(self, state):
         self.average, self.step = state["average"], state["step"]
 
+    def check_state(self, trainer, state, name):
+        check_copies(trainer, state, "average", name)
+
 
 def floating_state(trainer, frozen=False):
     """{name: tensor} of the weights and statistics that can be averaged, live; frozen weights only if asked."""
     fixed = () if frozen else {name for name, weight in trainer.module.named_parameters() if not weight.requires_grad}
     state = trainer.module.state_dict().items()
     return {name: tensor for name, tensor in state if tensor.is_floating_point() and name not in fixed}
+
+
+def check_copies(trainer, state, key, name):
+    """UserError where the state's tensors are not copies of the model's, as they are from the first fit on."""
+    begun = isinstance(state, dict) and (state.get(key) is not None or state.get("step") != 0)
+    check_like(state, {key: floating_state(trainer, frozen=True) if begun else None, "step": 0}, name)
 
 
 def copied(tensors, like):

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from trainer.errors import TrainingError, UserError, log
 from trainer.files import open_plain, remove_partial, replacing
+from trainer.state import WAYS, has_usual_state
 
 FORMAT = "stoker-1"
 # The key of the JSON objects that stand for what JSON has not: tensors, tuples, dicts with other keys than strings.
@@ -149,11 +150,15 @@ def unpack(value, tensors):
 
 
 def restore(part, state):
-    """`part.load_state_dict(state)`; an optimizer's tensors get the layout of their parameters.
+    """`part.load_state_dict(state)`; an optimizer keeps its way of working, and its tensors are like its parameters.
 
     A file holds all tensors contiguous, and a fused optimizer walks through the memory of a channels_last weight and of
     its means as they lie: means of another layout would be those of other weights.
     """
+    if isinstance(part, torch.optim.Optimizer) and has_usual_state(part):
+        pairs = zip(part.param_groups, state["param_groups"], strict=True)
+        groups = [{**group, **{way: own[way] for way in WAYS if way in own}} for own, group in pairs]
+        state = {**state, "param_groups": groups}
     part.load_state_dict(state)
     if isinstance(part, torch.optim.Optimizer):
         for parameter, moments in part.state.items():

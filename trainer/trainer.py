@@ -13,6 +13,7 @@ from trainer.callbacks import Callback
 from trainer.errors import TrainingError, UserError
 from trainer.metrics import Mean
 from trainer.micro_batch import MicroBatch
+from trainer.state import check, refuse
 from trainer.stopping import Interrupted
 
 # 65,536, where the fp16 scaler begins, halved so often is 6e-5: no gradient overflows because of such a scale.
@@ -407,21 +408,39 @@ class Trainer:
         self.load_state_dict(checkpoint.load(path))
 
     def load_state_dict(self, state):
-        """Takes what `state_dict` gave; UserError for another model's, TrainingError for another Trainer's."""
+        """Takes what `state_dict` gave.
+
+        Before anything is changed, UserError for another model's, TrainingError for another Trainer's.
+        """
+        self.check_state(state)
         for name, part in self.stateful().items():
-            if name not in state:
-                raise TrainingError(f"The checkpoint has no {name!r}: it was written by another Trainer.")
-            if name == "scheduler" and set(state[name]) != set(part.state_dict()):
-                raise UserError(f"The checkpoint was written with another scheduler than {type(part).__name__}.")
             try:
                 checkpoint.restore(part, state[name])
-            except (RuntimeError, ValueError, KeyError) as error:
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 reason = str(error).splitlines()[-1].strip()
                 raise UserError(f"The checkpoint does not fit this {name}: {reason}") from None
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
         self.step, self.evaluation_due = state["step"], state["evaluation_due"]
+
+    def check_state(self, state):
+        """Looks at all of a state before any of it is loaded."""
+        kinds = {"step": int, "evaluation_due": bool, "callbacks": dict, **dict.fromkeys(self.stateful(), object)}
+        for name, kind in kinds.items():
+            if not isinstance(state, dict) or name not in state:
+                raise TrainingError(f"The checkpoint has no {name!r}: it was written by another Trainer.")
+            if not isinstance(state[name], kind):
+                refuse(state[name], f"of type {kind.__name__}", name)
+        if not 0 <= state["step"] < 2**63 or isinstance(state["step"], bool):
+            refuse(state["step"], "a number of steps", "step")
+        for name, part in self.stateful().items():
+            if name == "scheduler" and isinstance(state[name], dict) and set(state[name]) != set(part.state_dict()):
+                raise UserError(f"The checkpoint was written with another scheduler than {type(part).__name__}.")
+            check(part, state[name], name)
+        for name, callback in self.named_callbacks().items():
+            if name in state["callbacks"]:
+                callback.check_state(self, state["callbacks"][name], f"callbacks.{name}")
 
     def named_callbacks(self):
         """{class name: callback}, the second of a class being "Name.1"."""

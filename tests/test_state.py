@@ -1,0 +1,268 @@
+"""States that no training has written are refused before anything is loaded; those of every optimizer load."""
+
+import copy
+import functools
+import math
+
+import pytest
+import torch
+from conftest import assert_same, make_data, make_trainer
+
+from data.loader import DeviceLoader
+from trainer import checkpoint, state
+from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead
+from trainer.errors import TrainingError, UserError
+
+
+def loaders():
+    data = make_data()
+    return DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 25)
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 3))
+
+
+def trainer(folder, **settings):
+    callbacks = [Lookahead(), EMA(0.9), EarlyStopping(9), Checkpoint(folder, every=5, keep=9)]
+    settings = {"callbacks": callbacks, "precision": "fp16", "max_grad_norm": 1.0, "log_every": 3, **settings}
+    return make_trainer(model(), **settings)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    trainer(folder).fit(*loaders())
+    return checkpoint.load(checkpoint.path_of(folder, 10))
+
+
+def at(path, value):
+    """A change: the value at the place, `GONE` to leave it out."""
+
+    def change(whole):
+        *way, last = path.split("/")
+        for key in way:
+            whole = whole[int(key) if key.isdigit() else key]
+        last = int(last) if last.isdigit() else last
+        if value is GONE:
+            del whole[last]
+        else:
+            whole[last] = value
+
+    return pytest.param(change, id=f"{path}={value}"[:60])
+
+
+GONE = object()
+LONG, NAN = 10**400, math.nan
+MOMENTS, GROUP = "optimizer/state/0", "optimizer/param_groups/0"
+NAMES = ("EMA", "Lookahead", "EarlyStopping", "Checkpoint")
+WRONG = [
+    *[at("step", value) for value in (-1, 2.5, "10", None, True, LONG, GONE, [10], torch.tensor(10))],
+    *[at("evaluation_due", value) for value in (GONE, 1, "no")],
+    *[at(name, value) for name in ("model", "optimizer", "scheduler", "scaler") for value in (GONE, [], "x", None, 3)],
+    *[at(f"model/{name}", GONE) for name in ("0.weight", "1.running_mean", "1.num_batches_tracked")],
+    *[at("model/0.weight", value) for value in (torch.ones(16, 7), torch.ones(1), torch.tensor(1.0), "x", 1.0, None)],
+    at("model/0.weight", torch.ones(16, 6, dtype=torch.int64)),
+    at("model/extra", torch.ones(1)),
+    at("optimizer/state", []),
+    at("optimizer/state/99", {}),
+    at("optimizer/state/x", {"step": 1}),
+    at(MOMENTS, 3),
+    *[at(f"{MOMENTS}/{name}", GONE) for name in ("exp_avg", "exp_avg_sq", "step")],
+    *[at(f"{MOMENTS}/exp_avg", value) for value in (torch.ones(6, 16), torch.ones(96), torch.ones(1), 0.0, "x", None)],
+    *[at(f"{MOMENTS}/step", value) for value in ("x", torch.ones(2), torch.tensor(NAN), torch.tensor(-1.0), -1, LONG)],
+    at(f"{MOMENTS}/max_exp_avg_sq", torch.ones(16, 6)),
+    at("optimizer/param_groups", []),
+    at("optimizer/param_groups", {}),
+    at(GROUP, "x"),
+    *[at(f"{GROUP}/lr", value) for value in (GONE, "0.1", NAN, math.inf, LONG, [0.1], torch.ones(2), None, True)],
+    *[at(f"{GROUP}/betas", value) for value in (GONE, 0.9, (0.9,), ("a", "b"), (0.9, NAN), "ab", None)],
+    *[at(f"{GROUP}/params", value) for value in (GONE, [0], [], "x", [[0], [1]], [torch.ones(2)])],
+    *[at(f"{GROUP}/amsgrad", value) for value in (True, "x", None, 0)],
+    *[at(f"{GROUP}/initial_lr", value) for value in (GONE, "x")],
+    *[at("scheduler/steps", value) for value in ("x", None, -math.inf, LONG, [1])],
+    at("scheduler/other", 1),
+    *[at("scaler/scale", value) for value in (GONE, 0.0, -1.0, NAN, math.inf, "x", torch.ones(2))],
+    *[at("scaler/growth_interval", value) for value in (2.5, 0, "x", LONG)],
+    *[at("train_loss/total", value) for value in (GONE, "x", torch.ones(3), None, LONG)],
+    *[at("grad_norm/samples", value) for value in ("x", NAN, None)],
+    *[at("micro_batch/size", value) for value in ("x", [1], GONE)],
+    *[at("callbacks", value) for value in (GONE, [], "x")],
+    *[at(f"callbacks/{name}", value) for name in NAMES for value in ([], 1)],
+    *[at("callbacks/EMA/average/0.weight", value) for value in (GONE, torch.ones(1), torch.ones(16, 7), "x", 1.0)],
+    *[at("callbacks/EMA/average", value) for value in (GONE, None, [], {})],
+    *[at("callbacks/Lookahead/slow/1.running_var", value) for value in (GONE, torch.ones(3), torch.ones(()))],
+    *[at("callbacks/Lookahead/step", value) for value in (GONE, "x", None)],
+    *[at("callbacks/EarlyStopping/waited", value) for value in (GONE, "x", None, [1], LONG)],
+    *[at("callbacks/Checkpoint/best", value) for value in (GONE, 3, "x", [], {}, {"step": 1}, {"value": 1.0})],
+    *[at("callbacks/Checkpoint/best/step", value) for value in (-1, 2.5, "1", None)],
+    *[at("callbacks/EarlyStopping/best/value", value) for value in ("x", None, [1.0], GONE)],
+    *[at("callbacks/Checkpoint/metrics", value) for value in (GONE, [], "x", {1: 2})],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_a_wrong_state_is_refused_and_nothing_of_it_loaded(tmp_path, good, change):
+    wrong = copy.deepcopy(good)
+    change(wrong)
+    made = trainer(tmp_path)
+    made.prepare(*loaders(), None)
+    before = copy.deepcopy(made.state_dict())
+    with pytest.raises((UserError, TrainingError)) as caught:
+        made.load_state_dict(wrong)
+    assert 1 <= len(str(caught.value).splitlines()) <= 3 and len(str(caught.value)) < 400
+    assert_same(made.state_dict(), before)
+
+
+@pytest.mark.parametrize("value", [None, [], "text", 3, torch.ones(2), {}])
+def test_what_is_no_state_at_all_is_refused(tmp_path, value):
+    with pytest.raises(TrainingError, match="written by another Trainer"):
+        trainer(tmp_path).load_state_dict(value)
+
+
+def test_the_place_and_what_was_wanted_are_named(tmp_path, good):
+    wrong = copy.deepcopy(good)
+    wrong["optimizer"]["state"][0]["exp_avg"] = torch.ones(3)
+    with pytest.raises(UserError) as caught:
+        trainer(tmp_path).load_state_dict(wrong)
+    place = "The checkpoint does not fit this optimizer: optimizer.state.0.exp_avg is a float32 tensor of shape (3,)"
+    assert str(caught.value) == f"{place}, not a float32 tensor of shape (16, 6)."
+
+
+def test_a_good_state_loads_in_a_fit_and_without_one(tmp_path, good):
+    made = trainer(tmp_path)
+    made.load_state_dict(copy.deepcopy(good))
+    assert made.step == 10 and made.evaluate(loaders()[1])["val/loss"] > 0
+    resumed, whole = trainer(tmp_path / "resumed"), trainer(tmp_path / "whole")
+    resumed.fit(*loaders(), resume=copy.deepcopy(good))
+    whole.fit(*loaders())
+    assert_same(dict(resumed.module.state_dict()), dict(whole.module.state_dict()))
+
+
+def test_a_callback_of_ones_own_may_have_any_state(tmp_path):
+    class Own(Callback):
+        seen = ()
+
+        def on_step_end(self, trainer):
+            self.seen = [*self.seen, {"at": trainer.step}]
+
+        def state_dict(self):
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state):
+            self.seen = state["seen"]
+
+    one = make_trainer(callbacks=[Own(), Checkpoint(tmp_path)], epochs=1)
+    one.fit(*loaders())
+    other = make_trainer(callbacks=[Own()], epochs=1)
+    other.load(checkpoint.newest(tmp_path)[0])
+    assert other.callbacks[0].seen[-1] == {"at": 8}
+
+
+# Optimizers
+
+KINDS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+]
+OPTIONS = {
+    "SGD": [{}, {"momentum": 0.9}],
+    "Adam": [{}, {"amsgrad": True}],
+    "AdamW": [{}, {"amsgrad": True, "foreach": True}],
+}
+OPTIONS |= {"RMSprop": [{}, {"centered": True, "momentum": 0.9}], "LBFGS": [], "SparseAdam": []}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param(kind, options, id=f"{kind.__name__} {options}")
+        for kind in KINDS
+        for options in OPTIONS.get(kind.__name__, [{}])
+    ],
+)
+def test_the_state_of_each_optimizer_is_known_and_loads(kind, options):
+    """What a step on the meta device shows is what a real one leaves, and so a moment that is missing is noticed."""
+
+    def build():
+        torch.manual_seed(0)
+        matrices = [torch.nn.Parameter(torch.randn(4, 5)), torch.nn.Parameter(torch.randn(3, 2))]
+        others = [] if kind.__name__ == "Muon" else [torch.nn.Parameter(torch.randn(7))]
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        return kind([group for group in groups if group["params"]], lr=0.01, **options)
+
+    def step(optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.detach().clone()
+        optimizer.step()
+
+    one, other = build(), build()
+    for _ in range(3):
+        step(one)
+    saved = copy.deepcopy(one.state_dict())
+    state.check(other, saved, "optimizer")
+    checkpoint.restore(other, copy.deepcopy(saved))
+    for mine, theirs in zip(one.param_groups, other.param_groups, strict=True):
+        for source, target in zip(mine["params"], theirs["params"], strict=True):
+            target.data.copy_(source.data)
+    step(one)
+    step(other)
+    assert_same(other.state_dict(), one.state_dict())
+    for index, moments in saved["state"].items():
+        for name in moments:
+            wrong = copy.deepcopy(saved)
+            del wrong["state"][index][name]
+            with pytest.raises(UserError, match=f"optimizer.state.{index}.{name} is missing"):
+                state.check(build(), wrong, "optimizer")
+            if isinstance(moments[name], torch.Tensor):
+                wrong["state"][index][name] = torch.ones(*moments[name].shape, 2)
+                with pytest.raises(UserError, match=f"optimizer.state.{index}.{name} is a float32 tensor"):
+                    state.check(build(), wrong, "optimizer")
+
+
+def test_an_optimizer_of_ones_own_loads_what_it_saved(tmp_path):
+    class Counting(torch.optim.SGD):
+        """Keeps what it likes, in a form of its own."""
+
+        def state_dict(self):
+            return {"anything": [1, {"a": "b"}], "inner": super().state_dict()}
+
+        def load_state_dict(self, state):
+            assert state["anything"] == [1, {"a": "b"}]
+            super().load_state_dict(state["inner"])
+
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, params, lr=0.01):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                kept = self.state[parameter]
+                kept["mean"] = 0.9 * kept.get("mean", 0) + parameter.grad
+                kept["shape of its own"] = torch.ones(2, 3)
+                parameter -= self.param_groups[0]["lr"] * kept["mean"].sign()
+
+    for i, kind in enumerate((functools.partial(Counting, lr=0.1, momentum=0.9), Lion)):
+        whole = make_trainer(optimizer=kind, callbacks=[Checkpoint(tmp_path / str(i), every=5, keep=9)])
+        whole.fit(*loaders())
+        resumed = make_trainer(optimizer=kind)
+        resumed.fit(*loaders(), resume=checkpoint.path_of(tmp_path / str(i), 10))
+        assert_same(dict(resumed.module.state_dict()), dict(whole.module.state_dict()))
+
+
+def test_a_checkpoint_of_another_device_works_the_way_of_this_one():
+    """A graph on a GPU has capturable=True and rates in tensors, which the CPU's own form cannot do with."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    one, other = (torch.optim.AdamW([parameter], lr=0.1, fused=fused) for fused in (True, None))
+    parameter.grad = torch.ones(3)
+    one.step()
+    saved = one.state_dict()
+    saved["param_groups"][0] |= {"capturable": True, "lr": torch.tensor(0.1)}
+    state.check(other, saved, "optimizer")
+    checkpoint.restore(other, saved)
+    assert not other.param_groups[0]["fused"] and not other.param_groups[0]["capturable"]
+    other.step()
