@@ -101,35 +101,31 @@ def check_optimizer(optimizer, state, name):
 
 
 def expected_moments(optimizer, own):
-    """{index: what the optimizer keeps for this parameter} of one of torch's, as far as a step shows it.
+    """{index: what the optimizer keeps for this parameter} of one of torch's, as far as it can be known.
 
-    The step is one of a twin on the meta device, where tensors have shapes and no memory.
+    It is what torch makes at a first step, here for a twin on the meta device, where tensors have shapes and no memory.
     """
     kind = type(optimizer)
-    if not f"{kind.__module__}.".startswith("torch.optim."):
+    if not f"{kind.__module__}.".startswith("torch.optim.") or not hasattr(kind, "_init_group"):
         return {}
+    twin = object.__new__(kind)
+    twin.__dict__.update({**vars(optimizer), "state": collections.defaultdict(dict)})
+    lists = list(inspect.signature(kind._init_group).parameters)[
+        2:
+    ]  # that it fills for the step, behind self and group
     found = {}
     for mine, group in zip(own["param_groups"], optimizer.param_groups, strict=True):
-        twin = object.__new__(kind)
-        twin.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ("step", "zero_grad")})
-        parameters = [
-            torch.nn.Parameter(torch.empty_like(p, device="meta", requires_grad=False)) for p in group["params"]
-        ]
+        parameters = [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
         for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        ways = {key: False for key in (*WAYS, "differentiable") if key in group}
-        settings = {
-            key: value.item() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key != "params"
-        }
-        twin.param_groups, twin.state = [{**settings, **ways, "params": parameters}], collections.defaultdict(dict)
-        # One that asks for a number, which meta has not, has its state by then.
-        with contextlib.suppress(Exception):
-            torch.no_grad()(inspect.unwrap(kind.step))(twin)
+            parameter.grad = parameter.detach()
+        ways = {way: False for way in WAYS if way in group}
+        with contextlib.suppress(RuntimeError):  # SparseAdam's, which wants sparse gradients
+            twin._init_group({**group, **ways, "params": parameters}, *([] for _ in lists))
         for index, parameter in zip(mine["params"], parameters, strict=True):
-            if parameter in twin.state:
-                found[index] = dict(twin.state[parameter])
+            if kind is torch.optim.SGD and group["momentum"]:  # it makes them in the step itself
+                twin.state[parameter] = {"momentum_buffer": parameter}
+            if twin.state[parameter]:
+                found[index] = twin.state[parameter]
     return found
 
 
