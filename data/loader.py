@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import functools
 import math
+import multiprocessing
 import os
 import signal
 import threading
@@ -28,6 +29,8 @@ AHEAD = 256 * MIB  # of batches that wait for the training
 HANDOVER, HANDOVER_MIB = 1.4e-3, 0.06e-3
 TIMEOUT = 300  # seconds to wait for one batch
 POLL = 1.0  # seconds after which it is looked whether the workers still live
+STOPS = (signal.SIGINT, signal.SIGTERM)
+END = object()  # what comes after the last batch
 WORKERS = weakref.WeakSet()  # the processes of all loaders
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=WORKERS.clear)  # they are the parent's to end
@@ -334,20 +337,25 @@ class HostLoader(Loader):
 
     def read(self, order):
         # Lists, since the indices travel to the workers, where a tensor would need shared memory.
-        self.plan.batches = [batch.tolist() for batch in order.split(self.batch_size)]
-        batches = self.start()
-        for _ in self.plan.batches:
+        batches = self.start([batch.tolist() for batch in order.split(self.batch_size)])
+        for _ in range(-(-len(order) // self.batch_size)):
             batch = self.take(batches)
             if isinstance(batch, (UserError, TrainingError)):
                 raise batch
             yield move(batch, self.device)
 
-    def start(self):
+    def start(self, plan):
         """An iterator over the batches of the plan; the workers are started with the first one."""
+        if self.workers:
+            self.plan.batches.clear()  # what the workers had begun before a seek is waited for, and dropped
+            while self.take(self.loader._iterator) is not END:
+                pass
+            if not all(worker.is_alive() for worker in self.workers):
+                raise self.lost(None)
+            self.loader._iterator._timeout = 0
+        self.plan.batches = plan
         try:
-            with children_do_not_interrupt():
-                if self.workers:  # they finish first what they had begun before a seek
-                    self.loader._iterator._timeout = self.timeout
+            with children_do_not_interrupt(), stops_wait():
                 batches = iter(self.loader)
         except Exception as error:
             if self.workers:
@@ -368,11 +376,11 @@ class HostLoader(Loader):
         return batches
 
     def take(self, batches):
-        """The next batch of the iterator; TrainingError where a worker is lost or all are too slow."""
+        """The next batch of the iterator or END; TrainingError where a worker is lost or all are too slow."""
         start = time.monotonic()
         while True:
             try:
-                return next(batches)
+                return next(batches, END)
             except RuntimeError as error:
                 late = str(error).startswith("DataLoader timed out")
                 if late and time.monotonic() - start < (self.timeout or math.inf):
@@ -419,8 +427,10 @@ def begin_worker(_):
 
     It ends by itself within a second or two of its parent's death, whatever it is doing.
     """
-    for name in ("SIGINT", "SIGTERM"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for stop in STOPS:
+        signal.signal(stop, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
@@ -441,6 +451,19 @@ def kill(workers):
             worker.kill()
     for worker in workers:
         worker.join(5)
+
+
+@contextlib.contextmanager
+def stops_wait():
+    """Processes that are started within get no SIGINT and SIGTERM before `begin_worker` has them ignored."""
+    # A fork server would hand the mask on to other processes than ours.
+    masks = hasattr(signal, "pthread_sigmask") and multiprocessing.get_start_method() != "forkserver"
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS) if masks else None
+    try:
+        yield
+    finally:
+        if masks:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
