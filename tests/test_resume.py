@@ -1,6 +1,7 @@
 """A training that was cut off and continued ends with the very bits of one that was not, whatever changed between."""
 
 import functools
+import gc
 import itertools
 
 import pytest
@@ -17,6 +18,14 @@ from trainer.metrics import Accuracy
 
 # 60 training images are 8 batches of 8, the last of 4; 3 epochs are 24 steps.
 BATCH, STEPS = 8, 24
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_garbage():
+    """The end of each fit collects garbage, which takes as long as the fit where all that was imported is looked at."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Killed(BaseException):
@@ -72,8 +81,8 @@ def plain(workers):
 
 LOADERS = {
     "resident": ours(DeviceLoader),
-    **{f"{n} workers": ours(functools.partial(HostLoader, workers=n)) for n in (0, 2, 4)},
-    **{f"DataLoader, {n} workers": plain(n) for n in (0, 2)},
+    **{f"{n} workers": ours(functools.partial(HostLoader, workers=n)) for n in (0, 4, 2)},
+    "DataLoader": plain(2),
 }
 
 
@@ -177,7 +186,6 @@ def test_every_step_can_be_the_last_one_before_a_resume(tmp_path, large):
 # What was in it
 
 FOUR_DEATHS = [(4, 1), (11, 2), (11, 0), (19, 1)]
-OFTEN = ["Lookahead and EMA", "fp16, a scale that changes"]
 
 
 def scaler():
@@ -185,36 +193,48 @@ def scaler():
     return torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=2)
 
 
+def of_torch(optimizer, total_steps):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=total_steps + 1)
+
+
 JOBS = {
-    "more micro-batches than samples": {"grad_accum_steps": 7},
-    "no clipping": {"max_grad_norm": None},
-    "SGD": {"optimizer": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)},
-    "Adagrad": {"optimizer": functools.partial(torch.optim.Adagrad, lr=0.05)},
-    "one cycle": {"scheduler": schedules.onecycle},
-    "a schedule of torch": {
-        "scheduler": lambda optimizer, total_steps: torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=0.02, total_steps=total_steps + 1
-        )
+    "fp16 with a scale that changes, one cycle": {
+        "precision": "fp16",
+        "scaler": scaler,
+        "scheduler": schedules.onecycle,
     },
-    "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16"},
-    "fp16, a scale that changes": {"precision": "fp16", "scaler": scaler},
-    "Lookahead": {"callbacks": lambda: [Lookahead(every=4, decay=0.7, power=2)]},
-    "Lookahead and EMA": {"callbacks": lambda: [Lookahead(every=5), EMA(0.8)]},
-    "two EMAs": {"callbacks": lambda: [EMA(0.8), EMA(0.99)]},
-    "no callbacks": {"callbacks": list},
-    "by steps, in the middle of an epoch": {"epochs": None, "max_steps": 21},
-    "an evaluation a step": {"eval_every": 1, "log_every": 1},
+    "Lookahead and EMA, an evaluation a step": {
+        "callbacks": lambda: [Lookahead(every=5, decay=0.7, power=2), EMA(0.8)],
+        "eval_every": 1,
+        "log_every": 1,
+    },
+    "bf16, SGD, a schedule of torch, two EMAs": {
+        "precision": "bf16",
+        "optimizer": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+        "scheduler": of_torch,
+        "callbacks": lambda: [EMA(0.8), EMA(0.99)],
+    },
+    "Adagrad, more micro-batches than samples": {
+        "optimizer": functools.partial(torch.optim.Adagrad, lr=0.05),
+        "grad_accum_steps": 7,
+        "precision": "fp16",
+    },
+    "no EMA, no clipping, so many steps": {
+        "callbacks": list,
+        "max_grad_norm": None,
+        "epochs": None,
+        "max_steps": 21,
+    },
 }
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_continued_once_or_four_times(tmp_path, job, large):
+def test_continued_four_times(tmp_path, job):
     """Died in the middle of the accumulation, twice at the same step."""
-    settings, deaths = JOBS[job], FOUR_DEATHS if large or job in OFTEN else FOUR_DEATHS[1:2]
+    settings = JOBS[job]
     whole = fit(tmp_path / "whole", **settings)
     last = settings.get("max_steps") or STEPS
-    assert_same_end(cut(tmp_path / "cut", *deaths, **settings), whole, tmp_path, last)
+    assert_same_end(cut(tmp_path / "cut", *FOUR_DEATHS, **settings), whole, tmp_path, last)
     if "scaler" in settings:
         assert whole.scheduler.steps < STEPS and whole.scaler.get_scale() < 2.0**30
 
@@ -231,12 +251,10 @@ def test_the_patience_of_early_stopping_is_that_of_the_whole_run(tmp_path):
 
 # What was changed in between
 
-ALL = ["resident", "4 workers", "0 workers", "2 workers"]
-
 
 @pytest.mark.parametrize(
     "loaders",
-    [["0 workers", "4 workers", "0 workers"], ["resident", "4 workers"], ["2 workers", "resident"], ALL],
+    [["0 workers", "4 workers", "0 workers"], ["resident", "4 workers", "0 workers", "2 workers"]],
     ids=" -> ".join,
 )
 def test_another_number_of_workers_changes_no_bit(tmp_path, loaders):
@@ -245,7 +263,7 @@ def test_another_number_of_workers_changes_no_bit(tmp_path, loaders):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"log_every": 1}, {"eval_every": 1}, {"eval_every": None, "log_every": 7}, {"every": 1}], ids=str
+    "changed", [{"log_every": 1, "eval_every": 1}, {"log_every": 7, "eval_every": None, "every": 1}], ids=str
 )
 def test_logging_evaluating_and_saving_at_other_times_changes_no_weight(tmp_path, changed):
     whole = fit(tmp_path / "whole").state_dict()
