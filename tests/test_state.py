@@ -50,7 +50,7 @@ def at(path, value):
         else:
             whole[last] = value
 
-    return pytest.param(change, id=f"{path}={value}"[:60])
+    return pytest.param(change, id=f"{path} {'gone' if value is GONE else value}"[:60])
 
 
 GONE = object()

@@ -32,7 +32,7 @@ class MicroBatch:
         """
         parts = self.parts if self.size is None else math.ceil(batches.size(batch) / self.size)
         if not self.adapts:
-            return function(batches.split(batch, parts))
+            return function(batches.split(batch, parts) if parts > 1 else [(batch, 1.0)])
         buffers = [] if module is None else list(module.buffers())
         before = [buffer.clone() for buffer in buffers]
         while True:
