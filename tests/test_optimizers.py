@@ -1,6 +1,7 @@
 """Optimizers in their fused form and without torch's wrappers: the same steps, hooks, names; and decoupled_sgd."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -37,6 +38,26 @@ def test_not_where_there_is_none():
     assert "fused" not in optimizers.build(torch.optim.RMSprop, parameters(), CPU).defaults
     optimizer = optimizers.build(lambda groups: torch.optim.AdamW(groups, lr=0.2), parameters(), CPU)
     assert not optimizer.defaults["fused"] and optimizer.defaults["lr"] == 0.2
+
+
+@pytest.mark.parametrize("dampening", [0, 0.5])
+def test_a_first_step_that_the_scaler_skips_leaves_no_momentum(dampening):
+    """What torch's fused SGD would take for it then is memory that nobody has written: here, mostly nan."""
+    weights = [torch.nn.Parameter(torch.ones(50_000)) for _ in range(2)]
+    groups = [{"params": [weight]} for weight in weights]
+    settings = {"lr": 0.5, "momentum": 0.9, "dampening": dampening}
+    optimizer = optimizers.build(functools.partial(torch.optim.SGD, **settings), groups[:1], CPU)
+    plain = torch.optim.SGD(groups[1:], foreach=False, **settings)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    for values in (math.inf, 2.0, 3.0):
+        del [torch.full((50_000,), math.nan) for _ in range(20)][:]
+        weights[0].grad, weights[1].grad = (torch.full((50_000,), values) for _ in range(2))
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        scaler.update(1.0)
+        if values != math.inf:
+            plain.step()
+    assert torch.equal(*weights)
 
 
 def test_fused_and_plain_steps_agree():

@@ -1,6 +1,7 @@
 """Files that may be anybody's: read if they are regular and small enough, written whole or not at all."""
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
@@ -19,11 +20,11 @@ def open_plain(path, flags=os.O_RDONLY, *, links=False):
         flags |= getattr(os, name, 0)
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG((os.stat if links else os.lstat)(path).st_mode):  # Windows has no O_NOFOLLOW
-            raise OSError(f"{path} is no regular file")
+            raise OSError(errno.EINVAL, "no regular file", str(path))
     file = os.fdopen(os.open(path, flags, 0o666), "r+b" if flags & os.O_RDWR else "rb", buffering=0)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(f"{path} is no regular file")
+        raise OSError(errno.EINVAL, "no regular file", str(path))
     return file
 
 
@@ -31,7 +32,7 @@ def read(path, most):
     """The bytes of a regular file; OSError where there are more than `most`, or it is a link, a pipe and the like."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > most:
-            raise OSError(f"{path} has more than {most:,} bytes")
+            raise OSError(errno.EFBIG, f"more than {most:,} bytes", str(path))
         return file.read(most)
 
 

@@ -30,6 +30,8 @@ def build(factory, groups, device, module=None, compiled=False):
         advice = " Type another value, as in optimizer.lr=0.001." if str(error).startswith("Invalid") else ""
         raise UserError(f"optimizer: {error}.{advice}") from error
     merge(optimizer.param_groups, groups)
+    if isinstance(optimizer, torch.optim.SGD):
+        begin_momentum(optimizer)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UserError(f"optimizer: {type(optimizer).__name__} evaluates a step many times. Type optimizer=adamw.")
@@ -47,6 +49,21 @@ def merge(built, given):
         as_given = all(sizes) and all(one is other for pair in pairs for one, other in pair)
         if as_given and all(built[0][name] == built[1].get(name) for name in built[0] if name != "params"):
             built[0]["params"] += built.pop()["params"]
+
+
+def begin_momentum(optimizer):
+    """Gives a fused SGD its momentum, 0 before the first step: the same numbers as torch's, which makes it in the step.
+
+    Where the fp16 scaler skips that step, torch (2.15) takes unwritten memory for the momentum from then on.
+    """
+    groups = [group for group in optimizer.param_groups if group["fused"] and group["momentum"]]
+    if any(group["dampening"] for group in groups):  # torch's first step has none, and one from 0 would have it
+        optimizer._step_supports_amp_scaling = False
+        for group in optimizer.param_groups:
+            group["fused"] = False
+        return
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def make_capturable(optimizer, device):
