@@ -84,6 +84,7 @@ def train_in(folder, cfg):
         saver.about = {**about, "data": fingerprint(data)}
         if state is not None:
             rundir.check_data(state, saver.about["data"])
+        result = {}
         try:
             with stopping.gently(trainer.interrupt):
                 trainer.fit(train_loader, val_loader, resume=state)
@@ -97,7 +98,7 @@ def train_in(folder, cfg):
             again = rundir.command(typed, f"run_dir={folder}")
             if in_sweep():
                 again = f"the same command with hydra.sweep.dir={folder.parent}"
-            print(f"\ninterrupted at step {trainer.step}. To go on from there:\n{again}", file=sys.stderr)
+            print(f"\ninterrupted at step {result.get('steps', trainer.step)}. To go on from there:\n{again}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
         seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
         result |= {**rundir.last_rows(folder), **test, "seconds": seconds}

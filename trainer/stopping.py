@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 received = None  # the number of the first one
@@ -19,6 +20,7 @@ def listen():
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, hear)
+    sys.unraisablehook = end_unheard
 
 
 def hear(number, _):
@@ -31,6 +33,13 @@ def hear(number, _):
     if gentle is None:
         raise Interrupted
     gentle(signal.Signals(number).name)
+
+
+def end_unheard(unraisable):
+    """Ends the process where Interrupted came up in a finalizer, such as a loader's, which would swallow it."""
+    if isinstance(unraisable.exc_value, Interrupted):
+        os._exit(exit_code())
+    sys.__unraisablehook__(unraisable)
 
 
 @contextlib.contextmanager
