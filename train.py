@@ -150,7 +150,7 @@ def config_of_run(cfg):
         dataset |= LOADING | {name: False for name in ("download",) if name in dataset}
         if dataset.get("cache") and "dataset.cache" not in typed:
             dataset["cache"] = "auto"
-        settings.check_all(cli.flat(own))
+        settings.check_all(own)
         for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
             without_downloads(group, own[group])
     except UserError as error:

@@ -125,7 +125,7 @@ def missing_or_unknown(rng):
     return rng.choice(
         [
             ([f"~{group}"], group, None),
-            ([f"~{key}"], key, None),
+            ([f"~{key.partition('.')[0]}"], key.partition(".")[0], None),
             ([f"{group}=null"], group, None),
             ([f"{group}={word}"], f"{group}={word}", None),
             ([f"{word}={word}"], word, None),
@@ -178,6 +178,8 @@ def interpolation(rng):
             ([f"{key}=${{oc.env:{word}}}"], key, None),
             ([f"{key}=${{{word}:1}}"], key, None),
             ([f"{key}=${{model}}"], key, None),
+            (["checkpoint=${tune}"], "checkpoint", None),
+            (["optimizer.lr=${tune}"], "optimizer.lr", None),
             ([f"{key}=${{"], key, None),
             ([f"{key}=${{model.{word}}}"], key, None),
             ([f"{key}=${{oc.decode:'['}}"], key, None),

@@ -271,19 +271,20 @@ def check_config(cfg):
     try:
         for key in sorted(OmegaConf.missing_keys(cfg)):
             raise UserError(f"{key}: this has no default. Type {key}=...")
-        resolved = flat(OmegaConf.to_container(cfg, resolve=True))
+        resolved = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
     except RecursionError:
         cycle = next((key for key, value in flat(cfg).items() if isinstance(value, str) and "${" in value), "a key")
         raise UserError(f"{cycle}: its ${{...}} leads back to itself. Type a value.") from None
     try:
+        check_types("", resolved, there)
         settings.check_all(resolved)
     except UserError as error:  # as it was typed: what comes from the environment may be a secret
         text = str(error)
         for key, value in flat(cfg).items():
             if isinstance(value, str) and "${" in value:
-                text = text.replace(f"{key}={as_typed(resolved.get(key))}", f"{key}={value}")
+                text = text.replace(f"{key}={as_typed(flat(resolved).get(key))}", f"{key}={value}")
         raise UserError(text) from None
 
 
@@ -293,6 +294,8 @@ def check_types(prefix, given, defaults):
         name, value = f"{prefix}{key}", given.get(key, default)
         if default is None or default in ("auto", "???") or (isinstance(value, str) and "${" in value):
             continue
+        if isinstance(default, str) and "${" in default:
+            continue  # it follows another key, which is checked itself
         if (name, value) == ("compile", "graph"):  # the one flag with a third side
             continue
         if value is None:
@@ -300,8 +303,6 @@ def check_types(prefix, given, defaults):
             if name != "epochs" and not re.fullmatch(r"callbacks\.\w+", name):
                 raise UserError(f"{name}=null: give a value, as in {name}={as_typed(default)}.")
             continue
-        if isinstance(default, str) and "${" in default:
-            continue  # it follows another key, which is checked itself
         if isinstance(default, dict) and isinstance(value, dict):
             if value.get("_target_") == default.get("_target_"):  # the keys of another target have types of their own
                 check_types(f"{name}.", value, default)

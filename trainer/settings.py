@@ -32,6 +32,7 @@ NUMBERS = {
     "checkpoint.minutes": {"above": 0, "optional": True},
     "checkpoint.keep": {"whole": True, "least": 2},
 }
+KEYS = [*NUMBERS, *CHOICES]
 # Kinds of devices that torch has names for; which of them are there, only torch knows.
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla")
 STRATEGIES = ("single", "dp")
@@ -81,9 +82,10 @@ def check_resume(resume):
         )
 
 
-def check_all(values):
-    """UserError for the first of the settings {dotted key: value} that cannot be; null leaves one at what it is."""
-    for key in [*NUMBERS, *CHOICES]:
+def check_all(config):
+    """UserError for the first of a config's settings that cannot be; null leaves one at what it is."""
+    values = {**config, **{key: config[key.split(".")[0]].get(key.split(".")[1]) for key in KEYS if "." in key}}
+    for key in KEYS:
         if values.get(key) is not None:
             check(key, values[key])
     for key in ("run", "run_dir", "resume", "monitor"):
