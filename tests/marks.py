@@ -7,13 +7,13 @@ from trainer.callbacks import Callback
 
 
 class Marks(Callback):
-    """`steps` has a line for each step that is done; `evaluating.<step>` is there during an evaluation after it.
+    """`steps` has a line for each step that is done, and where the fit began; `evaluating.<step>` is there during an evaluation after it.
 
     Where there is a file `hold.<step>`, the evaluation waits until it is gone.
     """
 
     def on_fit_start(self, trainer):
-        Path("steps").write_text("")
+        Path("steps").write_text(f"{trainer.step}\n")
 
     def on_step_end(self, trainer):
         with open("steps", "a") as file:

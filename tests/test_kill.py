@@ -100,7 +100,7 @@ def test_a_killed_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large,
             assert done.code in (0, -9) and done.err == "", (done.code, done.err)
             assert_continues(forks, folder, whole)
         except AssertionError as error:
-            failures.append(f"KILL_SEED={SEED}, run {runs}, {moment}: {error}")
+            failures.append(f"KILL_SEED={SEED}, run {runs}, {moment}: {str(error)[:400]}")
         else:
             shutil.rmtree(folder)
         runs += 1
@@ -110,7 +110,7 @@ def test_a_killed_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large,
             f"\n{kills} kills, {writing} of them while a checkpoint was being written, in {runs} runs: "
             f"{len(failures)} failures, {minutes:.1f} minutes"
         )
-    assert not failures, "\n".join(failures[:5])
+    assert not failures, "\n".join(failures)
     assert 2 * writing >= kills - 2
 
 
@@ -134,13 +134,14 @@ def moment_of_a_signal(draw, seconds):
 def assert_interrupted(done, folder, number, times):
     """The code is the signal's, the words are few, and the newest checkpoint is of the very last step."""
     run = folder / "run"
-    if done.code == -number:  # before the first line of train.py
-        assert done.out == done.err == "" and done.seconds < 1
+    if done.code == -number:  # before the first line of train.py, or after its last one
+        assert done.err == "" and (done.out == "" or "task=evaluate" in done.out), (done.code, done.out)
         return
     assert done.code == 128 + number, (done.code, done.err)
-    assert "Traceback" not in done.err and len(done.err.strip().splitlines()) <= 3, done.err
-    steps = [int(line) for line in (folder / "steps").read_text().split()] if (folder / "steps").exists() else []
-    if times == 1 and steps:
+    lines = [line for line in done.err.splitlines() if line]
+    assert "Traceback" not in done.err and len(lines) <= 3, done.err
+    steps = [int(line) for line in (folder / "steps").read_text().split()] if (folder / "steps").exists() else [0]
+    if times == 1 and max(steps) > 0:
         assert max(checkpoint.files(run / "checkpoints")) == max(steps)
         assert not list(folder.glob(PART))
     if checkpoint.files(run / "checkpoints"):
@@ -167,7 +168,8 @@ def test_an_interrupted_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, 
                     assert done.code == 0 and done.err == "", (done.code, done.err)
             assert_continues(forks, folder, whole, *more)
         except AssertionError as error:
-            failures.append(f"KILL_SEED={SEED}, run {runs}, {number.name} {times} times, {kind}, {moment}: {error}")
+            about = f"{number.name} {times} times, {kind}, {moment}, {more}"
+            failures.append(f"KILL_SEED={SEED}, run {runs}, {about}: {str(error)[:400]}")
         else:
             shutil.rmtree(folder)
         runs += 1
@@ -175,7 +177,7 @@ def test_an_interrupted_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, 
     with capsys.disabled():
         shown = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
         print(f"\n{kinds.total()} interrupts ({shown}) in {runs} runs: {len(failures)} failures, {minutes:.1f} minutes")
-    assert not failures, "\n".join(failures[:5])
+    assert not failures, "\n".join(failures)
 
 
 # Other faults
