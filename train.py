@@ -94,16 +94,17 @@ def train_in(folder, cfg):
             if saver.best:
                 trainer.load(checkpoint.path_of(saver.folder, saver.best["step"]))
             test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
+            seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
+            result |= {**rundir.last_rows(folder), **test, "seconds": seconds}
+            rundir.write_model(folder, trainer, data, result)
+            rundir.write_json(folder / "result.json", result)
         except KeyboardInterrupt:
             again = rundir.command(typed, f"run_dir={folder}")
             if in_sweep():
                 again = f"the same command with hydra.sweep.dir={folder.parent}"
-            print(f"\ninterrupted at step {result.get('steps', trainer.step)}. To go on from there:\n{again}", file=sys.stderr)
+            at = result.get("steps", trainer.step)  # since then the best weights, of another step, may have been loaded
+            print(f"\ninterrupted at step {at}. To go on from there:\n{again}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
-        seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
-        result |= {**rundir.last_rows(folder), **test, "seconds": seconds}
-        rundir.write_model(folder, trainer, data, result)
-    rundir.write_json(folder / "result.json", result)
     print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
 
 

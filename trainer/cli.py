@@ -51,7 +51,7 @@ def run(main):
     except BrokenPipeError:
         sys.exit(nobody_reads())
     except KeyboardInterrupt:
-        print("\ninterrupted before the training had begun.", file=sys.stderr)
+        print("\ninterrupted. The same command begins again, or goes on.", file=sys.stderr)
         sys.exit(stopping.exit_code())
     except Exception as error:
         from hydra.core.hydra_config import HydraConfig
