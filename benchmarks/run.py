@@ -44,6 +44,7 @@ TITLES = {
     "rest_mib": "peak MiB without the data",
     "accuracy": "test accuracy",
     "fit_s": "training s",
+    "cpu_s": "CPU s of its thread",
     "saves": "checkpoints",
     "blocked_s": "longest wait s",
     "delayed_s": "all waiting s",
@@ -79,7 +80,7 @@ WHATS = {
         ["ours", "bare"], "ours", None, ["first_epoch_s", "sum_s", "total_s", "accuracy"], "total_s", "folder", 10
     ),
     "checkpoints": What(
-        ["default", "default:saving"], "default", None, ["fit_s", "step_us", "saves"], "fit_s", "digits", 50
+        ["default", "default:saving"], "default", None, ["fit_s", "cpu_s", "step_us", "saves"], "fit_s", "digits", 50
     ),
     "blocking": What(
         ["large:100mb", "large:1gb"],

@@ -7,8 +7,7 @@ from trainer.callbacks import Callback
 
 
 class Marks(Callback):
-    """`steps` has a line for each step that is done, and where the fit began; `evaluating.<step>` is there during
-    an evaluation after it.
+    """`steps` has a line for where the fit began and each step that is done; `evaluating.<step>` lies there meanwhile.
 
     Where there is a file `hold.<step>`, the evaluation waits until it is gone.
     """
