@@ -122,7 +122,7 @@ def test_no_tuning_is_none(monkeypatch):
     assert type(make_trainer(make_model(), tune=[]).module[0]) is torch.nn.Linear
     with pytest.raises(UserError, match="tune=fast"):
         make_trainer(make_model(), tune=["fast"])
-    with pytest.raises(UserError, match="tune=None: give a list"):
+    with pytest.raises(UserError, match="tune=null: give a list"):
         make_trainer(make_model(), tune=None)
 
 

@@ -27,7 +27,7 @@ def hear(number, _):
     """The first signal is gentle where somebody cares for it; a second one ends the process, whatever it is doing."""
     global received
     if received is not None or not ready:
-        os.write(2, b"\nended at once.\n")
+        os.write(2, b"ended at once.\n")
         os._exit(128 + number)  # no clean-up: it may be what takes so long. Files are written whole or not at all
     received = number
     if gentle is None:
