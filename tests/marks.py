@@ -7,7 +7,7 @@ from trainer.callbacks import Callback
 
 
 class Marks(Callback):
-    """`steps` has a line for where the fit began and each step that is done; `evaluating.<step>` lies there meanwhile.
+    """`steps` has a line for the fit's beginning and for each step; `evaluating.<step>` is there during an evaluation.
 
     Where there is a file `hold.<step>`, the evaluation waits until it is gone.
     """
