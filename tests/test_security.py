@@ -111,7 +111,7 @@ TARGETS += [
     "trainer.errors.UserError",
     "train.main",
 ]
-TARGETS += ["data.cache.remove", "data.cache.shutil.rmtree", "data.datasets.os.remove", "data.datasets.decode_image"]
+TARGETS += ["data.cache.remove", "data.cache.shutil.rmtree", "data.images.os.remove", "data.images.decode_image"]
 TARGETS += [
     "data.loader.HostLoader",
     "models.checks.check_sizes",
@@ -254,8 +254,8 @@ BUILT = {
     "no target": edit(model={"a": 1}),
     "a number as target": edit(model___target_=3),
     "a download": edit(dataset={"_target_": "data.datasets.mnist", "root": "AWAY", "download": True}),
-    "a cache elsewhere": edit(dataset={"_target_": "data.datasets.image_folder", "root": "AWAY", "cache": "CANARY"}),
-    "a pipe as table": edit(dataset={"_target_": "data.datasets.csv", "path": "/dev/zero", "target": "y"}),
+    "a cache elsewhere": edit(dataset={"_target_": "data.images.image_folder", "root": "AWAY", "cache": "CANARY"}),
+    "a pipe as table": edit(dataset={"_target_": "data.tables.csv", "path": "/dev/zero", "target": "y"}),
 }
 COSTLY = {
     "a huge layer": edit(model__hidden=[10**6, 10**6, 10**6]),
