@@ -14,6 +14,7 @@ from data import cache as caches
 from data import datasets, images, loader
 from data.cache import FILES, PIXELS, SUMS, PixelCache
 from data.loader import DeviceLoader, HostLoader, StreamedOnce, make_loaders
+from data.workers import choose_workers, decode_seconds
 from trainer.errors import UserError
 
 
@@ -294,7 +295,7 @@ def test_batches_do_not_depend_on_where_the_pixels_come_from(folder, monkeypatch
 def test_streamed_while_it_is_decoded_and_resident_from_then_on(folder, monkeypatch, workers):
     reference = epochs(make_loaders(open_folder(folder, cache=False), resident=True, **OPTIONS)[0][0])
     monkeypatch.setattr(loader, "FEW_SECONDS", 0.0)
-    monkeypatch.setattr(loader, "sample_seconds", lambda split: 1.0)  # which would read, and so fill, some of it
+    monkeypatch.setattr("data.workers.sample_seconds", lambda split: 1.0)  # which would read, and so fill, some of it
     data = open_folder(folder)
     (train, val, _), why = make_loaders(data, workers=workers, **OPTIONS)
     assert why.startswith(f"streamed with {workers} workers, then resident on cpu, 0.0 MiB of ")
@@ -341,11 +342,11 @@ def test_by_blocks(folder, monkeypatch):
 def test_workers_are_chosen_by_measuring(folder):
     data = open_folder(folder)
     state = torch.get_rng_state()
-    assert loader.choose_workers(data.train, 10**6) >= 1  # so much takes longer than handing it over
+    assert choose_workers(data.train, 10**6) >= 1  # so much takes longer than handing it over
     assert torch.equal(torch.get_rng_state(), state)
-    assert loader.choose_workers(datasets.digits().train, 10**6) == 0
+    assert choose_workers(datasets.digits().train, 10**6) == 0
     fill(data)
-    assert loader.decode_seconds(data.train) == 0.0 == loader.decode_seconds(datasets.digits().train)
+    assert decode_seconds(data.train) == 0.0 == decode_seconds(datasets.digits().train)
     (_, _, _), why = make_loaders(data, batch_size=5, resident=False)
     assert why.startswith("streamed with ") and why.endswith(data.train.place)
     # A cache is filled once, so workers that are asked for are no mistake afterwards.
