@@ -16,7 +16,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from trainer import cli, rundir, settings
+from trainer import cli, rundir, saved_config, settings
 from trainer.build import (
     TRUSTED,
     build,
@@ -135,7 +135,7 @@ def config_of_run(cfg):
     typed -= {"task", "run", "device", "trusted"}
     if cfg.run is None:
         raise UserError("task=evaluate needs a run directory. Type run=DIR.")
-    saved = rundir.load_config("run", cfg.run)
+    saved = saved_config.load_config("run", cfg.run)
     before = cli.flat(saved)
     for key in sorted(typed):
         if key not in ("dataset.root", "dataset.path") and "${" not in str(before.get(key)):
@@ -145,7 +145,7 @@ def config_of_run(cfg):
         saved = {**cli.defaults(), **saved, "run_dir": str(cfg.run), "resume": "auto", "run": None}
         saved |= {"device": cfg.device, "strategy": "single", "compile": False}
         cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed})
-        own, usual = (rundir.resolved("run", cfg.run, part) for part in (saved, cli.defaults()))
+        own, usual = (saved_config.resolved("run", cfg.run, part) for part in (saved, cli.defaults()))
         cli.check_types("", own, usual)
         dataset = own["dataset"]
         dataset |= LOADING | {name: False for name in ("download",) if name in dataset}

@@ -78,10 +78,10 @@ def autocast(job):
 
 def read(job):
     """The data set as this project reads it, with the test images as the validation part."""
-    from data import datasets
+    from data import datasets, images
 
     if job.work in PHOTOGRAPHS:
-        data = datasets.image_folder(job.images, val_fraction=0, mean=CIFAR_MEAN, std=CIFAR_STD)
+        data = images.image_folder(job.images, val_fraction=0, mean=CIFAR_MEAN, std=CIFAR_STD)
     else:
         data = datasets.mnist(os.environ["DATA_ROOT"], val_fraction=0, mean=MNIST_MEAN, std=MNIST_STD)
     train = data.train

@@ -1,1 +1,1 @@
-"""The data: sets by name (datasets.py), batched augmentation (augment.py) and the order of samples (loader.py)."""
+"""The data: sets by name (datasets, images, tables), batched augmentation, and the order of samples (loader)."""

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from data import cache as caches
-from data import datasets, loader
+from data import datasets, images, loader
 from data.cache import FILES, PIXELS, SUMS, PixelCache
 from data.loader import DeviceLoader, HostLoader, StreamedOnce, make_loaders
+from data.workers import choose_workers, decode_seconds
 from trainer.errors import UserError
 
 
@@ -34,7 +35,7 @@ def folder(tmp_path):
 
 def open_folder(folder, cache=None, **options):
     place = str(folder.parent / "cache") if cache is None else cache
-    return datasets.image_folder(str(folder), cache=place, mean=[0.5] * 3, std=[0.25] * 3, **options)
+    return images.image_folder(str(folder), cache=place, mean=[0.5] * 3, std=[0.25] * 3, **options)
 
 
 def decoded(folder):
@@ -62,7 +63,7 @@ def test_an_image_is_decoded_once(folder, monkeypatch):
     assert torch.equal(first.train[[3, 1]][0], expected[[3, 1]])
     assert set(first.train.missing().tolist()) == set(range(len(first.train))) - {1, 3}
     assert torch.equal(fill(first).train.tensors()[0], expected)
-    monkeypatch.setattr(datasets, "decode_image", None)
+    monkeypatch.setattr(images, "decode_image", None)
     again = open_folder(folder)
     assert not len(again.train.missing()) and torch.equal(again.train.tensors()[0], expected)
     assert torch.equal(again.train[7][0], expected[7]) and again.train[7][1] == again.train.targets[7]
@@ -221,7 +222,7 @@ def test_where_it_goes_and_why_not(folder, monkeypatch, tmp_path):
         open_folder(folder, cache=str(tmp_path / "other"))
     for wrong in (True, 1, "", None, ["a"]):
         with pytest.raises(UserError, match="give auto, false or a folder"):
-            datasets.image_folder(str(folder), cache=wrong)
+            images.image_folder(str(folder), cache=wrong)
 
 
 def read_in_process(split, queue):
@@ -282,7 +283,7 @@ def test_batches_do_not_depend_on_where_the_pixels_come_from(folder, monkeypatch
         assert not len(warm_data.train.missing())
         fill(warm_data)
         with monkeypatch.context() as patch:
-            patch.setattr(datasets, "decode_image", None)
+            patch.setattr(images, "decode_image", None)
             (warm, _, _), _ = make_loaders(warm_data, resident=False, workers=workers, **OPTIONS)
             same(epochs(warm), reference)
             (resident, _, _), _ = make_loaders(warm_data, **OPTIONS)
@@ -294,7 +295,7 @@ def test_batches_do_not_depend_on_where_the_pixels_come_from(folder, monkeypatch
 def test_streamed_while_it_is_decoded_and_resident_from_then_on(folder, monkeypatch, workers):
     reference = epochs(make_loaders(open_folder(folder, cache=False), resident=True, **OPTIONS)[0][0])
     monkeypatch.setattr(loader, "FEW_SECONDS", 0.0)
-    monkeypatch.setattr(loader, "sample_seconds", lambda split: 1.0)  # which would read, and so fill, some of it
+    monkeypatch.setattr("data.workers.sample_seconds", lambda split: 1.0)  # which would read, and so fill, some of it
     data = open_folder(folder)
     (train, val, _), why = make_loaders(data, workers=workers, **OPTIONS)
     assert why.startswith(f"streamed with {workers} workers, then resident on cpu, 0.0 MiB of ")
@@ -306,7 +307,7 @@ def test_streamed_while_it_is_decoded_and_resident_from_then_on(folder, monkeypa
     assert isinstance(train.loader, HostLoader)
     batches.append(list(train))  # the first two batches of epoch 0 were never read, so it is streamed once more
     assert isinstance(train.loader, HostLoader) and not len(data.train.missing())
-    monkeypatch.setattr(datasets, "decode_image", None)
+    monkeypatch.setattr(images, "decode_image", None)
     batches.append(list(train))
     assert isinstance(train.loader, DeviceLoader)
     same(batches, reference)
@@ -318,8 +319,8 @@ def test_streamed_while_it_is_decoded_and_resident_from_then_on(folder, monkeypa
 
 def test_by_blocks(folder, monkeypatch):
     """Large data is read by blocks of neighbours in the cache; the order knows of no cache and no memory."""
-    monkeypatch.setattr(datasets, "LARGE", 1000)
-    monkeypatch.setattr(datasets, "BLOCK", 4 * 90)
+    monkeypatch.setattr(images, "LARGE", 1000)
+    monkeypatch.setattr(images, "BLOCK", 4 * 90)
     monkeypatch.setattr(loader, "WINDOW", 2)
     data = open_folder(folder)
     assert data.train.block == 4 and data.val.block == 1
@@ -341,11 +342,11 @@ def test_by_blocks(folder, monkeypatch):
 def test_workers_are_chosen_by_measuring(folder):
     data = open_folder(folder)
     state = torch.get_rng_state()
-    assert loader.choose_workers(data.train, 10**6) >= 1  # so much takes longer than handing it over
+    assert choose_workers(data.train, 10**6) >= 1  # so much takes longer than handing it over
     assert torch.equal(torch.get_rng_state(), state)
-    assert loader.choose_workers(datasets.digits().train, 10**6) == 0
+    assert choose_workers(datasets.digits().train, 10**6) == 0
     fill(data)
-    assert loader.decode_seconds(data.train) == 0.0 == loader.decode_seconds(datasets.digits().train)
+    assert decode_seconds(data.train) == 0.0 == decode_seconds(datasets.digits().train)
     (_, _, _), why = make_loaders(data, batch_size=5, resident=False)
     assert why.startswith("streamed with ") and why.endswith(data.train.place)
     # A cache is filled once, so workers that are asked for are no mistake afterwards.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data import datasets
+from data import datasets, images, tables
 from data.datasets import Data
 from trainer.errors import UserError
 
@@ -88,20 +88,20 @@ def test_tables(name, place):
         content(path)
     else:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    refused(f"(?s){words}", lambda: datasets.csv(str(path), "y"))
+    refused(f"(?s){words}", lambda: tables.csv(str(path), "y"))
 
 
 def test_a_small_table_cannot_become_gigabytes(place, monkeypatch):
     """Each of many columns of text with many values is one number a row and value."""
-    monkeypatch.setattr(datasets, "MOST_NUMBERS", 9_000)
+    monkeypatch.setattr(tables, "MOST_NUMBERS", 9_000)
     header, rows = "a,b,c,y\n", [f"{i % 30}x,{i % 31}x,{i % 32}x,{i % 2}" for i in range(100)]
     (place / "table.csv").write_text(header + "\n".join(rows))
-    refused(r"'c' has \d+ categories .*\n.*dataset.ignore=.c.", lambda: datasets.csv(str(place / "table.csv"), "y"))
+    refused(r"'c' has \d+ categories .*\n.*dataset.ignore=.c.", lambda: tables.csv(str(place / "table.csv"), "y"))
 
 
 def test_a_path_with_escapes(place):
-    refused("no such file", lambda: datasets.csv(str(place / ESCAPES), "y"))
-    refused("no such folder", lambda: datasets.image_folder(str(place / ESCAPES)))
+    refused("no such file", lambda: tables.csv(str(place / ESCAPES), "y"))
+    refused("no such folder", lambda: images.image_folder(str(place / ESCAPES)))
     refused("CIFAR10 is not in", lambda: pytest.importorskip("torchvision") and datasets.cifar10(str(place / ESCAPES)))
     refused("MNIST is not in", lambda: datasets.mnist(str(place / ESCAPES)))
 
@@ -164,7 +164,7 @@ def test_images(name, place):
     folder = write_folder(place)
 
     def decode(**options):
-        data = datasets.image_folder(str(folder), cache=str(place / "cache"), mean=[0] * 3, std=[1] * 3, **options)
+        data = images.image_folder(str(folder), cache=str(place / "cache"), mean=[0] * 3, std=[1] * 3, **options)
         return [part.tensors() for part in (data.train, data.val, data.test)]
 
     for file in ("dog/3.png", "cat/0.png"):  # read for its pixels, and for its size
@@ -183,17 +183,17 @@ def test_what_is_no_file_among_the_images(place):
     os.mkdir(folder / "cat" / "folder.png")
     os.mkfifo(folder / "train.png")
     try:
-        data = datasets.image_folder(str(folder), cache=False)
+        data = images.image_folder(str(folder), cache=False)
     except UserError as error:  # a link to itself cannot be looked at
         assert "cannot be read" in str(error)
         (folder / "cat" / "loop.png").unlink()
-        data = datasets.image_folder(str(folder), cache=False)
+        data = images.image_folder(str(folder), cache=False)
     assert len(data.train) + len(data.val) + len(data.test) == 12
 
 
 def test_a_pipe_that_takes_the_place_of_an_image(place):
     folder = write_folder(place)
-    data = datasets.image_folder(str(folder), cache=False, mean=[0] * 3, std=[1] * 3)
+    data = images.image_folder(str(folder), cache=False, mean=[0] * 3, std=[1] * 3)
     for file in data.train.files:
         os.unlink(file)
         os.mkfifo(file)
@@ -204,7 +204,7 @@ def test_a_linked_class_folder_is_read(place):
     folder = write_folder(place)
     (folder / "dog").rename(place / "elsewhere")
     (folder / "dog").symlink_to(place / "elsewhere")
-    assert datasets.image_folder(str(folder), cache=False).classes == ["cat", "dog"]
+    assert images.image_folder(str(folder), cache=False).classes == ["cat", "dog"]
 
 
 @pytest.mark.parametrize("name", [ESCAPES.replace("/", ""), os.fsdecode(b"\xff\xfe"), "\u202e\u200b", "a" * 200])
@@ -215,7 +215,7 @@ def test_names_that_are_no_text(name, place, capfd):
     (folder / name / f"{name}.png").write_bytes(b"broken")
 
     def load(**options):
-        data = datasets.image_folder(str(folder), cache=str(place / "cache"), mean=[0] * 3, std=[1] * 3, **options)
+        data = images.image_folder(str(folder), cache=str(place / "cache"), mean=[0] * 3, std=[1] * 3, **options)
         [part.tensors() for part in (data.train, data.val, data.test)]
 
     refused("this image cannot be read", load)
@@ -236,7 +236,7 @@ def test_names_that_are_no_text(name, place, capfd):
     os.makedirs(place / "images2" / "val" / f"{name[:100]}x")
     refused(
         "the training images have no class|there is no image in this folder",
-        lambda: datasets.image_folder(str(place / "images2"), cache=False),
+        lambda: images.image_folder(str(place / "images2"), cache=False),
     )
 
 

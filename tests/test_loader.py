@@ -218,7 +218,7 @@ def test_workers_end_with_the_loader():
     """A cycle of references would leave them to the garbage collector, which takes 5 s a worker to end them."""
     loader = HostLoader(images(), "train", 7, workers=1, shuffle=True, augment=["flip", "mixup"])
     list(loader)
-    (worker,) = loader.loader._iterator._workers
+    (worker,) = loader.workers.processes
     gone = weakref.ref(loader)
     del loader
     assert gone() is None and not worker.is_alive() and worker.exitcode == 0
@@ -236,7 +236,7 @@ def test_make_loaders_chooses_and_says_why(monkeypatch):
     (forced, _, _), why = make_loaders(data, batch_size=10, seed=4, resident=True)
     assert isinstance(forced, DeviceLoader) and why == "resident on cpu, as asked"
     (asked, _, _), why = make_loaders(data, batch_size=10, resident=False, workers=1)
-    assert asked.loader.num_workers == 1 and why == "streamed with 1 worker, as asked"
+    assert asked.workers.loader.num_workers == 1 and why == "streamed with 1 worker, as asked"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 import yaml
 from test_cli import CONFIGS, ROOT, forked
 
-from trainer import build, cli, rundir, sweep
+from trainer import build, cli, saved_config, sweep
 from trainer.errors import UserError
 
 SOURCES = sorted(path for folder in ("trainer", "models", "data") for path in (ROOT / folder).rglob("*.py"))
@@ -111,7 +111,7 @@ TARGETS += [
     "trainer.errors.UserError",
     "train.main",
 ]
-TARGETS += ["data.cache.remove", "data.cache.shutil.rmtree", "data.datasets.os.remove", "data.datasets.decode_image"]
+TARGETS += ["data.cache.remove", "data.cache.shutil.rmtree", "data.images.os.remove", "data.images.decode_image"]
 TARGETS += [
     "data.loader.HostLoader",
     "models.checks.check_sizes",
@@ -254,8 +254,8 @@ BUILT = {
     "no target": edit(model={"a": 1}),
     "a number as target": edit(model___target_=3),
     "a download": edit(dataset={"_target_": "data.datasets.mnist", "root": "AWAY", "download": True}),
-    "a cache elsewhere": edit(dataset={"_target_": "data.datasets.image_folder", "root": "AWAY", "cache": "CANARY"}),
-    "a pipe as table": edit(dataset={"_target_": "data.datasets.csv", "path": "/dev/zero", "target": "y"}),
+    "a cache elsewhere": edit(dataset={"_target_": "data.images.image_folder", "root": "AWAY", "cache": "CANARY"}),
+    "a pipe as table": edit(dataset={"_target_": "data.tables.csv", "path": "/dev/zero", "target": "y"}),
 }
 COSTLY = {
     "a huge layer": edit(model__hidden=[10**6, 10**6, 10**6]),
@@ -458,13 +458,13 @@ def test_nothing_from_the_environment_is_left_anywhere(tmp_path):
 
 def test_a_run_takes_its_data_from_where_it_lies_here(good):
     """What our own configs look up in the environment is looked up here, and nothing else is."""
-    config = rundir.load_config("run", good / "run")
+    config = saved_config.load_config("run", good / "run")
     config["dataset"] = {"root": "${oc.env:DATA_ROOT,datasets}"}
-    assert rundir.resolved("run", good, config)["dataset"]["root"] == "${oc.env:DATA_ROOT,datasets}"
+    assert saved_config.resolved("run", good, config)["dataset"]["root"] == "${oc.env:DATA_ROOT,datasets}"
     for key, text in (("root", "${oc.env:HOME}"), ("path", "${oc.env:DATA_ROOT,datasets}")):
         config["dataset"] = {key: text}
         with pytest.raises(UserError, match=rf"(?s)dataset\.{key} .*Type dataset\.{key}="):
-            rundir.resolved("run", good, dict(config))
+            saved_config.resolved("run", good, dict(config))
 
 
 def test_a_model_of_another_size_is_refused_before_it_takes_memory(typed):

@@ -160,7 +160,7 @@ def test_a_worker_that_dies_between_two_epochs_is_noticed_at_the_next_one(script
                 train = loader("nothing", workers=2)
                 for _, _ in zip(range(batches), train):
                     pass
-                os.kill(train.workers[1].pid, signal.SIGKILL)
+                os.kill(train.workers.processes[1].pid, signal.SIGKILL)
                 time.sleep(0.2)
                 try:
                     next(iter(train))
@@ -210,7 +210,7 @@ def test_a_signal_to_the_group_does_not_end_the_workers(script):
         next(batches)  # of one worker; the other may not have begun
         for name in (signal.SIGINT, signal.SIGTERM):
             os.killpg(0, name)
-        alive = [worker.is_alive() for worker in train.workers]
+        alive = [worker.is_alive() for worker in train.workers.processes]
         print(len(list(batches)), len(seen), alive, signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL)
         """
     )
@@ -285,7 +285,7 @@ def test_a_slow_worker_is_waited_for(monkeypatch):
             time.sleep(0.2)
             return super().__getitem__(index)
 
-    monkeypatch.setattr("data.loader.POLL", 0.05)
+    monkeypatch.setattr("data.workers.POLL", 0.05)
     split = Slow(torch.zeros(4, 3), torch.arange(4) % 2)
     data = Data("slow", split, None, None, (3,), 2)
     for timeout in (60, 0):

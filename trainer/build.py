@@ -34,8 +34,9 @@ KINDS = {
     "trainer.schedules": ["constant", "linear", "cosine", "step", "onecycle"],
     "trainer.optimizers": ["decoupled_sgd"],
     "models": ["torch.nn.Module", "trainer.callbacks.Callback"],
-    "data.datasets": ["digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "image_folder", "csv"]
-    + ["synthetic"],
+    "data.datasets": ["digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "synthetic"],
+    "data.images": ["image_folder"],
+    "data.tables": ["csv"],
     "examples": ["torch.nn.Module", "trainer.Trainer"],
 }
 # Of Hydra's own keys those that a node may have: the others change how Hydra builds, and what it allows.

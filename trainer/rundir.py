@@ -8,7 +8,6 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 from pathlib import Path
 
@@ -17,16 +16,12 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-import yaml
-
 from trainer import files, settings
 from trainer.cli import flat
-from trainer.errors import RunInUse, UserError, did_you_mean, log
+from trainer.errors import RunInUse, UserError, log
+from trainer.saved_config import load_config
 
-# Of a config.yaml: bytes, levels of nesting, and values after each ${...} is replaced. Ours have 3 KB, 4 and 100.
-MOST_YAML, MOST_LEVELS, MOST_VALUES = 2**17, 20, 10_000
 MOST_JSON = 2**24  # bytes of a result.json: ours have 2 KB, and a confusion matrix of 1,000 classes 8 MB
-KEY_PATH = r"\$\{[A-Za-z_][\w.]*\}"
 # Settings that may differ when a run is continued.
 HARMLESS = (
     "run_dir",
@@ -208,98 +203,6 @@ def check_same(what, before, now, also=()):
         differences = ", ".join(f"{key}={now.get(key)} (was {before.get(key)})" for key in other[:5])
         what_to_type = "Type the settings it had to continue it; for a new run, another run_dir and no resume."
         raise UserError(f"{what} holds a run with other settings: {differences}.\n{what_to_type}")
-
-
-def load_config(key, folder):
-    """The config that a run was started with, as plain data; UserError where `folder` is no run directory.
-
-    The file may be anybody's: a small mapping without tags and aliases, its ${...} still as they are.
-    """
-    path = Path(folder) / "config.yaml"
-    if not path.is_file():
-        hint = did_you_mean(folder, (other for other in Path(folder).parent.glob("*") if str(other) != str(folder)))
-        if jobs := sorted(Path(folder).glob("*/config.yaml")):
-            hint = f" It is a sweep: type {key}={jobs[0].parent} or another of its {len(jobs)} jobs."
-        raise UserError(f"{key}={folder}: there is no config.yaml in it, so it is no run directory.{hint}")
-    try:
-        text = files.read(path, MOST_YAML).decode()
-        check_yaml(text)
-        config = yaml.safe_load(text)
-    except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
-        reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise UserError(f"{key}={folder}: its config.yaml is none of a run's ({reason}).") from None
-    if not isinstance(config, dict) or not all(isinstance(name, str) for name in config):
-        raise UserError(f"{key}={folder}: its config.yaml is none of a run's (it has no keys with values).")
-    return config
-
-
-def check_yaml(text):
-    """ValueError for what our files do not have, and what can make a small file cost much, or build objects.
-
-    Looked for event by event, before anything is put together.
-    """
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ValueError("it has an anchor or an alias")
-        if getattr(event, "tag", None):
-            raise ValueError(f"it has the tag {event.tag}")
-        if depth > MOST_LEVELS:
-            raise ValueError(f"it has more than {MOST_LEVELS} levels")
-
-
-def resolved(key, folder, config):
-    """A saved config with every ${key.path} replaced by what is there; UserError for any other ${...}.
-
-    A resolver such as ${oc.env:NAME} would take something of this machine into somebody's config. It stays only where
-    this project's own config has the very same text for the key.
-    """
-    left = MOST_VALUES
-
-    def value_of(name, value, depth):
-        nonlocal left
-        left -= 1
-        if left < 0 or depth > MOST_LEVELS:
-            raise UserError(f"{key}={folder}: {name} in its config.yaml leads back to itself, or to too much.")
-        if isinstance(value, dict):
-            return {part: value_of(f"{name}.{part}".lstrip("."), item, depth) for part, item in value.items()}
-        if isinstance(value, list):
-            return [value_of(f"{name}.{i}", item, depth) for i, item in enumerate(value)]
-        if not isinstance(value, str) or "${" not in value or is_ours(name, value):
-            return value
-        if re.fullmatch(KEY_PATH, value):
-            return value_of(name, target_of(name, value), depth + 1)
-        parts = [value_of(name, target_of(name, found), depth + 1) for found in re.findall(KEY_PATH, value)]
-        if "${" in re.sub(KEY_PATH, "", value) or any(isinstance(part, (dict, list)) for part in parts):
-            raise UserError(
-                f"{key}={folder}: {name} in its config.yaml is {value}, which is not looked up for a file.\n"
-                f"Type {name}=... for what it should be."
-            )
-        value = re.sub(KEY_PATH, lambda _: str(parts.pop(0)), value)
-        left -= len(value) // 100
-        return value
-
-    def target_of(name, interpolation):
-        found = config
-        for part in interpolation[2:-1].split("."):
-            if not isinstance(found, dict) or part not in found:
-                raise UserError(
-                    f"{key}={folder}: {name} in its config.yaml is {interpolation}, and there is no such key."
-                )
-            found = found[part]
-        return found
-
-    return value_of("", config, 0)
-
-
-def is_ours(name, text):
-    """Whether a file in configs/ has the same text for this key of its group, such as our dataset.root."""
-    group, _, rest = name.partition(".")
-    folder = Path(__file__).resolve().parents[1] / "configs" / group
-    return bool(re.fullmatch(r"\w+\.\w+", name)) and any(
-        f"\n{rest}: {text} " in path.read_text(encoding="utf-8") for path in folder.glob("*.yaml")
-    )
 
 
 def command(overrides, *more):

@@ -1,0 +1,217 @@
+"""A table: a csv file -> standardised numbers and one-hot categories, by the training part alone."""
+
+import io
+import math
+import os
+from collections import Counter
+from csv import Error as CSVError
+from csv import reader as read_csv
+from pathlib import Path
+
+import torch
+
+from data.datasets import Data, TensorSplit, check_fractions, split_indices
+from trainer.errors import UserError, check_choice, did_you_mean, printable
+from trainer.files import open_plain
+
+MOST_NUMBERS = 2**28  # that a table may become
+MISSING = {"", "?", "na", "n/a", "nan", "null", "none"}
+
+
+def csv(
+    path,
+    target,
+    kind="auto",
+    categorical=(),
+    ignore=(),
+    missing="error",
+    delimiter=",",
+    val_fraction=0.1,
+    test_fraction=0.2,
+    split_seed=0,
+):
+    """A table with a header line; one column is the target.
+
+    Numbers are standardised, categories one-hot, both by the training part alone. A column in which every value is a
+    finite number is numeric, unless named in `categorical`. A category that the training part lacks is all zeros.
+    `missing`: error, drop (the rows), or mean (the training part's; a missing category is all zeros). `kind` auto:
+    text, or at most 20 different whole numbers that are fewer than a tenth of the rows, are classes; other targets are
+    a regression.
+    """
+    check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
+    check_choice("dataset.missing", missing, ("error", "mean", "drop"))
+    fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
+    path, target = str(path), str(target)  # a bare 2024 on the command line is a number
+    columns = _read_table(os.path.expanduser(path), "\t" if delimiter == "tab" else delimiter)
+    for key, names in (("target", [target]), ("categorical", categorical), ("ignore", ignore)):
+        for name in [names] if isinstance(names, str) else names:
+            if name not in columns:
+                raise UserError(
+                    f"dataset.{key}={name}: {printable(path)} has no such column.{did_you_mean(name, columns)}\n"
+                    f"It has {', '.join(map(printable, list(columns)[:20]))}{', ...' * (len(columns) > 20)}."
+                )
+    ignore = {ignore} if isinstance(ignore, str) else set(ignore)
+    columns = {name: values for name, values in columns.items() if name not in ignore or name == target}
+    columns = _without_missing(columns, target, missing)
+    answers = columns.pop(target)
+    if not columns:
+        raise UserError(f"{printable(path)} has no column besides the target {target}.")
+
+    kind, classes, targets = _read_target(target, answers, kind)
+    parts = split_indices(targets if classes else len(targets), fractions, split_seed, stratified=classes is not None)
+    categorical, blocks = {categorical} if isinstance(categorical, str) else set(categorical), []
+    for name, values in columns.items():
+        room = MOST_NUMBERS - sum(map(torch.numel, blocks))
+        blocks.append(_features(name, values, parts[0], name in categorical, room))
+    inputs = torch.cat(blocks, 1)
+    center, scale = 0.0, 1.0
+    if not classes:
+        center, scale = targets[parts[0]].mean().item(), targets[parts[0]].std(correction=0).item() or 1.0
+        targets = ((targets - center) / scale).float()
+    train, val, test = (TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts)
+    name, shape, outputs = Path(path).stem, inputs.shape[1:], len(classes) if classes else 1
+    return Data(name, train, val, test, shape, outputs, kind, classes, target_mean=center, target_scale=scale)
+
+
+def _read_table(path, delimiter):
+    """{column: list of stripped strings}; UserError for what is not a table."""
+    if not isinstance(delimiter, str) or len(delimiter) != 1:
+        raise UserError(f"dataset.delimiter={delimiter!r}: give one character, such as ',' or ';', or tab.")
+    shown = printable(path)
+    try:
+        with open_plain(path, links=True) as raw, io.BufferedReader(raw) as buffered:
+            lines = io.TextIOWrapper(buffered, newline="", encoding="utf-8-sig")
+            lines = read_csv(lines, delimiter=delimiter, skipinitialspace=True)
+            header, rows = [name.strip() for name in next(lines, [])], []
+            if len(header) == 1:
+                raise UserError(
+                    f"{shown} has one column only, {header[0][:50]!r}.\n"
+                    "Type dataset.delimiter=';' (or tab) if its columns are separated by another character."
+                )
+            for row in lines:
+                if len(row) != len(header) and row:
+                    number = lines.line_num
+                    raise UserError(
+                        f"{shown}, line {number}: {len(row)} values for the {len(header)} columns of the header."
+                    )
+                if row:  # a blank line is no row
+                    rows.append(row)
+    except FileNotFoundError:
+        raise UserError(f"dataset.path={shown}: there is no such file.") from None
+    except UserError:
+        raise
+    except (OSError, ValueError, CSVError) as error:
+        raise UserError(f"dataset.path={shown}: this is no table that can be read ({printable(error)}).") from None
+    if not rows:
+        raise UserError(f"{shown} is empty: it needs a header line and at least one row.")
+    for name, count in Counter(header).items():
+        if count > 1 or not name:
+            what = f"the column {name!r} {count} times" if name else "a column without a name"
+            raise UserError(f"{shown}: the header has {what}.")
+    return {
+        name: [value.strip() for value in values] for name, values in zip(header, zip(*rows, strict=True), strict=True)
+    }
+
+
+def _without_missing(columns, target, missing):
+    """The columns with None for each missing value, or without the rows that have one."""
+    columns = {
+        name: [None if value.lower() in MISSING else value for value in values] for name, values in columns.items()
+    }
+    counts = {name: values.count(None) for name, values in columns.items() if None in values}
+    rows = len(columns[target])
+    if counts and missing == "error":
+        found = ", ".join(f"{name!r} in {count}" for name, count in list(counts.items())[:3])
+        found += f" and {len(counts) - 3} more" * (len(counts) > 3)
+        fill = "" if target in counts else "dataset.missing=mean to fill them in, or "
+        raise UserError(
+            f"Values are missing in these columns: {found} of {rows} rows.\n"
+            f"Type {fill}dataset.missing=drop to leave those rows out."
+        )
+    if target in counts and missing == "mean":
+        raise UserError(
+            f"The target {target!r} is missing in {counts[target]} of {rows} rows, and cannot be filled in.\n"
+            "Type dataset.missing=drop."
+        )
+    if counts and missing == "drop":
+        keep = [i for i, row in enumerate(zip(*columns.values(), strict=True)) if None not in row]
+        if not keep:
+            raise UserError(
+                "dataset.missing=drop leaves no row: each has a missing value. "
+                "Type dataset.missing=mean, or dataset.ignore=[COLUMN]."
+            )
+        columns = {name: [values[i] for i in keep] for name, values in columns.items()}
+    return columns
+
+
+def _numbers(values):
+    """The values as floats, NaN where one is missing; None if one is not a finite number, or none is there."""
+    try:
+        numbers = [math.nan if value is None else float(value) for value in values]
+    except ValueError:
+        return None
+    usable = all(math.isfinite(number) or value is None for number, value in zip(numbers, values, strict=True))
+    return numbers if usable and any(value is not None for value in values) else None
+
+
+def _read_target(name, values, kind):
+    """(kind, class names or None, targets): int64 (N,), or float64 (N, 1) for a regression."""
+    numbers = _numbers(values)
+    distinct = sorted(set(values if numbers is None else numbers))
+    if len(distinct) < 2:
+        raise UserError(
+            f"dataset.target={name}: all {len(values)} rows have the same value, {values[0]!r}. "
+            "There is nothing to learn."
+        )
+    if kind == "auto":
+        few = (
+            numbers is not None
+            and len(distinct) <= 20
+            and len(distinct) < len(values) / 10
+            and all(value.is_integer() for value in distinct)
+        )
+        kind = "classification" if numbers is None or few else "regression"
+    if kind == "regression":
+        if numbers is None:
+            wrong = next(value for value in values if _numbers([value]) is None)
+            raise UserError(
+                f"dataset.target={name}: {wrong!r} is not a number.\n"
+                "Type dataset.kind=classification, or choose another column."
+            )
+        return kind, None, torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
+    labels = {value: label for label, value in enumerate(distinct)}
+    targets = torch.tensor([labels[value] for value in (values if numbers is None else numbers)])
+    return kind, [value if isinstance(value, str) else f"{value:g}" for value in distinct], targets
+
+
+def _features(name, values, train, categorical, room):
+    """float32 (N, 1) of a numeric column, (N, categories) of another one; both by what the rows of `train` hold.
+
+    UserError where that would be more than `room` numbers, which a small file can ask for.
+    """
+    kinds = sorted({values[i] for i in train.tolist()} - {None})
+    if not kinds:
+        raise UserError(f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}].")
+    numbers = None if categorical else _numbers(values)
+    if numbers is not None:
+        column = torch.tensor(numbers, dtype=torch.float64)
+        known = column[train][~column[train].isnan()]
+        column = (column - known.mean()) / (known.std(correction=0).item() or 1.0)
+        return column.nan_to_num(0.0).float().unsqueeze(1)
+    if not categorical and len(kinds) > max(20, len(train) / 2):
+        odd = next(value for value in values if value is not None and _numbers([value]) is None)
+        raise UserError(
+            f"Column {name!r} has {len(kinds)} different values that are not all numbers ({odd!r}).\n"
+            f"Correct it, or type dataset.ignore=[{name}] or dataset.categorical=[{name}]."
+        )
+    if len(values) * len(kinds) > room:
+        raise UserError(
+            f"Column {name!r} has {len(kinds)} categories in {len(values)} rows, which is more than fits in memory.\n"
+            f"Type dataset.ignore=[{name}]."
+        )
+    places = {value: place for place, value in enumerate(kinds)}
+    column = torch.zeros(len(values), len(kinds))
+    for row, value in enumerate(values):
+        if value in places:
+            column[row, places[value]] = 1
+    return column

@@ -1,0 +1,201 @@
+"""Image folders: every file is in one part, its pixels are torchvision's, and each mistake has its answer."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from data import datasets, images
+from data.images import ImageSplit
+from data.loader import make_loaders
+from trainer.errors import UserError
+
+ROOT = os.environ.get("DATA_ROOT", "")
+
+
+def parts_of(data):
+    return [part for part in (data.train, data.val, data.test) if part is not None]
+
+
+def write_images(folder, colours, endings=("png",), size=(6, 5), each=3):
+    from PIL import Image
+
+    for name, colour in colours.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(each):
+            Image.new("RGB", size, (colour, i, 7)).save(folder / name / f"{i}.{endings[i % len(endings)]}")
+
+
+def test_the_fingerprint_of_a_folder_knows_names_sizes_and_labels_but_no_times_and_no_root(tmp_path):
+    def fingerprint(folder, **options):
+        return datasets.fingerprint(images.image_folder(str(folder), cache=False, **options))
+
+    write_images(tmp_path / "one", {"a": 1, "b": 2}, each=10)
+    write_images(tmp_path / "two", {"a": 1, "b": 2}, each=10)
+    for file in (tmp_path / "two").glob("*/*"):
+        os.utime(file, (1, 1))
+    before = fingerprint(tmp_path / "one")
+    assert fingerprint(tmp_path / "two") == before
+    assert len({before, fingerprint(tmp_path / "two", split_seed=1), fingerprint(tmp_path / "two", size=4)}) == 3
+    (tmp_path / "two" / "a" / "3.png").rename(tmp_path / "two" / "a" / "33.png")
+    assert fingerprint(tmp_path / "two") != before
+    (tmp_path / "two" / "a" / "33.png").rename(tmp_path / "two" / "a" / "3.png")
+    assert fingerprint(tmp_path / "two") == before
+    for file in (tmp_path / "two").glob("*/*"):
+        file.write_bytes(file.read_bytes() + b" ")
+    assert fingerprint(tmp_path / "two") != before
+
+
+def test_image_folder_with_its_own_parts(tmp_path):
+    for part, each in (("train", 4), ("test", 2)):
+        write_images(tmp_path / part, {"dog": 20, "cat": 10, "owl": 30}, ("png", "BMP"), each=each)
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "train" / ".hidden").mkdir()
+    data = images.image_folder(str(tmp_path), val_fraction=0.25)
+    assert (
+        data.classes == ["cat", "dog", "owl"]
+        and data.in_shape == (3, 5, 6)
+        and [len(part) for part in parts_of(data)] == [9, 3, 6]
+    )
+    inputs, targets = data.test.tensors()
+    assert inputs.shape == (6, 3, 5, 6) and inputs.dtype == torch.uint8 and targets.tolist() == [0, 0, 1, 1, 2, 2]
+    assert inputs[:, 0, 0, 0].tolist() == [10, 10, 20, 20, 30, 30] and inputs[:, 1, 4, 5].tolist() == [0, 1] * 3
+    for i in range(6):
+        assert torch.equal(data.test[i][0], inputs[i]) and data.test[i][1] == targets[i]
+    assert torch.equal(data.test[[5, 0]][0], inputs[[5, 0]]) and data.test.nbytes == inputs.nbytes
+    pixels = data.train.tensors()[0].double() / 255
+    torch.testing.assert_close(data.mean, pixels.mean((0, 2, 3)).tolist())
+    torch.testing.assert_close(data.std[:1], pixels.std((0, 2, 3), correction=0).tolist()[:1])
+
+
+def test_image_folder_without_parts_resized_and_grey(tmp_path):
+    write_images(tmp_path, {"a": 0, "b": 255}, ("jpg", "webp", "png"), size=(40, 30), each=20)
+    data = images.image_folder(
+        str(tmp_path), size=8, channels=1, val_fraction=0.1, test_fraction=0.2, mean=[0.5], std=[0.5]
+    )
+    assert data.in_shape == (1, 8, 8) and [len(part) for part in parts_of(data)] == [28, 4, 8] and data.mean == [0.5]
+    files = [file for part in parts_of(data) for file in part.files]
+    assert len(set(files)) == 40 and list(data.test.files) == sorted(data.test.files)
+    assert data.train.tensors()[0].shape == (28, 1, 8, 8)
+
+
+def test_image_folder_mistakes(tmp_path):
+    def refused(words, folder, **options):
+        with pytest.raises(UserError, match=words) as caught:
+            data = images.image_folder(str(folder), mean=[0, 0, 0], std=[1, 1, 1], **options)
+            data.train.tensors()
+        assert str(caught.value).count("\n") <= 2
+
+    refused("no such folder", tmp_path / "nowhere")
+    refused("here is no folder", tmp_path)
+    write_images(tmp_path / "one", {"a": 1})
+    refused("only a", tmp_path / "one")
+    write_images(tmp_path / "two", {"a": 1, "b": 2}, each=5)
+    refused("dataset.channels=2", tmp_path / "two", channels=2)
+    refused("dataset.size=0", tmp_path / "two", size=0)
+    (tmp_path / "two" / "empty").mkdir()
+    refused("empty: there is no image", tmp_path / "two")
+    (tmp_path / "two" / "empty").rmdir()
+    write_images(tmp_path / "parts" / "train", {"cat": 1, "dog": 2}, each=5)
+    write_images(tmp_path / "parts" / "test", {"cats": 1})
+    refused("no class 'cats'. Did you mean 'cat'", tmp_path / "parts")
+    write_images(tmp_path / "sizes", {"a": 1, "b": 2}, each=5)
+    write_images(tmp_path / "sizes" / "tmp", {"x": 1}, size=(9, 9), each=1)
+    (tmp_path / "sizes" / "tmp" / "x" / "0.png").rename(tmp_path / "sizes" / "b" / "3.png")
+    (tmp_path / "sizes" / "tmp" / "x").rmdir()
+    (tmp_path / "sizes" / "tmp").rmdir()
+    refused(
+        r"b/3.png: this image has 9x9 pixels, and the first one 5x6.\n.*dataset.size=",
+        tmp_path / "sizes",
+        val_fraction=0,
+        test_fraction=0,
+    )
+    (tmp_path / "two" / "b" / "1.png").write_bytes(b"broken")
+    refused("b/1.png: this image cannot be read", tmp_path / "two", val_fraction=0, test_fraction=0)
+    (tmp_path / "two" / "a" / "0.png").write_bytes(b"broken")
+    refused("a/0.png: this image cannot be read", tmp_path / "two")
+
+
+def test_broken_images_can_be_left_out(tmp_path, caplog, monkeypatch):
+    write_images(tmp_path / "whole", {"a": 10, "b": 20, "c": 30}, each=20)
+    write_images(tmp_path / "holes", {"a": 10, "b": 20, "c": 30}, each=20)
+    broken = ["a/0.png", "b/3.png", "c/7.png", "c/8.png"]
+    for name in broken:
+        (tmp_path / "whole" / name).unlink()
+        (tmp_path / "holes" / name).write_bytes(b"broken")
+
+    def load(name, **options):
+        return images.image_folder(str(tmp_path / name), cache=str(tmp_path / "cache"), **options)
+
+    with pytest.raises(UserError, match="a/0.png: this image cannot be read"):
+        load("holes")
+    whole, decode, read = load("whole"), images.decode_image, []
+    monkeypatch.setattr(images, "decode_image", lambda file, *rest: read.append(file) or decode(file, *rest))
+    for tried in (60, 4):  # the second time only what could not be read is tried again
+        read.clear()
+        caplog.clear()
+        holes = load("holes", on_bad_sample="skip")
+        assert len(read) == tried
+        (record,) = caplog.records
+        shown = ", ".join(str(tmp_path / "holes" / name) for name in broken[:3])
+        assert record.getMessage() == f"4 of 60 images cannot be read and are left out: {shown}, ..."
+    for part, other in zip(parts_of(whole), parts_of(holes), strict=True):
+        assert torch.equal(part.tensors()[0], other.tensors()[0]) and torch.equal(part.targets, other.targets)
+    options = {"batch_size": 7, "seed": 3, "augment": ["flip"]}
+    (resident, _, _), _ = make_loaders(holes, resident=True, **options)
+    for workers in (0, 2):
+        (streamed, _, _), _ = make_loaders(holes, resident=False, workers=workers, **options)
+        for (inputs, targets), (others, labels) in zip(resident, streamed, strict=True):
+            assert torch.equal(inputs, others) and torch.equal(targets, labels)
+        streamed.close()
+        resident.seek(0)
+    assert whole.mean == holes.mean and datasets.fingerprint(whole) == datasets.fingerprint(holes)
+
+
+def test_what_skipping_cannot_leave_out(tmp_path):
+    def load(**options):
+        return images.image_folder(str(tmp_path), cache=False, **{"on_bad_sample": "skip", **options})
+
+    write_images(tmp_path / "train", {"a": 10, "b": 20})
+    write_images(tmp_path / "val", {"a": 10, "b": 20}, each=1)
+    for file in (tmp_path / "val").glob("*/*"):
+        file.write_bytes(b"broken")
+    with pytest.raises(UserError, match=r"skip: all of the val images cannot be read \(.*a/0.png, .*b/0.png\)"):
+        load()
+    write_images(tmp_path / "more", {"a": 10, "b": 20}, each=1)
+    for name in "ab":
+        (tmp_path / "more" / name / "0.png").rename(tmp_path / "val" / name / "0.png")
+    for file in (tmp_path / "train" / "b").iterdir():
+        file.write_bytes(b"broken")
+    with pytest.raises(UserError, match="skip: all of the class b cannot be read"):
+        load()
+    with pytest.raises(UserError, match="dataset.on_bad_sample=ignore: there is no such choice"):
+        load(on_bad_sample="ignore")
+    write_images(tmp_path / "other", {"b": 20}, size=(9, 9), each=1)  # another size is no damage
+    (tmp_path / "other" / "b" / "0.png").rename(tmp_path / "train" / "b" / "0.png")
+    with pytest.raises(UserError, match="this image has 9x9 pixels, and the first one 5x6"):
+        load()
+
+
+def test_an_image_that_breaks_after_it_was_tried_is_named(tmp_path):
+    write_images(tmp_path, {"a": 10, "b": 20}, each=20)
+    data = images.image_folder(str(tmp_path), cache=False, on_bad_sample="skip")
+    Path(data.train.files[5]).write_bytes(b"broken")
+    for workers in (0, 1):
+        (train, _, _), _ = make_loaders(data, batch_size=4, resident=False, workers=workers)
+        with pytest.raises(UserError, match=f"{data.train.files[5]}: this image cannot be read"):
+            list(train)
+        train.close()
+
+
+@pytest.mark.skipif(not os.path.isdir(os.path.join(ROOT, "cifar10_jpeg")), reason="DATA_ROOT holds no cifar10_jpeg")
+def test_photographs_are_decoded_as_torchvision_does():
+    functional = pytest.importorskip("torchvision.transforms.v2.functional")
+    from PIL import Image
+
+    data = images.image_folder(os.path.join(ROOT, "cifar10_jpeg"), mean=[0.5] * 3, std=[0.2] * 3)
+    assert [len(part) for part in parts_of(data)] == [45000, 5000, 10000] and data.in_shape == (3, 32, 32)
+    some = ImageSplit(list(data.train.files)[::3000], data.train.targets[::3000], data.train.size, 3)
+    for file, image in zip(some.files, some.tensors()[0], strict=True):
+        assert torch.equal(image, functional.pil_to_tensor(Image.open(file)))

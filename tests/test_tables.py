@@ -1,0 +1,183 @@
+"""Tables: what a column becomes, by the training part alone, and each mistake has its answer."""
+
+import pytest
+import torch
+
+from data import tables
+from data.datasets import split_indices
+from trainer.errors import UserError
+
+
+def parts_of(data):
+    return [part for part in (data.train, data.val, data.test) if part is not None]
+
+
+@pytest.fixture
+def table(tmp_path):
+    def write(text, **options):
+        path = tmp_path / "table.csv"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return tables.csv(str(path), **options)
+
+    return write
+
+
+def rows(n=100):
+    """age is numeric, city a category, kind a class in text, price a number."""
+    return [f"{20 + i % 40},{'abc'[i % 3]},{'yes' if i % 4 else 'no'},{i * 1.5 + 0.25}" for i in range(n)]
+
+
+HEADER = "age,city,kind,price\n"
+
+
+def test_a_class_that_the_training_rows_of_a_table_lack(table):
+    lines = [f"{i},{'ab'[i % 2]}" for i in range(40)] + ["1,c"] * 2
+    with pytest.raises(UserError, match="the (val|test) part has the class 'c', and the training part has not"):
+        table("x,y\n" + "\n".join(lines), target="y", val_fraction=0.45, test_fraction=0.5)
+
+
+def test_csv_classes(table):
+    data = table(HEADER + "\n".join(rows()), target="kind")
+    assert (data.kind, data.classes, data.num_classes, data.in_shape) == ("classification", ["no", "yes"], 2, (5,))
+    assert sum(len(part) for part in parts_of(data)) == 100 and data.target_scale == 1.0 and data.mean is None
+    train = data.train.inputs.double()
+    torch.testing.assert_close(train[:, [0, 4]].mean(0), torch.zeros(2).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(train[:, [0, 4]].std(0, correction=0), torch.ones(2).double(), atol=1e-6, rtol=0)
+    for part in parts_of(data):
+        assert part.inputs.dtype == torch.float32 and torch.equal(part.inputs[:, 1:4].sum(1), torch.ones(len(part)))
+
+
+def test_csv_regression_is_told_in_the_users_units(table):
+    data = table(HEADER + "\n".join(rows()), target="price", val_fraction=0.1, test_fraction=0.2)
+    assert (
+        data.kind == "regression" and data.num_classes == 1 and [len(part) for part in parts_of(data)] == [70, 10, 20]
+    )
+    prices = torch.cat([part.targets for part in parts_of(data)]).double() * data.target_scale + data.target_mean
+    torch.testing.assert_close(
+        prices.view(-1).sort().values, torch.arange(100).double() * 1.5 + 0.25, atol=1e-4, rtol=0
+    )
+    torch.testing.assert_close(data.train.targets.double().std(correction=0).item(), 1.0, atol=1e-6, rtol=0)
+    assert data.train.targets.shape == (70, 1) and data.train.targets.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "classes"),
+    [
+        (lambda i: i % 3, "classification", ["0", "1", "2"]),
+        (lambda i: i % 10, "regression", None),  # ten of a hundred rows are not fewer than a tenth
+        (lambda i: i % 3 / 2, "regression", None),
+        (lambda i: "xy"[i % 2], "classification", ["x", "y"]),
+        (lambda i: f"{i % 2 + 9}.0", "classification", ["9", "10"]),
+    ],
+)
+def test_csv_kind_auto(table, values, kind, classes):
+    data = table("a,y\n" + "\n".join(f"{i},{values(i)}" for i in range(100)), target="y")
+    assert (data.kind, data.classes) == (kind, classes)
+    if kind == "regression":
+        assert (
+            table("a,y\n" + "\n".join(f"{i},{values(i)}" for i in range(100)), target="y", kind="classification").kind
+            == "classification"
+        )
+
+
+def test_csv_learns_from_the_training_part_alone(table):
+    """Rows of the other parts change no training row, and a category that they alone have is all zeros."""
+    text = rows()
+    plain = table(HEADER + "\n".join(text), target="price", split_seed=5)
+    _, val, test = split_indices(100, [0.1, 0.2], 5, stratified=False)
+    for i in [*val.tolist(), *test.tolist()]:
+        text[i] = "9999,elsewhere,yes,0"
+    changed = table(HEADER + "\n".join(text), target="price", split_seed=5)
+    assert torch.equal(plain.train.inputs, changed.train.inputs) and torch.equal(
+        plain.train.targets, changed.train.targets
+    )
+    assert changed.test.inputs[:, 1:4].abs().sum() == 0 and changed.test.inputs[:, 0].min() > 100
+
+
+def test_csv_forms(table):
+    expected = table(HEADER + "\n".join(rows()), target="kind")
+    assert table(b"\xef\xbb\xbf" + (HEADER + "\n".join(rows())).encode(), target="kind", ignore="age").in_shape == (4,)
+    for text, options in [
+        (b"\xef\xbb\xbf" + (HEADER + "\r\n".join(rows())).encode(), {}),
+        ((HEADER + "\n\n".join(rows())).replace(",", ";"), {"delimiter": ";"}),
+        ((HEADER + "\n".join(rows())).replace(",", "\t"), {"delimiter": "tab"}),
+        (
+            HEADER.replace(",", " , ")
+            + "\n".join(rows())
+            .replace(",", ', "')
+            .replace("\n", '"\n')
+            .replace(', "', '","')
+            .replace("\n", '\n"')
+            .join('""'),
+            {},
+        ),
+    ]:
+        data = table(text, target="kind", **options)
+        assert torch.equal(data.train.inputs, expected.train.inputs) and torch.equal(
+            data.test.targets, expected.test.targets
+        )
+    assert table(HEADER + "\n".join(rows()), target="kind", ignore=["price", "city"]).in_shape == (1,)
+    assert table(HEADER + "\n".join(rows()), target="kind", categorical=["age"], ignore="price").in_shape[0] > 35
+
+
+def test_csv_missing_values(table):
+    lines = rows()
+    for i, empty in enumerate(["", "NA", "?", "nan", "None", "null"]):
+        lines[i] = f"{empty},{'abc'[i % 3]},yes,1.5"
+    lines[10] = "30,,yes,4"
+    text = HEADER + "\n".join(lines)
+    with pytest.raises(
+        UserError, match=r"'age' in 6, 'city' in 1 of 100 rows.\nType dataset.missing=mean .* dataset.missing=drop"
+    ):
+        table(text, target="kind")
+    assert sum(len(part) for part in parts_of(table(text, target="kind", missing="drop"))) == 93
+    filled = table(text, target="kind", missing="mean", val_fraction=0, test_fraction=0)
+    assert (
+        len(filled.train) == 100
+        and filled.train.inputs[:6, 0].tolist() == [0] * 6
+        and filled.train.inputs[10, 1:4].tolist() == [0] * 3
+    )
+    lines[20] = "30,a,,4"
+    with pytest.raises(UserError, match=r"'kind' in 1 of 100 rows.\nType dataset.missing=drop"):
+        table(HEADER + "\n".join(lines), target="kind")
+    with pytest.raises(UserError, match="target 'kind' is missing in 1 of 100"):
+        table(HEADER + "\n".join(lines), target="kind", missing="mean")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        (HEADER + "\n".join(rows()), {"target": "prise"}, "dataset.target=prise.*Did you mean 'price'"),
+        (HEADER + "\n".join(rows()), {"categorical": ["town"]}, "dataset.categorical=town"),
+        (HEADER + "\n".join(rows()), {"kind": "cluster"}, "dataset.kind"),
+        (HEADER + "\n".join(rows()), {"missing": "guess"}, "dataset.missing"),
+        (HEADER + "\n".join(rows()), {"delimiter": ";;"}, "dataset.delimiter"),
+        (HEADER + "\n".join(rows()), {"delimiter": ";"}, "one column only"),
+        (HEADER + "\n".join(rows()), {"target": "city", "kind": "regression"}, "'a' is not a number"),
+        (HEADER, {}, "is empty"),
+        ("", {}, "is empty"),
+        (HEADER + "1,a,yes,2\n1,a,yes\n", {}, "line 3: 3 values for the 4 columns"),
+        (HEADER + "1,a,yes,2\n" * 30, {}, "all 30 rows have the same value, 'yes'"),
+        (HEADER + "1,a,yes,2\n" * 30, {"target": "price"}, "all 30 rows have the same value"),
+        ("age,age,kind\n1,2,3\n", {}, "'age' 2 times"),
+        ("age,,kind\n1,2,3\n", {}, "a column without a name"),
+        (
+            HEADER + "\n".join(f"{i},{i}x,{i % 2},3" for i in range(100)),
+            {},
+            "'city' has .* different values.*dataset.ignore=.city.",
+        ),
+        (b"age,kind\n\xff\xfe,1\n", {}, "no table that can be read"),
+        ("kind,id\n" + "\n".join(f"{i % 2},{i}" for i in range(50)), {"ignore": ["id"]}, "no column besides"),
+        ("a,b,kind\n" + "\n".join(f",{i},{i % 2}" for i in range(50)), {"missing": "mean"}, "'a' has no value"),
+        ("a,b,kind\n" + "\n".join(f",{i},{i % 2}" for i in range(50)), {"missing": "drop"}, "leaves no row"),
+    ],
+)
+def test_csv_mistakes(table, text, options, words):
+    with pytest.raises(UserError, match=f"(?s){words}") as caught:
+        table(text, **{"target": "kind", **options})
+    assert str(caught.value).count("\n") <= 2
+
+
+def test_csv_without_a_file(tmp_path):
+    with pytest.raises(UserError, match="there is no such file"):
+        tables.csv(str(tmp_path / "none.csv"), "y")
