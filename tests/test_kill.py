@@ -1,6 +1,6 @@
 """Real processes, killed at any moment or hindered, and continued by the same command, end as if nothing had been.
 
-`pytest --large tests/test_kill.py` kills 500 times and interrupts 100 times; KILL_SEED=N chooses other moments.
+`pytest --large -n 0 tests/test_kill.py` kills 500 times, interrupts 100 times and says so; KILL_SEED=N: other moments.
 """
 
 import collections
