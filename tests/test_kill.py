@@ -1,6 +1,6 @@
 """Real processes, killed at any moment or hindered, and continued by the same command, end as if nothing had been.
 
-`pytest --large tests/test_kill.py` kills 500 times and interrupts 100 times; KILL_SEED=N chooses other moments.
+`pytest --large -n 0 tests/test_kill.py` kills 500 times, interrupts 100 times and says so; KILL_SEED=N: other moments.
 """
 
 import collections
@@ -134,10 +134,12 @@ def moment_of_a_signal(draw, seconds):
 def assert_interrupted(done, folder, number, times):
     """The code is the signal's, the words are few, and the newest checkpoint is of the very last step."""
     run = folder / "run"
-    if done.code == -number:  # before the first line of train.py, or after its last one
-        assert done.err == "" and (done.out == "" or "task=evaluate" in done.out), (done.code, done.out)
+    if done.code == -number and not done.err:  # before the first line of train.py, or after its last one
+        assert done.out == "" or "task=evaluate" in done.out, done.out
         return
-    assert done.code == 128 + number, (done.code, done.err)
+    # What a shell says of a process that was ended by a signal; Python's own end knows no handler any more.
+    code = 128 - done.code if times == 2 and done.code < 0 else done.code
+    assert code == 128 + number, (done.code, done.err)
     lines = [line for line in done.err.splitlines() if line]
     assert "Traceback" not in done.err and len(lines) <= 3, done.err
     steps = [int(line) for line in (folder / "steps").read_text().split()] if (folder / "steps").exists() else [0]
