@@ -28,7 +28,7 @@ from trainer.build import (
     retarget,
     without_downloads,
 )
-from trainer.errors import UserError, check_choice
+from trainer.errors import RunInUse, UserError, check_choice
 
 # The loaders' settings, which stand beside the data set's.
 LOADING = {"augment": [], "resident": "auto", "workers": "auto", "timeout": 300}
@@ -53,8 +53,9 @@ def main(cfg):
         code = cli.report(error)
         if not in_sweep() or code == cli.BUG:
             raise SystemExit(code) from error  # not the error itself: Hydra would print a line of its own above it
-        failure = {"overrides": cli.typed(), "error": str(error)}
-        rundir.write_json(Path(job.runtime.output_dir) / "result.json", failure)
+        path = Path(job.runtime.output_dir) / "result.json"
+        if not isinstance(error, RunInUse) and "best" not in (rundir.read_result(path) or {}):  # a result stays one
+            rundir.write_json(path, {"overrides": cli.typed(), "error": str(error)})
 
 
 def train(cfg):
@@ -68,44 +69,49 @@ def train(cfg):
 def train_in(folder, cfg):
     start = time.perf_counter() if in_sweep() else START
     from data.datasets import fingerprint
-    from trainer import checkpoint
     from trainer.loggers import ConfigFile
 
     typed = cli.typed()
-    state = rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg)
+    state, origin = rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg)
     own = {"_target_": "trainer.callbacks.Checkpoint", "folder": str(folder / "checkpoints")}
     own |= {"monitor": cfg.monitor, "mode": cfg.monitor_mode, "overwrite": cfg.overwrite}
     saver = build("checkpoint", {**own, **cfg.checkpoint})
     # Interpolations stay as they are: nothing from the environment gets into a file.
     config = {key: value for key, value in OmegaConf.to_container(cfg, resolve=False).items() if key != "run_dir"}
-    about = {"config": config, "versions": rundir.versions(), "world_size": 1}
-    config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg))
-    with building(cfg, [saver, config_file]) as (trainer, data, (train_loader, val_loader, test_loader)):
-        saver.about = {**about, "data": fingerprint(data)}
+    about = {"config": config, "versions": rundir.versions(), "world_size": 1, "origin": origin}
+    config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg), rundir.WRITTEN)
+    with building(cfg, [saver, config_file]) as (trainer, data, loaders):
+        saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
         if state is not None:
             rundir.check_data(state, saver.about["data"])
-        result = {}
         try:
             with stopping.gently(trainer.interrupt):
-                trainer.fit(train_loader, val_loader, resume=state)
+                trainer.fit(*loaders[:2], resume=state)
             if stopping.received:
                 raise stopping.Interrupted
-            result = {"overrides": typed, **rundir.result_of(trainer, saver)}
-            if saver.best:
-                trainer.load(checkpoint.path_of(saver.folder, saver.best["step"]))
-            test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
-            seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
-            result |= {**rundir.last_rows(folder), **test, "seconds": seconds}
-            rundir.write_model(folder, trainer, data, result)
-            rundir.write_json(folder / "result.json", result)
+            result = finish(folder, trainer, saver, data, loaders[2], start)
         except KeyboardInterrupt:
             again = rundir.command(typed, f"run_dir={folder}")
             if in_sweep():
                 again = f"the same command with hydra.sweep.dir={folder.parent}"
-            at = result.get("steps", trainer.step)  # since then the best weights, of another step, may have been loaded
-            print(f"\ninterrupted at step {at}. To go on from there:\n{again}", file=sys.stderr)
+            print(f"\ninterrupted at step {saver.saved}. To go on from there:\n{again}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
     print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
+
+
+def finish(folder, trainer, saver, data, test_loader, start):
+    """Tests the best weights, and writes result.json and the model to share."""
+    from trainer import card, checkpoint
+
+    result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver)}
+    if saver.best:
+        trainer.load_state_dict(checkpoint.best(saver.folder)[1])
+    test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
+    seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
+    result |= {**rundir.last_rows(folder), **test, "seconds": seconds}
+    card.write(folder, trainer, data, result)
+    rundir.write_json(folder / "result.json", result)
+    return result
 
 
 def evaluate(cfg):
@@ -116,7 +122,7 @@ def evaluate(cfg):
     best = checkpoint.best(Path(cfg.run) / "checkpoints")
     if best is None:
         raise UserError(f"run={cfg.run}: no checkpoint is in it. Type the command that made it and run_dir={cfg.run}.")
-    with building(own, weights=best[1]["model"]) as (trainer, _, (_, val_loader, test_loader)):
+    with building(own, state=best[1]) as (trainer, _, (_, val_loader, test_loader)):
         trainer.load_state_dict(best[1])
         split, loader = ("test", test_loader) if test_loader is not None else ("val", val_loader)
         if loader is None:
@@ -181,11 +187,11 @@ TASKS = {"train": train, "evaluate": evaluate, "lr_find": lr_find}
 
 
 @contextlib.contextmanager
-def building(cfg, more_callbacks=(), weights=None):
+def building(cfg, more_callbacks=(), state=None):
     """(trainer, data, (train, val, test) loaders) of a config; all is let go of at the end.
 
-    The data comes first, since the model's shapes come from it. With `weights`, a model that is not theirs is a
-    UserError before it takes any memory.
+    The data comes first, since the model's shapes come from it. For the `state` of a checkpoint, other
+    classes and another model are a UserError before they take time and memory.
     """
     from data.loader import make_loaders
     from trainer import Trainer, summary
@@ -198,14 +204,16 @@ def building(cfg, more_callbacks=(), weights=None):
     # A function of the user's own among the augmentations comes as a _target_ with _partial_.
     loading["augment"] = [build("dataset.augment", item) if has_target(item) else item for item in loading["augment"]]
     data = build("dataset", dataset)
+    if state is not None:
+        rundir.check_classes(state, data)
     sizes = {"batch_size": cfg.batch_size, "eval_batch_size": cfg.eval_batch_size, "drop_last": cfg.drop_last}
     loaders, why = make_loaders(data, **sizes, device=device, seed=cfg.seed, **loading)
     print(summary.data_line(data, loaders, why))
 
     devices.seed_generators(device, devices.mix_seed(settings.check("seed", cfg.seed), "model"))
-    if weights is not None:
+    if state is not None:
         check_size("loss", cfg.loss)
-        check_size("model", cfg.model, weights, in_shape=data.in_shape, num_classes=data.num_classes)
+        check_size("model", cfg.model, state["model"], in_shape=data.in_shape, num_classes=data.num_classes)
     model = build("model", cfg.model, in_shape=data.in_shape, num_classes=data.num_classes)
     loss = build("loss", cfg.loss)
     # A Trainer with a loss or metrics of its own may mean something else by them.

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -454,3 +455,137 @@ def test_lr_find_sets_all_back_and_suggests_a_tenth_of_the_lowest(tmp_path):
 
 def schedule_constant(optimizer, total_steps):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+# Stopped in an evaluation
+
+
+class Breaks(Callback):
+    """Interrupts the training in the evaluation after step `at`; `dies` is a kill after this step, before the rest."""
+
+    def __init__(self, at=None, dies=None):
+        self.at, self.dies = at, dies
+
+    def on_eval_start(self, trainer):
+        if trainer.step == self.at and trainer.train_loader is not None:
+            trainer.interrupt("asked to")
+
+    def on_step_end(self, trainer):
+        if trainer.step == self.dies:
+            raise KeyboardInterrupt
+
+
+class Noisy(torch.nn.Module):
+    """A model whose evaluation draws random numbers, as that of an autoencoder may."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, inputs):
+        return self.inner(inputs + torch.randn_like(inputs))
+
+
+def rows_of(path):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: row[name] for name in row if name != "train/seconds"} for row in rows]
+
+
+def test_an_evaluation_that_is_done_anew_gives_the_same_row_once(tmp_path):
+    """Stopped in the evaluation after step 6; killed after step 7, before a checkpoint has the row of the step."""
+
+    def fit(folder, resume=None, **breaks):
+        file = tmp_path / folder
+        callbacks = [JSONL(file / "metrics.jsonl"), EMA(0.9), Breaks(**breaks)]
+        saver = Checkpoint(file / "checkpoints", epochs=None, monitor="train/loss")
+        trainer = make_trainer(Noisy(), eval_every=3, callbacks=[*callbacks, saver])
+        trainer.fit(*loaders(), resume=resume and checkpoint.newest(file / "checkpoints")[0])
+        return trainer
+
+    whole = fit("whole")
+    stopped = fit("cut", at=6)
+    assert stopped.step == 6 and stopped.state_dict()["evaluation_due"]
+    assert max(checkpoint.files(tmp_path / "cut" / "checkpoints")) == 6
+    with pytest.raises(KeyboardInterrupt):
+        fit("cut", resume=True, dies=7)
+    assert rows_of(tmp_path / "cut" / "metrics.jsonl") != rows_of(tmp_path / "whole" / "metrics.jsonl")
+    again = fit("cut", resume=True)
+    assert rows_of(tmp_path / "cut" / "metrics.jsonl") == rows_of(tmp_path / "whole" / "metrics.jsonl")
+    assert_same(again.module.state_dict(), whole.module.state_dict())
+    assert not again.state_dict()["evaluation_due"]
+
+
+def test_a_stop_after_the_checkpoints_turn_is_saved_at_the_end(tmp_path):
+    class Late(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 7:
+                trainer.interrupt("asked to")
+
+    trainer = make_trainer(callbacks=[Checkpoint(tmp_path), Late()])
+    trainer.fit(*loaders())
+    assert trainer.step == 7 and checkpoint.newest(tmp_path)[1]["step"] == 7
+
+
+def test_an_evaluation_that_a_callback_asks_for_is_not_cut(tmp_path):
+    class Asks(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 7:
+                trainer.interrupt("asked to")
+                self.asked = trainer.evaluate(loaders()[1], "again")
+
+    asks = Asks()
+    make_trainer(callbacks=[asks, Checkpoint(tmp_path)]).fit(*loaders())
+    assert "again/loss" in asks.asked and checkpoint.newest(tmp_path)[1]["step"] == 7
+
+
+def test_an_average_that_the_checkpoint_has_not_is_refused(tmp_path):
+    make_trainer(callbacks=[Checkpoint(tmp_path)], epochs=1).fit(*loaders())
+    with pytest.raises(UserError, match="nothing of EMA"):
+        make_trainer(callbacks=[EMA(0.9), Checkpoint(tmp_path)]).fit(*loaders(), resume=checkpoint.newest(tmp_path)[0])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits the size of files")
+def test_a_row_that_the_disk_takes_in_part_is_no_row(tmp_path):
+    """And the next one begins a line of its own."""
+    import resource
+
+    logger = JSONL(tmp_path / "metrics.jsonl")
+    trainer = make_trainer()
+    trainer.step = 0
+    logger.on_fit_start(trainer)
+    logger.on_log(trainer, {"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, before[1]))
+    try:
+        with pytest.raises(OSError, match="metrics.jsonl"):
+            logger.on_log(trainer, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    logger.on_log(trainer, {"step": 3})
+    assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [1, 3]
+
+
+def test_an_error_at_the_end_of_a_fit_does_not_stop_the_next_one():
+    class Fails(Callback):
+        def on_step_end(self, trainer):
+            trainer.stop("asked to")
+
+        def on_fit_end(self, trainer):
+            raise OSError("full")
+
+    fails = Fails()
+    trainer = make_trainer(callbacks=[fails])
+    with pytest.raises(OSError, match="full"):
+        trainer.fit(*loaders())
+    trainer.callbacks = []
+    trainer.fit(*loaders())
+    assert trainer.step == trainer.total_steps
+
+
+def test_a_validation_loss_that_is_not_finite_in_a_resumed_evaluation_has_its_rate(tmp_path):
+    make_trainer(callbacks=[Breaks(at=8), Checkpoint(tmp_path)]).fit(*loaders())
+    train, val = loaders()
+    val.inputs[:] = math.nan
+    resumed = make_trainer(callbacks=[Checkpoint(tmp_path), NaNGuard()])
+    with pytest.raises(TrainingError, match="learning rate"):
+        resumed.fit(train, val, resume=checkpoint.newest(tmp_path)[0])

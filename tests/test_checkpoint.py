@@ -1,6 +1,7 @@
 """What is saved comes back bit for bit, damage is refused, and a save that is killed leaves the old file as it was."""
 
 import collections
+import errno
 import hashlib
 import logging
 import os
@@ -444,13 +445,27 @@ def test_best_is_what_the_newest_one_says(tmp_path):
     assert checkpoint.best(tmp_path)[0] == path_of(tmp_path, 12)
 
 
-def test_a_damaged_best_is_an_error_and_not_another_one(tmp_path):
+def test_a_damaged_best_is_named_and_the_newest_is_used(tmp_path, caplog):
     best = {"step": 2, "value": 0.5}
     for number in (2, 3):
         save(path_of(tmp_path, number), state_of(number, best=best))
     damage(path_of(tmp_path, 2))
-    with pytest.raises(TrainingError, match="step_00000002"):
-        checkpoint.best(tmp_path)
+    assert checkpoint.best(tmp_path)[0] == path_of(tmp_path, 3)
+    [warning] = caplog.messages
+    assert "step_00000002.ckpt" in warning and "step_00000003.ckpt" in warning
+
+
+def test_what_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, monkeypatch):
+    """Or a run would go on from an older one, and write over the newer ones."""
+    for number in (2, 3):
+        save(path_of(tmp_path, number), state_of(number))
+
+    def too_many(*_, **__):
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE), "x")
+
+    monkeypatch.setattr(checkpoint, "open_plain", too_many)
+    with pytest.raises(TrainingError, match="step_00000003.ckpt cannot be read: too many open files in system"):
+        checkpoint.newest(tmp_path)
 
 
 # a save that does not end

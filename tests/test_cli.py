@@ -384,7 +384,7 @@ def test_the_default_run_learns_the_digits(default):
     assert len(re.findall(r"^epoch +\d+/10 .* samples/s$", default.first.out, re.MULTILINE)) == 10
 
 
-RUN_FILES = {"checkpoints", "config.yaml", "metrics.jsonl", "model.safetensors", "README.md", "result.json"}
+RUN_FILES = {"checkpoints", "config.yaml", "metrics.jsonl", "model.safetensors", "model.md", "result.json"}
 
 
 def test_the_run_directory(default):

@@ -142,7 +142,7 @@ class Checkpoint(Monitor):
         checkpoint.go_back(self.folder, trainer.step)
         if self.best and not checkpoint.path_of(self.folder, self.best["step"]).exists():
             self.best = None  # it was reached in another folder
-        self.writer = ThreadPoolExecutor(1, "checkpoint")
+        self.writer, self.saved = ThreadPoolExecutor(1, "checkpoint"), trainer.step
         self.due, self.last_time = False, time.monotonic()
         self.metrics = self.metrics if trainer.step else {}
 
@@ -163,7 +163,9 @@ class Checkpoint(Monitor):
             self.save(trainer)
 
     def on_fit_end(self, trainer):
-        if trainer.interrupted and trainer.evaluation_due:
+        # In the step's evaluation, or after this callback had its turn. Where an error ends the fit, nobody knows what
+        # state the training is in.
+        if trainer.interrupted and trainer.step != self.saved and sys.exc_info()[0] is None:
             self.save(trainer)
         if self.writer is not None:
             self.writer.shutdown()
@@ -172,7 +174,7 @@ class Checkpoint(Monitor):
     def save(self, trainer):
         """Copies the state, and has it written; one at a time, so that there is one copy at most."""
         self.wait()
-        self.due, self.last_time = False, time.monotonic()
+        self.due, self.saved, self.last_time = False, trainer.step, time.monotonic()
         if name := checkpoint.first_nonfinite(trainer.module):
             raise TrainingError(
                 f"The weights of {name} are not finite at step {trainer.step}: no checkpoint is written of them.\n"

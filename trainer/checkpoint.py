@@ -1,5 +1,6 @@
 """Checkpoints: one file each, tensors as safetensors, all else as JSON, a SHA-256 over both; save, load, find them."""
 
+import errno
 import hashlib
 import json
 import re
@@ -37,10 +38,15 @@ def save(path, state):
             f"{path}: the state has too many tensors and other values; {MAX_VALUES:,} can be read again."
         )
     tensors = own_storage(tensors)
+    write_tensors(path, tensors, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
+
+
+def write_tensors(path, tensors, metadata):
+    """A safetensors file, whole or not at all; TrainingError where the disk does not take it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
-            save_file(tensors, partial, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
+            save_file(tensors, partial, metadata)
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"{path} cannot be written: {error}.\nMake room or mend it; the same command goes on from the one before."
@@ -66,6 +72,9 @@ def load(path):
     except (SafetensorError, OSError, UnicodeDecodeError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, DamagedCheckpoint):
             raise
+        # No regular file, or a link. All else that the system says is no word on what is in the file.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ELOOP):
+            raise TrainingError(f"{path} cannot be read: {error.strerror.lower()}.") from error
         raise DamagedCheckpoint(f"{path} is no readable checkpoint: {str(error).splitlines()[0]}") from None
     if metadata.get("format") != FORMAT:
         raise DamagedCheckpoint(f"{path} is not a {FORMAT} checkpoint.")
@@ -76,6 +85,8 @@ def load(path):
     # bool that is neither 0 nor 1 is in order again.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:  # the digest says that nothing has changed since, and not who wrote it
+        if values_in(tree.encode()) > MAX_VALUES:  # in the header they may have been written as \\u002c
+            raise ValueError(f"more than {MAX_VALUES:,} values")
         return unpack(json.loads(tree), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} holds no state: {type(error).__name__} {str(error)[:100]}") from None
@@ -239,6 +250,17 @@ def newest(folder):
     return None
 
 
+def sha256_of(path):
+    """What the file says its SHA-256 is: a name for its contents once they are verified; None where it has none."""
+    try:
+        with open_plain(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, MAX_HEADER)))
+        return header["__metadata__"]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
 def load_whole(path, step=None):
     """A Trainer's whole state, the one after `step` where that is known; DamagedCheckpoint for another one."""
     state = load(path)
@@ -256,7 +278,7 @@ def load_whole(path, step=None):
 def best(folder):
     """(path, state) of the checkpoint with the best monitored value, or of the newest one where nothing was monitored.
 
-    None where there is no checkpoint.
+    None where there is no checkpoint. A damaged best one is named, and the newest is used.
     """
     found = newest(folder)
     if found is None:
@@ -264,6 +286,9 @@ def best(folder):
     try:
         entry = found[1]["callbacks"].get("Checkpoint", {}).get("best")
         path = path_of(folder, entry["step"]) if entry else found[0]
+        return found if path == found[0] else (path, load_whole(path, entry["step"]))
     except (AttributeError, TypeError, KeyError, ValueError):
-        raise DamagedCheckpoint(f"{found[0]} does not say which checkpoint is the best.") from None
-    return found if path == found[0] else (path, load(path))
+        log.warning("%s does not say which checkpoint is the best; it is used itself.", found[0])
+    except (DamagedCheckpoint, UserError) as error:
+        log.warning("%s %s, the newest, is used instead of the best one.", error, found[0])
+    return found

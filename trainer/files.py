@@ -14,7 +14,8 @@ os.umask(UMASK)
 def open_plain(path, flags=os.O_RDONLY, *, links=False):
     """Opens a regular file without buffer; OSError for a pipe, a device, and a link unless `links`.
 
-    A pipe would wait for ever, a device might never end, and a link leads anywhere.
+    A pipe would wait for ever, a device might never end, and a link leads anywhere; so does a second name of a file
+    that is to be written.
     """
     for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY") + ("O_NOFOLLOW",) * (not links):
         flags |= getattr(os, name, 0)
@@ -22,8 +23,11 @@ def open_plain(path, flags=os.O_RDONLY, *, links=False):
         if not stat.S_ISREG((os.stat if links else os.lstat)(path).st_mode):  # Windows has no O_NOFOLLOW
             raise OSError(errno.EINVAL, "no regular file", str(path))
     file = os.fdopen(os.open(path, flags, 0o666), "r+b" if flags & os.O_RDWR else "rb", buffering=0)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode) or (flags & os.O_RDWR and status.st_nlink > 1):
         file.close()
+        if stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EMLINK, "a file that has other names (hard links)", str(path))
         raise OSError(errno.EINVAL, "no regular file", str(path))
     return file
 
@@ -36,9 +40,9 @@ def read(path, most):
         return file.read(most)
 
 
-def remove_partial(folder):
-    """Removes what a killed `replacing` has left there, and safetensors' own temporary files."""
-    for pattern in (".*.part", ".tmp??????"):
+def remove_partial(folder, names=("*",)):
+    """Removes what a killed `replacing` of these names has left there, and safetensors' own temporary files."""
+    for pattern in [*(f".{name}.*.part" for name in names), ".tmp??????"]:
         for path in Path(folder).glob(pattern):
             with contextlib.suppress(OSError):
                 path.unlink()

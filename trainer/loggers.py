@@ -1,5 +1,6 @@
 """Loggers: callbacks that write each row of numbers somewhere. JSONL is always on; TensorBoard is an extra."""
 
+import errno
 import itertools
 import json
 import os
@@ -9,53 +10,71 @@ from trainer.callbacks import Callback
 from trainer.errors import UserError
 from trainer.files import open_plain, replacing
 from trainer.rundir import finite
+from trainer.state import check_like
 
 
 class JSONL(Callback):
     """Appends each row to the file `path`, one JSON object a line.
 
-    The first row of a fit cuts those after the step at which it began (from step 0: all), so none is there twice.
+    Before the first row of a fit, those go that the state at its beginning did not know of: none is there twice.
     """
 
     def __init__(self, path):
-        self.path = Path(path)
-        self.cut_after = None
+        self.path, self.rows = Path(path), None
+        self.begun_at = None  # the step, until the first row
 
     def on_fit_start(self, trainer):
-        self.cut_after = trainer.step
+        self.begun_at = trainer.step
 
     def on_log(self, trainer, row):
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(finite(row)) + "\n"
+        if self.begun_at is not None:
+            self.cut()
+        line = (json.dumps(finite(row)) + "\n").encode()
         with open_plain(self.path, os.O_RDWR | os.O_CREAT) as file:
-            if self.cut_after is not None:
-                kept = itertools.takewhile(lambda row: row[0]["step"] <= self.cut_after, rows_in(file))
-                file.truncate(max((end for _, end in kept), default=0) if self.cut_after else 0)
-                self.cut_after = None
-            file.seek(0, os.SEEK_END)
-            file.write(line.encode())  # one write a row: a killed run leaves whole lines
+            end = file.seek(0, os.SEEK_END)
+            if file.write(line) < len(line):  # at once, so that a killed run leaves whole lines
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        self.rows += 1
+
+    def cut(self):
+        """Leaves the rows up to the fit's beginning, in a new file: others may have a link to the old one."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if os.path.lexists(self.path):
+            before = itertools.takewhile(lambda pair: pair[0]["step"] <= self.begun_at, rows_in(self.path))
+            kept = [line for _, line in before][: self.rows] if self.begun_at else []
+            with replacing(self.path) as partial:
+                Path(partial).write_bytes(b"".join(kept))
+        self.rows, self.begun_at = len(kept), None
+
+    def state_dict(self):
+        return {"rows": self.rows} if self.rows else {}
+
+    def check_state(self, trainer, state, name):
+        check_like(state, {"rows": 0} if state else {}, name)
+
+    def load_state_dict(self, state):
+        self.rows = state.get("rows", 0)
 
 
-def rows_in(file):
-    """Yields (row, where it ends) of the rows that JSONL wrote, to the first line that is none."""
-    end = 0
-    for line in file.read().splitlines(keepends=True):
+def rows_in(path):
+    """Yields (row, line) of what JSONL wrote, to the first line that is no row."""
+    with open_plain(path) as file:
+        lines = file.read().splitlines(keepends=True)
+    for line in lines:
         try:
             row = json.loads(line) if line.endswith(b"\n") else None
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             return
-        end += len(line)
-        yield row, end
+        yield row, line
 
 
 def read_rows(path):
     """The rows that JSONL wrote, none where there is no such file."""
-    if not os.path.lexists(path):
-        return []
-    with open_plain(path) as file:
-        return [row for row, _ in rows_in(file)]
+    return [row for row, _ in rows_in(path)] if os.path.lexists(path) else []
 
 
 class TensorBoard(Callback):
@@ -85,12 +104,17 @@ class TensorBoard(Callback):
 
 
 class ConfigFile(Callback):
-    """Writes the config to `path` when all is checked and the training begins: last in the list, after what checks."""
+    """Writes the config to `path` when all is checked and the training begins: last in the list, after what checks.
 
-    def __init__(self, path, config):
-        self.path, self.config = Path(path), config
+    One that begins at step 0 removes the files `stale` beside it, which an older run has left.
+    """
+
+    def __init__(self, path, config, stale=()):
+        self.path, self.config, self.stale = Path(path), config, stale
 
     def on_fit_start(self, trainer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        for name in self.stale if not trainer.step else ():
+            (self.path.parent / name).unlink(missing_ok=True)
         with replacing(self.path) as partial:  # and not through a link that somebody left there
             Path(partial).write_text(self.config, encoding="utf-8")

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import datetime
+import errno
 import itertools
 import json
 import math
@@ -18,7 +19,7 @@ except ImportError:  # Windows
 
 from trainer import files, settings
 from trainer.cli import flat
-from trainer.errors import RunInUse, UserError, log
+from trainer.errors import RunInUse, TrainingError, UserError, log
 from trainer.saved_config import load_config
 
 MOST_JSON = 2**24  # bytes of a result.json: ours have 2 KB, and a confusion matrix of 1,000 classes 8 MB
@@ -37,7 +38,10 @@ HARMLESS = (
     "max_minutes",
 )
 HARMLESS += ("eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident", "dataset.root", "dataset.timeout")
+HARMLESS += ("dataset.cache", "dataset.download")
 LOCK = ".lock"
+# The files that are made anew: what a killed run left half of, and what an older run left in the way of a new one.
+WRITTEN = ("metrics.jsonl", "result.json", "model.safetensors", "model.md")
 
 
 def claim(model, dataset):
@@ -84,6 +88,9 @@ def held(folder):
         try:
             file = files.open_plain(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
+            if error.errno == errno.EMLINK:  # from a copy by links: what they lead to is another's
+                path.unlink()
+                continue
             raise UserError(f"run_dir={folder}: {error}. Type another run_dir.") from None
         try:
             lock(file)
@@ -101,7 +108,6 @@ def held(folder):
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}\n".encode())
     locks.add(file)
-    files.remove_partial(folder)
     try:
         yield
     finally:
@@ -153,7 +159,11 @@ def remove_empty(folders):
 
 
 def to_resume(folder, resume, overwrite, cfg):
-    """The state to go on from, or None: as `resume` says, never with other settings than the run's own."""
+    """(the state to go on from or None, its origin): as `resume` says, never with other settings than the run's own.
+
+    The origin is the SHA-256 of the file with which a run began that `resume=FILE` has started: the same command goes
+    on with that run, and does not begin anew.
+    """
     from trainer import checkpoint
 
     if overwrite and resume != "never":
@@ -163,18 +173,56 @@ def to_resume(folder, resume, overwrite, cfg):
         if there and not overwrite:
             what = "Type another run_dir, or overwrite=true to replace it"
             raise UserError(f"run_dir={folder}: resume=never starts anew, and {there[0]} is in there. {what}.")
-        return None
-    if resume == "auto":
-        what, found = f"run_dir={folder}", checkpoint.newest(folder / "checkpoints")
-        state = found and found[1]
-        if state is None and (folder / "config.yaml").exists():  # it was stopped before its first checkpoint
-            check_same(what, load_config("run_dir", folder), cfg)
-    else:
+        return None, None
+    path, found = None, checkpoint.newest(folder / "checkpoints")
+    state = found and found[1]
+    origin = about(state).get("origin") if state else None
+    if resume != "auto":
         settings.check_resume(resume)
-        what, state = f"resume={resume}", checkpoint.load_whole(Path(resume).resolve())
+        path = Path(resume).resolve()
+        if state is not None and origin == checkpoint.sha256_of(path):
+            path = None
+        elif state is not None and path.parent != (folder / "checkpoints").resolve():
+            what = "Type resume=auto to go on with it, or another run_dir"
+            raise UserError(f"run_dir={folder} has checkpoints of a run that has not begun with {resume}.\n{what}.")
+    if path is not None:
+        try:
+            state, origin = checkpoint.load_whole(path), checkpoint.sha256_of(path)
+        except checkpoint.DamagedCheckpoint as error:
+            raise UserError(f"resume={resume}: {error}") from None
+    what, also = (f"resume={resume}", ("epochs", "max_steps", "patience")) if path else (f"run_dir={folder}", ())
     if state is not None and (before := about(state).get("config")) is not None:
-        check_same(what, before, cfg, () if resume == "auto" else ("epochs", "max_steps", "patience"))
-    return state
+        check_same(what, before, cfg, also)
+    elif state is None:
+        check_beginning(folder, cfg)
+    if (folder / "config.yaml").exists():  # it is a run's
+        files.remove_partial(folder, WRITTEN)
+    return state, origin
+
+
+def check_beginning(folder, cfg):
+    """Looks at a run directory without checkpoints: of a run that was stopped before its first one, or of none."""
+    done = read_result(folder / "result.json") or {}
+    if (folder / "config.yaml").exists():
+        check_same(f"run_dir={folder}", load_config("run_dir", folder), cfg)
+        if "steps" in done:
+            what = "Put them back, or type resume=never overwrite=true to begin anew"
+            raise TrainingError(f"run_dir={folder}: the run has ended, and its checkpoints are gone.\n{what}.")
+        print(f"begins at step 0: the run in {folder} has no checkpoint")
+        return
+    others = [name for name in WRITTEN if (folder / name).exists() and not (name == "result.json" and "error" in done)]
+    if others:
+        what = f"a run would replace {others[0]} in it, which is no run's"
+        raise UserError(f"run_dir={folder}: {what}. Type another run_dir, or resume=never overwrite=true.")
+
+
+def check_classes(state, data):
+    """UserError where a checkpoint's run had other classes than this data: its numbers would mean others."""
+    before = about(state).get("classes")
+    if before is not None and data.classes is not None and before != list(data.classes):
+        other = next((name for name in data.classes if name not in before), None)
+        what = f"{len(data.classes)}" if other is None else f"{len(data.classes)}, {str(other)!r} among them"
+        raise UserError(f"dataset: the run had {len(before)} classes, and here are {what}. Type dataset.root=DIR.")
 
 
 def about(state):
@@ -206,8 +254,12 @@ def check_same(what, before, now, also=()):
 
 
 def command(overrides, *more):
-    """`python train.py ...` with these settings, as a shell takes them; of each key the last one."""
+    """`python train.py ...` with these settings, as a shell takes them; of each key the last one.
+
+    Without what has begun the run: the command goes on with it.
+    """
     typed = {override.partition("=")[0]: override for override in [*overrides, *more]}
+    typed = {key: override for key, override in typed.items() if key not in ("resume", "overwrite")}
     return shlex.join(["python", "train.py", *typed.values()])
 
 
@@ -255,66 +307,6 @@ def closing_lines(folder, result, packages):
     yield f"         {command(['task=evaluate', f'run={folder}', *trusted])}"
     if result["steps"] < result["total_steps"]:
         yield f"         {command(result['overrides'], f'run_dir={folder}')}"
-
-
-def write_model(folder, trainer, data, result):
-    """The weights that were tested, alone, as model.safetensors; and README.md, the card that says what they are."""
-    from safetensors.torch import save_file
-
-    from trainer import checkpoint
-    from trainer.summary import numbers
-
-    with trainer.evaluating():  # an average of the weights, where that is what is evaluated
-        weights = checkpoint.copy(dict(trainer.module.state_dict()))
-    with files.replacing(folder / "model.safetensors") as partial:
-        save_file(weights, partial, {"format": "pt"})
-    name = type(trainer.module).__name__
-    kinds = {"classification": "class scores", "regression": "numbers"}
-    inputs = f"float32 of shape (N, {', '.join(map(str, data.in_shape))})"
-    if data.mean is not None:
-        inputs += f", (pixel / 255 - mean) / std by channel, mean {data.mean}, std {data.std}"
-    outputs = f"(N, {data.num_classes}) {kinds[data.kind]}"
-    if data.kind == "regression" and (data.target_mean, data.target_scale) != (0, 1):
-        outputs += f", which are (value - {data.target_mean}) / {data.target_scale}"
-    shown = {split: numbers({k: v for k, v in result.items() if k.startswith(split)}) for split in ("val/", "test/")}
-    results = "; ".join(f"{split[:-1]} {text}" for split, text in shown.items() if text)
-    best = result["best"]["step"] if result["best"] else result["steps"]
-    card = CARD.format(
-        name=name,
-        parameters=f"{result['parameters']:,}",
-        inputs=inputs,
-        outputs=outputs,
-        classes=f"- Classes, in order: {', '.join(map(str, data.classes))}\n" if data.classes else "",
-        results=results or "none",
-        step=f"{best:,}",
-        versions=", ".join(f"{key} {value}" for key, value in result["versions"].items() if key != "platform"),
-        command=command(result["overrides"]),
-        module=trainer.module,
-    )
-    with files.replacing(folder / "README.md") as partial:
-        Path(partial).write_text(card, encoding="utf-8")
-
-
-CARD = """# {name}
-
-- Weights: `model.safetensors`, {parameters} parameters, those of step {step}
-- Inputs: {inputs}
-- Outputs: {outputs}
-{classes}- Results: {results}
-- Trained by: `{command}` ({versions})
-
-To load it without the project that trained it, make the same modules with the same names, which are below:
-```python
-from safetensors.torch import load_file
-
-weights = load_file("model.safetensors")  # {{name: tensor}}; runs no code
-model.load_state_dict(weights)
-model.eval()
-```
-```
-{module}
-```
-"""
 
 
 def write_json(path, contents):

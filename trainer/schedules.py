@@ -42,9 +42,9 @@ class Schedule:
         return {"steps": self.steps}
 
     def load_state_dict(self, state):
-        """The rates themselves come back with the optimizer's state, which is loaded before."""
+        """The rates are made anew, from those of the optimizer's state, which is loaded before."""
         self.steps = state["steps"]
-        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.set_rates()
 
 
 def schedule(name, shape, optimizer, total_steps, warmup=0.0, start=0.0):

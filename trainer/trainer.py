@@ -139,10 +139,12 @@ class Trainer:
             self.explain(error, batch, self.micro_batch)
             raise
         finally:
-            self.call("on_fit_end")
-            self.train_loader = self.val_loader = batch = None
-            self.should_stop = self.interrupted = False
-            self.release()
+            try:
+                self.call("on_fit_end")
+            finally:
+                self.train_loader = self.val_loader = batch = None
+                self.should_stop = self.interrupted = False
+                self.release()
 
     def train_step(self, batch):
         """One optimizer step on one batch, and one of the schedule; gives the mean loss."""
@@ -195,6 +197,8 @@ class Trainer:
     def evaluate(self, loader, split="val"):
         """{"val/loss": ..., "val/acc": ...} over all samples of the loader; changes nothing in the training."""
         batch, loss_mean = None, Mean()
+        # What is random in an evaluation is a function of the step too: one that is done anew gives the same.
+        devices.seed_generators(self.device, devices.mix_seed(self.seed, split, self.step), self.replicas)
         for metric in self.metrics.values():
             metric.reset()
             if hasattr(metric, "to"):  # torchmetrics keep their sums on a device of their own
@@ -203,7 +207,7 @@ class Trainer:
             # Not inference_mode: sharded parameters cannot be copied in place under it.
             with self.evaluating(), torch.no_grad():
                 for batch in loader:
-                    if self.interrupted:
+                    if self.interrupted and self.evaluation_due:  # not one that a callback asks for
                         raise Interrupted
                     batch = devices.move(batch, self.device)
                     for part, (loss, outputs) in self.eval_micro_batch.work(self.evaluate_parts, batch):
@@ -277,8 +281,8 @@ class Trainer:
 
     def end_step(self, evaluates):
         """What comes after a step and its row: the evaluation, where it has one, and the callbacks."""
+        self.evaluation_due = evaluates
         if evaluates:
-            self.evaluation_due = True
             results = self.evaluate(self.val_loader, "val")
             self.evaluation_due = False
             self.log(results)
@@ -377,6 +381,7 @@ class Trainer:
             self.execute = graph.Captured(
                 self.optimizer, self.device
             )  # anew: the optimizer's tensors may be others now
+        self.lr = self.scheduler.get_last_lr()[0]
         self.threads = torch.get_num_threads()
         if self.fits_threads:
             cpu.use_threads(self.module, self.train_loader.batch_size)
@@ -441,6 +446,8 @@ class Trainer:
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
                 callback.check_state(self, state["callbacks"][name], f"callbacks.{name}")
+            elif callback.state_dict():
+                raise UserError(f"The checkpoint has nothing of {name}: its run had no such callback. Leave it out.")
 
     def named_callbacks(self):
         """{class name: callback}, the second of a class being "Name.1"."""

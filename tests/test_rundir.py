@@ -1,0 +1,171 @@
+"""The run directory: what continues what, and what is never lost by a command that somebody typed."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from forks import Forks
+from safetensors.torch import load_file
+
+from trainer import checkpoint
+from trainer.callbacks import Callback
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
+JOB = ("dataset=synthetic", "dataset.n=400", "batch_size=16", "epochs=3", "log_every=5")  # 20 steps an epoch
+JOB += ("+callbacks.stop._target_=test_rundir.Stop",)
+
+
+class Stop(Callback):
+    """Sends this process a SIGTERM after the step whose number is in the file `stop`, where there is one."""
+
+    def on_fit_start(self, trainer):
+        self.at = int(Path("stop").read_text()) if Path("stop").exists() else None
+
+    def on_step_end(self, trainer):
+        if trainer.step == self.at:
+            Path("stop").unlink()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def forks():
+    forks = Forks(os.path.dirname(__file__))
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def whole(forks, tmp_path_factory):
+    """The folder of the uninterrupted run `run`."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = forks.run(folder, *JOB, "run_dir=run")
+    assert done.code == 0, done.err
+    return folder
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(forks, folder, *arguments, code=2):
+    """The message of a command that is refused and has changed nothing in `folder`/run."""
+    before = contents(folder / "run")
+    done = forks.run(folder, *arguments)
+    assert done.code == code and "Traceback" not in done.err and len(done.err.splitlines()) <= 3, done.err
+    assert contents(folder / "run") == before
+    return done.err
+
+
+def test_a_file_of_another_run_begins_no_run_in_its_place(forks, whole, tmp_path):
+    shutil.copytree(whole / "run", tmp_path / "run")
+    assert forks.run(tmp_path, *JOB, "seed=1", "run_dir=other").code == 0
+    file = next(iter(checkpoint.files(tmp_path / "other" / "checkpoints").values()))
+    assert "has not begun with" in refused(forks, tmp_path, *JOB, "seed=1", "run_dir=run", f"resume={file}")
+
+
+def test_the_same_command_with_resume_goes_on_with_what_it_has_begun(forks, whole, tmp_path):
+    file = checkpoint.path_of(whole / "run" / "checkpoints", 40)
+    command = (*JOB, "run_dir=run", f"resume={file}")
+    (tmp_path / "stop").write_text("47")
+    stopped = forks.run(tmp_path, *command)
+    assert stopped.code == 143 and "resume" not in stopped.err.splitlines()[-1]
+    assert max(checkpoint.files(tmp_path / "run" / "checkpoints")) == 47
+    again = forks.run(tmp_path, *command)
+    assert again.code == 0 and "continued at step 47" in again.out
+    ends = [checkpoint.newest(folder / "run" / "checkpoints")[1]["model"] for folder in (tmp_path, whole)]
+    assert same(*ends)  # its best weights are the best of its own directory
+    finished = forks.run(tmp_path, *command)
+    assert finished.code == 0 and "continued at step 60" in finished.out
+
+
+def test_a_step_back_within_the_run(forks, whole, tmp_path):
+    shutil.copytree(whole / "run", tmp_path / "run")
+    done = forks.run(tmp_path, *JOB, "run_dir=run", "resume=run/checkpoints/step_00000040.ckpt")
+    assert done.code == 0 and "continued at step 40" in done.out
+    assert same(weights(tmp_path / "run"), weights(whole / "run"))
+
+
+def test_overwrite_is_not_among_what_is_typed_to_go_on(forks, whole, tmp_path):
+    shutil.copytree(whole / "run", tmp_path / "run")
+    (tmp_path / "stop").write_text("30")
+    stopped = forks.run(tmp_path, *JOB, "run_dir=run", "seed=3", "resume=never", "overwrite=true")
+    assert stopped.code == 143 and "overwrite" not in stopped.err and "resume" not in stopped.err
+    # Nothing of the old run is left to be taken for the new one's.
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
+    assert list(checkpoint.files(tmp_path / "run" / "checkpoints")) == [30, 20]
+    assert forks.run(tmp_path, *JOB, "run_dir=run", "seed=3").code == 0
+
+
+def test_files_that_are_no_runs_are_not_replaced(forks, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.md").write_text("mine")
+    (tmp_path / "run" / ".mine.part").write_text("mine")
+    assert "model.md" in refused(forks, tmp_path, *JOB, "run_dir=run")
+
+
+def test_checkpoints_that_are_gone_are_missed(forks, whole, tmp_path):
+    shutil.copytree(whole / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert "its checkpoints are gone" in refused(forks, tmp_path, *JOB, "run_dir=run", code=3)
+
+
+def test_a_damaged_best_does_not_hold_up_a_run_that_is_done(forks, whole, tmp_path):
+    shutil.copytree(whole / "run", tmp_path / "run")
+    best = json.loads((tmp_path / "run" / "result.json").read_text())["best"]["step"]
+    path = checkpoint.path_of(tmp_path / "run" / "checkpoints", best)
+    newest = max(checkpoint.files(path.parent))
+    assert newest != best
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    for arguments in ((*JOB, "run_dir=run"), ("task=evaluate", "run=run", "trusted=[test_rundir]")):
+        done = forks.run(tmp_path, *arguments)
+        assert done.code == 0 and path.name in done.err and f"step_{newest:08d}.ckpt" in done.err
+
+
+def test_a_result_outlives_a_command_that_is_refused_in_its_sweep(forks, tmp_path):
+    sweep = ("-m", *JOB, "hydra.sweep.dir=all")
+    assert forks.run(tmp_path, *sweep, "seed=0").code == 0
+    before = json.loads((tmp_path / "all" / "0" / "result.json").read_text())
+    assert forks.run(tmp_path, *sweep, "seed=5").code == 2
+    assert json.loads((tmp_path / "all" / "0" / "result.json").read_text()) == before
+
+
+def test_a_copy_by_hard_links_stays_as_it_is(forks, whole, tmp_path):
+    shutil.copytree(whole / "run", tmp_path / "run")
+    checkpoint.path_of(tmp_path / "run" / "checkpoints", 60).unlink()
+    (tmp_path / "run" / ".lock").write_text("old")
+    shutil.copytree(tmp_path / "run", tmp_path / "backup", copy_function=os.link)
+    before = contents(tmp_path / "backup")
+    done = forks.run(tmp_path, *JOB, "run_dir=run")
+    assert done.code == 0, done.err
+    assert contents(tmp_path / "backup") == before
+    assert same(weights(tmp_path / "run"), weights(whole / "run"))
+
+
+def test_an_evaluation_on_other_classes_is_refused(forks, tmp_path):
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for folder, names in (("a", ("bird", "cat", "dog")), ("b", ("aardvark", "cat", "dog"))):
+        for name in names:
+            (tmp_path / folder / name).mkdir(parents=True)
+            for i in range(20):
+                pixels = torch.randint(0, 255, (8, 8, 3), generator=generator, dtype=torch.uint8)
+                Image.frombytes("RGB", (8, 8), pixels.numpy().tobytes()).save(tmp_path / folder / name / f"{i}.png")
+    images = ("dataset=image_folder", "dataset.cache=false", "batch_size=8", "epochs=1")
+    assert forks.run(tmp_path, *images, "dataset.root=a", "run_dir=run").code == 0
+    assert forks.run(tmp_path, "task=evaluate", "run=run", "trusted=[test_rundir]", "dataset.root=a").code == 0
+    assert "'aardvark'" in refused(
+        forks, tmp_path, "task=evaluate", "run=run", "trusted=[test_rundir]", "dataset.root=b"
+    )
