@@ -182,6 +182,16 @@ def test_an_interrupted_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, 
     assert not failures, "\n".join(failures)
 
 
+def test_an_interrupt_while_workers_start(forks, whole, tmp_path, large):
+    """Those of the test's loader, after the last checkpoint; what ends them has to know them by then."""
+    for i in range(30 if large else 3):
+        moment = {"watch": LAST, "delay": 0.06 * i / (30 if large else 3)}
+        interrupt = {"signal": signal.SIGINT, "group": True, **moment}
+        done = forks.run(tmp_path / str(i), *JOB, *WORKERS, signals=[interrupt])
+        assert done.code in (130, 0), (done.code, done.err)
+        assert_continues(forks, tmp_path / str(i), whole, *WORKERS)
+
+
 # Other faults
 
 
