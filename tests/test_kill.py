@@ -188,7 +188,7 @@ def test_an_interrupt_while_workers_start(forks, whole, tmp_path, large):
         moment = {"watch": LAST, "delay": 0.06 * i / (30 if large else 3)}
         interrupt = {"signal": signal.SIGINT, "group": True, **moment}
         done = forks.run(tmp_path / str(i), *JOB, *WORKERS, signals=[interrupt])
-        assert done.code in (130, 0), (done.code, done.err)
+        assert done.code in (130, 0, -signal.SIGINT), (done.code, done.err)  # the last: at the end of Python itself
         assert_continues(forks, tmp_path / str(i), whole, *WORKERS)
 
 
