@@ -221,6 +221,8 @@ def building(cfg, more_callbacks=(), weights=None):
     usual = getattr(own, "update_metrics", None) is Trainer.update_metrics and has_usual_outputs(model, data)
     metrics = default_metrics(data.kind, data.target_scale) if usual else {}
     for name, node in cfg.metrics.items():
+        if weights is not None:
+            check_size(f"metrics.{name}", node, num_classes=data.num_classes)
         metrics[name] = build(f"metrics.{name}", node, num_classes=data.num_classes)
     callbacks = [build(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if is_on(node)]
     parts = {"model": model, "loss": loss, "metrics": metrics, "callbacks": [*callbacks, *more_callbacks]}

@@ -254,7 +254,7 @@ def without_downloads(key, node):
 
 
 def check_size(key, node, weights=None, **offered):
-    """UserError where a node's module is not that of `weights` (a state dict), or, without, is larger than any loss.
+    """UserError where a node's module is not that of `weights` (a state dict), or, without, larger than losses are.
 
     It is built on the meta device, where a tensor takes no memory, and no further than there is reason for. What cannot
     be built there is not judged.
@@ -279,11 +279,13 @@ def check_size(key, node, weights=None, **offered):
     try:
         with torch.device("meta"):
             built = build(key, node, **offered)
+        for name, state in getattr(built, "_defaults", {}).items():  # what torchmetrics sum in is no buffer
+            count(built, name, state)
         shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
     except Exception as error:
         if min(left, modules_left) >= 0:
             return
-        size = f"{sum(map(math.prod, wanted.values())):,} of the checkpoint" if weights else "a loss has"
+        size = f"{sum(map(math.prod, wanted.values())):,} of the checkpoint" if weights else "a loss or a metric has"
         raise UserError(f"{place}: with its arguments it has far more numbers than {size}.") from error
     finally:
         for hook in hooks:
