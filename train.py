@@ -21,6 +21,7 @@ from trainer.build import (
     TRUSTED,
     build,
     check_fit,
+    check_nested,
     check_size,
     has_usual_outputs,
     locate,
@@ -160,6 +161,11 @@ def config_of_run(cfg):
         settings.check_all(own)
         for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
             without_downloads(group, own[group])
+        for group in ("dataset", "optimizer", "scheduler", "trainer"):
+            check_nested(group, own[group])
+        for group in ("metrics", "callbacks"):
+            for name, node in own[group].items():
+                check_nested(f"{group}.{name}", node)
     except UserError as error:
         text = str(error)
         raise UserError(text if text.startswith("run=") else f"run={cfg.run}: in its config.yaml, {text}") from None
@@ -218,11 +224,13 @@ def building(cfg, more_callbacks=(), state=None):
     loss = build("loss", cfg.loss)
     # A Trainer with a loss or metrics of its own may mean something else by them.
     own = locate("trainer", cfg.trainer._target_)
-    if own.compute_loss is Trainer.compute_loss:
+    if getattr(own, "compute_loss", None) is Trainer.compute_loss:
         check_fit(model, loss, data)
-    usual = own.update_metrics is Trainer.update_metrics and has_usual_outputs(model, data)
+    usual = getattr(own, "update_metrics", None) is Trainer.update_metrics and has_usual_outputs(model, data)
     metrics = default_metrics(data.kind, data.target_scale) if usual else {}
     for name, node in cfg.metrics.items():
+        if weights is not None:
+            check_size(f"metrics.{name}", node, num_classes=data.num_classes)
         metrics[name] = build(f"metrics.{name}", node, num_classes=data.num_classes)
     callbacks = [build(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if is_on(node)]
     parts = {"model": model, "loss": loss, "metrics": metrics, "callbacks": [*callbacks, *more_callbacks]}

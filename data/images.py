@@ -23,6 +23,7 @@ IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif")
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF")
 LARGE = 8 * 2**30  # bytes of training pixels from which on they are read by blocks of neighbours
 BLOCK = MIB  # bytes of such a block
+MOST_SIZE = 4096  # pixels of a side that images are resized to: 50 MB a colour image
 CHUNK = 16 * MIB  # bytes that are decoded at once where all are wanted
 
 
@@ -41,14 +42,15 @@ def image_folder(
     """Images in one folder a class: root/{train,val,test}/CLASS/*, or root/CLASS/*.
 
     A part that has no folder is cut from the training images. `size` null asks all images to have the size of the
-    first, a whole number resizes them to size x size. `mean` and `std` null are measured on (at most 5,000 of) the
-    training images. What is decoded is kept in `cache`: auto (below ~/.cache), false, or a folder; see data/cache.py.
+    first, a whole number (at most 4,096) resizes them to size x size. `mean` and `std` null are measured on (at most
+    5,000 of) the training images. What is decoded is kept in `cache`: auto (below ~/.cache), false, or a folder; see
+    data/cache.py.
     `on_bad_sample`: skip tries every image once, and leaves out those that cannot be read; error meets them later.
     """
     check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
     if cache not in ("auto", False) and not (isinstance(cache, str) and cache):
         raise UserError(f"dataset.cache={cache}: give auto, false or a folder.")
-    check_number("dataset.size", size, whole=True, least=1, optional=True)
+    check_number("dataset.size", size, whole=True, least=1, most=MOST_SIZE, optional=True)
     if check_number("dataset.channels", channels, whole=True) not in (1, 3):
         raise UserError(f"dataset.channels={channels}: give 3 (colour) or 1 (grey).")
     root = os.path.expanduser(root)

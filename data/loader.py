@@ -68,11 +68,11 @@ def make_loaders(
     # A cache is filled once: that workers are of no use afterwards is no mistake of who asked for them.
     cached = all(getattr(split, "cache", None) is not None for split in splits.values())
     if fits if resident == "auto" else resident:
-        if workers not in ("auto", 0) and not (cached and resident == "auto"):
-            raise UserError(
-                f"dataset.workers={workers}: a resident data set has no use for workers.\n"
-                "Type dataset.resident=false, or dataset.workers=auto."
-            )
+        if not (cached and resident == "auto"):
+            if workers not in ("auto", 0):
+                refuse_unused("workers", workers, "auto")
+            if timeout != TIMEOUT:
+                refuse_unused("timeout", timeout, TIMEOUT)
         kind, options, why = DeviceLoader, {}, f"resident on {device}, {reason}"
         if resident == "auto" and cached and sum(map(decode_seconds, splits.values())) > FEW_SECONDS:
             kind, why = StreamedOnce, f"then {why}"
@@ -89,6 +89,13 @@ def make_loaders(
     loaders = {name: kind(data, name, evaluated, **options) for name in splits if name != "train"}
     train = kind(data, "train", batch_size, shuffle=True, augment=augment, drop_last=drop_last, **options)
     return (train, loaders.get("val"), loaders.get("test")), why
+
+
+def refuse_unused(key, value, default):
+    raise UserError(
+        f"dataset.{key}={value}: a resident data set has no use for workers.\n"
+        f"Type dataset.resident=false, or dataset.{key}={default}."
+    )
 
 
 def check_first(data, name, split):

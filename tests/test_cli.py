@@ -136,6 +136,9 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("patience=0", "error: patience=0:", "at least 1"),
     ("ema=2", "error: ema=2:", "above 0 and at most 1"),
     ("checkpoint.keep=1", "error: checkpoint.keep=1:", "at least 2"),
+    ("checkpoint.keep=null", "error: checkpoint.keep=null: give a value", "as in checkpoint.keep=2."),
+    ("checkpoint.epochs=null checkpoint.minutes=0", "error: checkpoint.minutes=0:", "or null"),
+    ("checkpoint.epochs=0", "error: checkpoint.epochs=0:", "or null"),
     ("device=cud", "error: device=cud: there is no such device. Did you mean 'cuda'?", "Type device=auto"),
     (
         "precision=fp8",

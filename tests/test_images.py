@@ -94,6 +94,7 @@ def test_image_folder_mistakes(tmp_path):
     write_images(tmp_path / "two", {"a": 1, "b": 2}, each=5)
     refused("dataset.channels=2", tmp_path / "two", channels=2)
     refused("dataset.size=0", tmp_path / "two", size=0)
+    refused("dataset.size=4097: give a whole number at least 1 and at most 4096", tmp_path / "two", size=4097)
     (tmp_path / "two" / "empty").mkdir()
     refused("empty: there is no image", tmp_path / "two")
     (tmp_path / "two" / "empty").rmdir()

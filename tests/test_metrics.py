@@ -191,6 +191,11 @@ def test_impossible_settings(make):
         make()
 
 
+def test_a_table_of_other_classes_than_the_models_is_refused():
+    with pytest.raises(UserError, match="num_classes=30000: the model's outputs are of 3 classes"):
+        Confusion(30000).update(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
+
+
 def test_default_metrics():
     assert {name: type(metric) for name, metric in default_metrics("classification").items()} == {"acc": Accuracy}
     found = default_metrics("regression", 2.0)

@@ -344,7 +344,7 @@ def wrongs(rows, answers):
 
 
 def test_mistakes_are_answered_without_torch(tmp_path, no_torch, large):  # noqa: F811 (the fixture)
-    rows = table(EARLY, 1850 if large else 110)
+    rows = table(EARLY, 1850 if large else 45)
     answers = forked(tmp_path, [typed for _, typed, _, _ in rows], "hydra", PYTHONPATH=no_torch)
     assert list(wrongs(rows, answers)) == []
     assert {done.code for done in answers} == {2}
@@ -355,7 +355,7 @@ def test_mistakes_are_answered_without_torch(tmp_path, no_torch, large):  # noqa
 
 
 def test_mistakes_that_only_torch_knows_are_answered_too(tmp_path, large):
-    rows = table(LATE, 150 if large else 30)
+    rows = table(LATE, 150 if large else 12)
     answers = forked(tmp_path, [TINY + typed for _, typed, _, _ in rows], "hydra", "torch")
     print(f"{len(rows)} mutations, {sum(done.code == 0 for done in answers)} of them valid settings")
     assert list(wrongs(rows, answers)) == []

@@ -4,8 +4,10 @@ import ast
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import hydra
@@ -149,6 +151,39 @@ def test_what_is_not_of_the_listed_kinds_is_not_built(typed, target):
             build.build("loss", node)
 
 
+LINEAR = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2}
+AS_ANOTHER = {key: LINEAR for key in build.GIVES if key not in ("model", "loss")}
+AS_ANOTHER |= {"metrics.a": LINEAR, "callbacks.a": LINEAR, "optimizer": {**LINEAR, "_partial_": True}}
+AS_ANOTHER |= {"model": {"_target_": "data.datasets.synthetic"}, "loss": {"_target_": "data.datasets.synthetic"}}
+
+
+@pytest.mark.parametrize("key", AS_ANOTHER)
+def test_what_gives_another_part_is_not_called(typed, key):
+    """Unless it is typed, and so the user's own: then what it gives is looked at."""
+    made = []
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(
+        lambda *registered: made.append(registered)
+    )
+    try:
+        with pytest.raises(UserError, match=rf"{key}._target_=.*: this gives no "):
+            build.build(key, AS_ANOTHER[key])
+        assert made == []
+        typed += [f"{key}._target_={AS_ANOTHER[key]['_target_']}"]
+        if key not in build.FACTORIES:
+            with pytest.raises(UserError, match=rf"{key}._target_=.*: this gives a \w+, and not a "):
+                build.build(key, AS_ANOTHER[key])
+    finally:
+        hook.remove()
+
+
+def test_a_target_inside_a_node_of_somebodys_config_is_ones_own_or_refused(typed):
+    for node in ({"a": LINEAR}, {"a": [[0, {"b": LINEAR}]]}, {"_args_": [LINEAR]}):
+        with pytest.raises(UserError, match=r"(?s)metrics\.x\..*_target_=torch.nn.Linear.*Type trusted=\[torch\]"):
+            build.check_nested("metrics.x", {"_target_": "a", **node})
+    typed += ["trusted=[torch]"]
+    build.check_nested("metrics.x", {"_target_": "a", "b": [LINEAR]})
+
+
 @pytest.mark.parametrize("key", ["_convert_", "_recursive_", "_isolate_", "_execution_whitelist_", "_x_"])
 def test_what_changes_hydras_rules_is_refused(typed, key):
     for node in ({key: True}, {"a": {key: ["os"]}}, {"a": [{"b": {key: "all"}}]}):
@@ -278,7 +313,24 @@ COSTLY = {
     "100 MB": instead("config.yaml", big),
     "many digits": text("epochs: " + "9" * 10**5),
     "many brackets": edit(monitor="${" * 10**4),
+    "a metric of many classes": edit(metrics__a={"_target_": "trainer.metrics.Confusion", "num_classes": 10**5}),
+    "a large number": text("epochs: 0x" + "F" * 10**5),
+    "chains in a text": edit(dataset__a="x" * 60_000, monitor="${dataset.a}" * 3_000),
 }
+LARGE = {"_target_": "torch.nn.Linear", "in_features": 20_000, "out_features": 20_000}
+REFUSED = {  # with what is said of it: before it has taken any memory
+    "a module as metric": (edit(metrics__a=LARGE), "this gives no torchmetrics.Metric"),
+    "a module as callback": (edit(callbacks__a=LARGE), "this gives no trainer.callbacks.Callback"),
+    "a module as data": (edit(dataset=LARGE), "this gives no data.datasets.Data"),
+    "a module in a metric": (
+        edit(metrics__a={"_target_": "trainer.metrics.TopK", "k": LARGE}),
+        "metrics.a.k._target_=torch.nn.Linear: only a model",
+    ),
+    "a module in a setting": (edit(trainer__max_grad_norm=LARGE), "trainer.max_grad_norm._target_=torch.nn.Linear"),
+    "a module in a list": (edit(optimizer__betas=[LARGE, 0]), "optimizer.betas.0._target_=torch.nn.Linear: only"),
+}
+
+
 TEXTS = {
     "python/object": text("model: !!python/object/apply:os.system ['touch CANARY']"),
     "python/name": text("model: !!python/name:os.system"),
@@ -329,8 +381,10 @@ ROWS = {
     "garbage results": text(b"\xff{", "result.json"),
     "results of a list": lines("result.json", "[1]"),
 }
+COSTLY |= {name: hostile for name, (hostile, _) in REFUSED.items()}
 HOSTILE = BUILT | COSTLY | TEXTS | KINDS | PLACES | ROWS
-SMALL = [*BUILT][::3] + [*COSTLY][::3] + [*TEXTS][::4] + [*KINDS][::10] + [*PLACES][::4] + [*ROWS][::3]
+FEW = ((BUILT, 2), (COSTLY, 1), (REFUSED, 2), (TEXTS, 1), (KINDS, 1), (PLACES, 1), (ROWS, 1))
+SMALL = [name for names, count in FEW for name in random.Random(count).sample(sorted(names), count)]
 
 
 def states(folder):
@@ -379,6 +433,8 @@ def test_hostile_run_directories_do_nothing(tmp_path, good, large):
             problems.append(f"{what}: {done.err!r} {done.out!r}")
         if reading and name in (BUILT | TEXTS | COSTLY) and name not in HARMLESS and done.code == 0:
             problems.append(f"{what}: was evaluated")
+        if reading and name in REFUSED and REFUSED[name][1] not in done.err:
+            problems.append(f"{what}: {done.err!r}")
     print(f"{len(names)} hostile run directories, {len(commands)} commands")
     assert problems == []
 
@@ -465,6 +521,25 @@ def test_a_run_takes_its_data_from_where_it_lies_here(good):
         config["dataset"] = {key: text}
         with pytest.raises(UserError, match=rf"(?s)dataset\.{key} .*Type dataset\.{key}="):
             saved_config.resolved("run", good, dict(config))
+
+
+def test_a_text_is_counted_before_it_is_put_together():
+    config = {"b": "x" * 60_000, "a": "${b}" * 4_500}
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="leads back to itself, or to too much"):
+            saved_config.resolved("run", "r", config)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_metric_that_is_too_large_is_refused_before_it_takes_memory(typed):
+    pytest.importorskip("torchmetrics")
+    node = {"_target_": "torchmetrics.classification.MulticlassConfusionMatrix"}
+    build.check_size("metrics.a", node, num_classes=1000)
+    with pytest.raises(UserError, match=r"metrics\.a\._target_=.* far more numbers than a loss or a metric has"):
+        build.check_size("metrics.a", node, num_classes=10**6)
 
 
 def test_a_model_of_another_size_is_refused_before_it_takes_memory(typed):

@@ -41,8 +41,25 @@ KINDS = {
 }
 # Of Hydra's own keys those that a node may have: the others change how Hydra builds, and what it allows.
 KEYS = ("_target_", "_partial_", "_args_")
-GIVES = {"dataset": "data.datasets.Data", "model": "torch.nn.Module", "trainer": "trainer.Trainer"}
 FACTORIES = ("optimizer", "scheduler", "dataset.augment")  # what the Trainer, or the loader, calls
+# What each part of a run is. A class that makes anything else is not called: it could take any memory first.
+GIVES = {
+    "dataset": ["data.datasets.Data"],
+    "model": ["torch.nn.Module"],
+    "loss": ["torch.nn.Module"],
+    "optimizer": ["torch.optim.Optimizer"],
+    "scheduler": ["torch.optim.lr_scheduler.LRScheduler"],
+    "metrics": ["torchmetrics.Metric", "trainer.metrics._Sums"],
+    "callbacks": ["trainer.callbacks.Callback"],
+    "trainer": ["trainer.Trainer"],
+}
+# And whose functions do so, as there is no telling of a function.
+MAKERS = {
+    "dataset": "data.",
+    "model": "torchvision.models.",
+    "optimizer": "trainer.optimizers.",
+    "scheduler": "trainer.schedules.",
+}
 
 
 def build(key, node, **offered):
@@ -50,8 +67,10 @@ def build(key, node, **offered):
     node = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node
     if not isinstance(node, dict) or not isinstance(node.get("_target_"), str):
         raise UserError(f"{key}: this needs a _target_, the dotted name of what to build. Type {key}._target_=...")
-    target = node["_target_"]
+    target, part = node["_target_"], key if key in FACTORIES else key.partition(".")[0]
     check_node(key, node, offered)
+    if part in GIVES and not is_own(target) and not promises(part, locate(key, target)):
+        raise UserError(f"{key}._target_={target}: this gives no {GIVES[part][0]}.")
     if node.get("_partial_") and key not in FACTORIES:
         raise UserError(f"{key}._partial_=true: a run needs what {target} gives. Leave it out.")
     try:
@@ -72,8 +91,8 @@ def build(key, node, **offered):
         raise UserError(f"{key}.{missing[0]}: {target} needs this argument. Type +{key}.{missing[0]}=...")
     try:
         found = factory(**passed)
-        if key in GIVES and not isinstance(found, hydra.utils.get_object(GIVES[key])):
-            given = f"this gives a {type(found).__name__}, and not a {GIVES[key]}"
+        if part in GIVES and not is_part(part, found):
+            given = f"this gives a {type(found).__name__}, and not a {GIVES[part][0]}"
             raise UserError(f"{key}._target_={target}: {given}.")
         return found
     except UserError:
@@ -83,6 +102,40 @@ def build(key, node, **offered):
         if is_own(target) and not isinstance(error, ValueError) and "argument" not in str(error):
             raise
         raise UserError(f"{key} ({target}): {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+
+
+def promises(part, found):
+    """Whether calling a trusted class or function gives this part of a run, as far as is known before."""
+    if isinstance(found, type):
+        return issubclass(found, classes_of(part))
+    return part in MAKERS and f"{getattr(found, '__module__', None)}.".startswith(MAKERS[part])
+
+
+def is_part(part, built):
+    """Whether an object is this part of a run. A metric or a loss of one's own needs no base class."""
+    if part == "metrics":
+        return all(callable(getattr(built, name, None)) for name in ("update", "compute", "reset"))
+    return callable(built) if part == "loss" else isinstance(built, classes_of(part))
+
+
+def classes_of(part):
+    """The classes of GIVES. torchmetrics is not there everywhere, and is not imported for the question."""
+    return tuple(hydra.utils.get_object(name) for name in GIVES[part] if name.split(".")[0] in sys.modules)
+
+
+def check_nested(key, node):
+    """UserError for a `_target_` inside a node of somebody's config, the user's own excepted.
+
+    Of a model and of a loss the size is known before they are built; of arguments it is not.
+    """
+    for name, item in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        target = str(item["_target_"]) if isinstance(item, dict) and "_target_" in item else None
+        if target is not None and not is_own(target):
+            raise UserError(
+                f"{key}.{name}._target_={target}: only a model and a loss may have a _target_ inside.\n"
+                f"Type trusted=[{target.split('.')[0]}] if you know what it does."
+            )
+        check_nested(f"{key}.{name}", item)
 
 
 def check_node(key, node, offered=()):
@@ -201,7 +254,7 @@ def without_downloads(key, node):
 
 
 def check_size(key, node, weights=None, **offered):
-    """UserError where a node's module is not that of `weights` (a state dict), or, without, is larger than any loss.
+    """UserError where a node's module is not that of `weights` (a state dict), or, without, larger than losses are.
 
     It is built on the meta device, where a tensor takes no memory, and no further than there is reason for. What cannot
     be built there is not judged.
@@ -226,11 +279,13 @@ def check_size(key, node, weights=None, **offered):
     try:
         with torch.device("meta"):
             built = build(key, node, **offered)
+        for name, state in getattr(built, "_defaults", {}).items():  # what torchmetrics sum in is no buffer
+            count(built, name, state)
         shapes = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
     except Exception as error:
         if min(left, modules_left) >= 0:
             return
-        size = f"{sum(map(math.prod, wanted.values())):,} of the checkpoint" if weights else "a loss has"
+        size = f"{sum(map(math.prod, wanted.values())):,} of the checkpoint" if weights else "a loss or a metric has"
         raise UserError(f"{place}: with its arguments it has far more numbers than {size}.") from error
     finally:
         for hook in hooks:

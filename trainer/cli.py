@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 from trainer import settings, stopping
-from trainer.errors import RunInUse, TrainingError, UserError, as_typed, did_you_mean, nearest
+from trainer.errors import RunInUse, TrainingError, UserError, as_typed, did_you_mean, nearest, printable
 
 BUG = 1
 # What Hydra, and OmegaConf below it, raise for mistakes that they have no words for.
@@ -104,11 +104,6 @@ def message(error):
     lines = [line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}" for line in lines]
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
     return "\n".join(map(printable, lines)).encode(encoding, "backslashreplace").decode(encoding)
-
-
-def printable(text):
-    """The text with every control character escaped: names of files and values may be anybody's."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def explanation(error):
@@ -300,7 +295,8 @@ def check_types(prefix, given, defaults):
             continue
         if value is None:
             # null is no length where max_steps gives one, and leaves a callback out.
-            if name != "epochs" and not re.fullmatch(r"callbacks\.\w+", name):
+            may_be = name == "epochs" or settings.NUMBERS.get(name, {}).get("optional")
+            if not may_be and not re.fullmatch(r"callbacks\.\w+", name):
                 raise UserError(f"{name}=null: give a value, as in {name}={as_typed(default)}.")
             continue
         if isinstance(default, dict) and isinstance(value, dict):

@@ -112,6 +112,8 @@ class Confusion(_Sums):
         super().__init__()
 
     def update(self, outputs, targets):
+        if outputs.shape[-1] != self.num_classes:
+            raise UserError(f"num_classes={self.num_classes}: the model's outputs are of {outputs.shape[-1]} classes.")
         cells = class_of(targets) * self.num_classes + outputs.argmax(-1)
         counts = torch.zeros(self.num_classes**2, dtype=torch.int64, device=outputs.device)
         self.add(counts.scatter_add_(0, cells, torch.ones_like(cells)))  # bincount would wait for the device

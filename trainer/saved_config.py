@@ -10,6 +10,7 @@ from trainer.errors import UserError, did_you_mean
 
 # Of a config.yaml: bytes, levels of nesting, and values after each ${...} is replaced. Ours have 3 KB, 4 and 100.
 MOST_YAML, MOST_LEVELS, MOST_VALUES = 2**17, 20, 10_000
+MOST_DIGITS = 1000  # of a number: Python prints none of more than 4,300 decimal ones, and 0x... may have any
 KEY_PATH = r"\$\{[A-Za-z_][\w.]*\}"
 
 
@@ -48,6 +49,8 @@ def check_yaml(text):
             raise ValueError("it has an anchor or an alias")
         if getattr(event, "tag", None):
             raise ValueError(f"it has the tag {event.tag}")
+        if re.match(rf"[-+\d]\S{{{MOST_DIGITS}}}", getattr(event, "value", "")):
+            raise ValueError("it has a number that is too long")
         if depth > MOST_LEVELS:
             raise ValueError(f"it has more than {MOST_LEVELS} levels")
 
@@ -63,8 +66,7 @@ def resolved(key, folder, config):
     def value_of(name, value, depth):
         nonlocal left
         left -= 1
-        if left < 0 or depth > MOST_LEVELS:
-            raise UserError(f"{key}={folder}: {name} in its config.yaml leads back to itself, or to too much.")
+        check_budget(name, depth)
         if isinstance(value, dict):
             return {part: value_of(f"{name}.{part}".lstrip("."), item, depth) for part, item in value.items()}
         if isinstance(value, list):
@@ -79,9 +81,14 @@ def resolved(key, folder, config):
                 f"{key}={folder}: {name} in its config.yaml is {value}, which is not looked up for a file.\n"
                 f"Type {name}=... for what it should be."
             )
-        value = re.sub(KEY_PATH, lambda _: str(parts.pop(0)), value)
-        left -= len(value) // 100
-        return value
+        parts = [str(part) for part in parts]
+        left -= (len(value) + sum(map(len, parts))) // 100
+        check_budget(name, depth)  # before the parts are put together
+        return re.sub(KEY_PATH, lambda _: parts.pop(0), value)
+
+    def check_budget(name, depth):
+        if left < 0 or depth > MOST_LEVELS:
+            raise UserError(f"{key}={folder}: {name} in its config.yaml leads back to itself, or to too much.")
 
     def target_of(name, interpolation):
         found = config

@@ -104,31 +104,35 @@ def check_optimizer(optimizer, state, name):
 def expected_moments(optimizer, own):
     """{index: what the optimizer keeps for this parameter} of one of torch's, as far as it can be known.
 
-    It is what torch makes at a first step, here for a twin with small parameters. Each axis has a size that stands for
-    it, since some keep sums over an axis. (The meta device would do, and would import sympy: 0.3 s.)
+    It is what torch makes at a first step, here of small parameters. Each axis has a size that stands for it, since
+    some keep sums over an axis. (The meta device would do, and would import sympy: 0.3 s.)
     """
-    kind = type(optimizer)
+    kind, found = type(optimizer), {}
     if not f"{kind.__module__}.".startswith("torch.optim.") or not hasattr(kind, "_init_group"):
-        return {}
+        return found
+    for mine, group in zip(own["param_groups"], optimizer.param_groups, strict=True):
+        small = [torch.nn.Parameter(torch.zeros(AXES[: p.ndim], dtype=p.dtype)) for p in group["params"]]
+        made = first_moments(optimizer, group, small)
+        for index, parameter, real in zip(mine["params"], small, group["params"], strict=True):
+            if made[parameter] and real.ndim <= len(AXES):
+                found[index] = {key: enlarged(value, real.shape) for key, value in made[parameter].items()}
+    return found
+
+
+def first_moments(optimizer, group, parameters):
+    """{parameter: what one of torch's optimizers, with the settings of this group, makes for it at a first step}."""
+    kind = type(optimizer)
     twin = object.__new__(kind)
     twin.__dict__.update({**vars(optimizer), "state": collections.defaultdict(dict)})
-    lists = list(inspect.signature(kind._init_group).parameters)[
-        2:
-    ]  # that it fills for the step, behind self and group
-    found = {}
-    for mine, group in zip(own["param_groups"], optimizer.param_groups, strict=True):
-        parameters = [torch.nn.Parameter(torch.zeros(AXES[: p.ndim], dtype=p.dtype)) for p in group["params"]]
-        for parameter in parameters:
-            parameter.grad = parameter.detach()
-        ways = {way: False for way in WAYS if way in group}
-        with contextlib.suppress(RuntimeError):  # SparseAdam's, which wants sparse gradients
-            twin._init_group({**group, **ways, "params": parameters}, *([] for _ in lists))
-        for index, parameter, real in zip(mine["params"], parameters, group["params"], strict=True):
-            if kind is torch.optim.SGD and group["momentum"]:  # it makes them in the step itself
-                twin.state[parameter] = {"momentum_buffer": parameter}
-            if twin.state[parameter] and real.ndim <= len(AXES):
-                found[index] = {key: enlarged(value, real.shape) for key, value in twin.state[parameter].items()}
-    return found
+    for parameter in parameters:
+        parameter.grad = parameter.detach()
+        if kind is torch.optim.SGD and group["momentum"]:  # it makes them in the step itself
+            twin.state[parameter] = {"momentum_buffer": parameter}
+    ways = {way: False for way in WAYS if way in group}
+    for_step = list(inspect.signature(kind._init_group).parameters)[2:]  # lists that it fills, behind self and group
+    with contextlib.suppress(RuntimeError):  # SparseAdam's, which wants sparse gradients
+        twin._init_group({**group, **ways, "params": parameters}, *([] for _ in for_step))
+    return twin.state
 
 
 def enlarged(value, shape):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hydra.experimental.callback import Callback
 
-from trainer.cli import printable
+from trainer.errors import printable
 from trainer.rundir import read_result
 
 
