@@ -122,7 +122,36 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("--epochs=3", "error: --epochs=3: there is no such option.", "type epochs=3."),
     ("-c", "-c", "--cfg"),
     ("dataset=csv dataset.path=x", "error: dataset.target: this has no default.", "Type dataset.target=..."),
-    ("dataset=digits,synthetic", "dataset=digits,synthetic", ""),
+    ("dataset=digits,synthetic", "error: dataset=digits,synthetic:", "Type -m dataset=digits,synthetic."),
+    ("seed=1,2", "error: seed=1,2: several values are a sweep.", "Type -m seed=1,2, or for one list 'seed=[1,2]'."),
+    ("model=[cnn]", "error: model=[cnn]: this is a group", "Type model=cnn, or for a sweep -m model=cnn,linear."),
+    ("model=[mlp,cnn]", "error: model=[mlp,cnn]: this is a group", "Type model=mlp, or for a sweep -m model=mlp,cnn."),
+    ("+model=cnn", "error: +model=cnn: this group has an option already", "Type model=cnn."),
+    ("+epochs=3", "error: +epochs=3: there is a key of this name", "Type epochs=3."),
+    ("+model.dropout=0.3", "error: +model.dropout=0.3: there is a key", "Type model.dropout=0.3."),
+    ("~foo", "error: ~foo: there is no such key to leave out.", "--help"),
+    ("~model.foo", "error: ~model.foo: there is no such key to leave out.", "--help"),
+    ("=3", "error: =3: there is no key in front of the =.", "as in epochs=3"),
+    ("--hlep", "error: --hlep: there is no such option.", "Did you mean '--help'?"),
+    ("run_dir=", "error: run_dir=: give a text", ""),
+    ("-m seed=0,1 run_dir=x", "error: run_dir=x: this names one run.", "type hydra.sweep.dir=DIR."),
+    ("-m seed=0,1 run_dir=", "error: run_dir=: this names one run.", "type hydra.sweep.dir=DIR."),
+    ("device=gpu", "error: device=gpu: there is no such device.", "Did you mean 'cuda'?"),
+    ("optimizer.lr=-1", "error: optimizer.lr=-1: give a number above 0.", ""),
+    ("optimizer.weight_decay=-1", "error: optimizer.weight_decay=-1: give a number at least 0.", ""),
+    ("optimizer=decoupled_sgd optimizer.lr=0", "error: optimizer.lr=0: give a number above 0.", ""),
+    ("model.dropout=1.5", "error: model.dropout=1.5: give a number", "at most 0.95"),
+    ("micro_batch=0", "error: micro_batch=0: give a whole number at least 1", "or null"),
+    ("micro_batch=atuo", "error: micro_batch=atuo: give auto", "Did you mean 'auto'?"),
+    ("micro_batch=8 grad_accum_steps=2", "micro_batch=8 and grad_accum_steps=2 both cut", "Type one of them."),
+    ("dataset.workers=-1", "error: dataset.workers=-1: give a whole number at least 0.", ""),
+    (
+        "dataset.augment=[flop]",
+        "error: dataset.augment=flop: there is no such augmentation. Did you mean 'flip'?",
+        "Type a list of flip",
+    ),
+    ("dataset.augment=[flip,{shfit:2}]", "error: dataset.augment=shfit:", "Did you mean 'shift'?"),
+    ("dataset.augment=[3]", "error: dataset.augment=3: there is no such augmentation.", "Type a list of flip"),
     ("channels_last=maybe", "channels_last=maybe", "auto, true, false"),
     ("tune=[foo]", "tune=foo", "allocator, linear, threads"),
     ("batch_size=0", "error: batch_size=0: give a whole number at least 1.", ""),
@@ -146,7 +175,11 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("monitor_mode=maxx", "error: monitor_mode=maxx: there is no such choice.", "Did you mean 'max'?"),
     ("dataset.resident=maybe", "error: dataset.resident=maybe:", "one of: auto, true, false"),
     ("task=evaluate", "error: task=evaluate needs a run directory.", "Type run=DIR."),
-    ("task=evaluate run=nope", "nope: there is no config.yaml", ""),
+    ("task=evaluate run_dir=mine", "error: task=evaluate needs a run directory.", "Type run=mine."),
+    ("task=evaluate run=nope", "error: run=nope: there is no such folder.", "Type run=DIR."),
+    (f"task=evaluate run={TRAIN}", f"error: run={TRAIN}: this is a file.", "Type run=DIR."),
+    (f"task=evaluate run={ROOT / 'tests'}", "tests: there is no config.yaml", "no run directory"),
+    (f"resume={ROOT / 'tests'}", "tests: this is a folder.", "there is no checkpoint in it"),
     ("resume=nope", "error: resume=nope: there is no such file.", "Type auto, never, or a checkpoint file."),
 ]
 LATE = [
@@ -165,7 +198,8 @@ LATE = [
         "Type a batch_size of at most that.",
     ),
     ("scheduler.warmup=-1", "error: scheduler.warmup=-1:", "at least 0"),
-    ("optimizer.lr=-1", "error: optimizer: Invalid learning rate: -1", "optimizer.lr=0.001"),
+    ("optimizer.betas=[2,0.9]", "error: optimizer.betas: Invalid beta parameter", "another value for optimizer.betas."),
+    (f"run_dir={TRAIN}/below/it", "it cannot be made", f"({TRAIN} is a file)"),
     ("model.hidden=[a]", "error: model.hidden=a: give a whole number at least 1.", ""),
     (
         "model.activation=rleu",
@@ -186,12 +220,6 @@ LATE = [
     ("loss=mse", "error: loss=MSELoss is for numbers, and digits has 10 classes.", "Type loss=cross_entropy."),
     ("dataset=synthetic dataset.kind=regression", "error: loss=CrossEntropyLoss is for classes", "Type loss=mse"),
     ("model=cnn dataset=synthetic", "error: model=cnn looks at images", "Type model=mlp or model=linear."),
-    (
-        "dataset.augment=[flop]",
-        "error: dataset.augment=flop: there is no such augmentation. Did you mean 'flip'?",
-        "Type a list of flip",
-    ),
-    ("dataset.augment=[3]", "error: dataset.augment", ""),
     (
         "dataset=synthetic dataset.n=10000000000000",
         "error: dataset.n=10000000000000: this takes",
@@ -309,6 +337,15 @@ def test_a_mistake_is_answered_without_torch(early, typed, key, suggestion):
 def test_a_mistake_that_a_constructor_finds_is_answered_too(late, typed, key, suggestion):
     assert_answered(late[typed], key, suggestion)
     assert all(line.startswith(("data ", "device ", "model ", "plan ")) for line in late[typed].out.splitlines())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a POSIX shell closes streams by >&-")
+@pytest.mark.parametrize(("closed", "typed", "code"), [(">&-", "--help", 0), (">&- 2>&-", "seeed=1", 2)])
+def test_a_closed_stream_is_no_error(tmp_path, no_torch, closed, typed, code):
+    command = f'"{sys.executable}" "{TRAIN}" {typed} {closed}'
+    environment = ENVIRONMENT | {"PYTHONPATH": no_torch}
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"") and listing(tmp_path) == []
 
 
 def test_help_has_every_group_and_every_key(tmp_path, no_torch):
