@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 import train
-from trainer import Trainer, checkpoint, cli
+from trainer import Trainer, checkpoint, cli, rundir
+from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -519,6 +521,57 @@ def test_another_config_is_refused_with_the_differences(default):
     )
     assert default.never.code == 2 and "overwrite=true to replace" in default.never.err
     assert default.before == default.after and default.other.files == default.first.files
+
+
+def test_differences_are_shown_as_they_are_typed():
+    def refusal(**changed):
+        with pytest.raises(UserError) as caught:
+            rundir.check_same("run_dir=a", before, {**before, **changed})
+        return str(caught.value)
+
+    before = {"model": {"_target_": "models.mlp.MLP", "hidden": [3, 4], "dropout": 0.0}, "ema": 0.9, "epochs": 1}
+    first = refusal(model={**before["model"], "hidden": [3]}, ema=None).splitlines()[0]
+    assert first.endswith("other settings: ema=null (was 0.9), model.hidden=[3] (was [3,4]).")
+    first, second = refusal(model={"_target_": "models.cnn.CNN", "channels": [8]}).splitlines()
+    assert first.endswith("other settings: model._target_=models.cnn.CNN (was models.mlp.MLP).")
+    assert second.startswith("Type the settings it had")
+    first, second = refusal(epochs=2).splitlines()
+    assert first.endswith("other settings: epochs=2 (was 1).")
+    assert second == "To train it longer, type another run_dir, and resume=FILE with a checkpoint of this one."
+    assert second not in refusal(epochs=2, ema=None)
+
+
+def test_evaluate_says_which_folder_is_meant(tmp_path):
+    def refusal(run):
+        with pytest.raises(UserError) as caught:
+            train.check_run(SimpleNamespace(run=str(run), run_dir=None))
+        return str(caught.value)
+
+    file = tmp_path / "mine" / "checkpoints" / "step_00000003.ckpt"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert refusal(file) == f"run={file}: this is a file. Type run=DIR."
+    (tmp_path / "mine" / "config.yaml").touch()
+    assert refusal(file) == f"run={file}: this is a file. Type run={tmp_path / 'mine'}."
+    assert f"Did you mean '{tmp_path / 'mine'}'?" in refusal(tmp_path / "mien")
+    train.check_run(SimpleNamespace(run=str(tmp_path / "mine"), run_dir=None))
+
+
+def test_evaluate_without_a_good_checkpoint_says_what_there_is(default, tmp_path):
+    shutil.copytree(default.found[0], tmp_path / "run")
+    for path in checkpoint.files(tmp_path / "run" / "checkpoints").values():
+        path.write_bytes(path.read_bytes()[:-1])
+    done = run(tmp_path, "task=evaluate", "run=run")
+    first, second = done.err.splitlines()
+    assert done.code == 3 and re.fullmatch(r"error: None of the [23] checkpoints in run.checkpoints is good\.", first)
+    assert "model.safetensors" in second and "run_dir" not in second
+
+
+@pytest.mark.skipif(os.name != "posix", reason="ulimit is of POSIX")
+def test_a_limit_on_the_size_of_files_is_named(tmp_path):
+    command = f'ulimit -f 1; exec "{sys.executable}" "{TRAIN}" epochs=1 run_dir=run'
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=False)
+    assert done.returncode == 3 and b"ulimit -f" in done.stderr and b"Traceback" not in done.stderr
 
 
 # a sweep

@@ -118,7 +118,8 @@ def check_parts(config):
 def check_resume(resume):
     """UserError where `resume` is neither auto nor never nor a file."""
     if resume not in ("auto", "never") and isinstance(resume, str) and Path(resume).is_dir():
-        found = sorted([*Path(resume).glob("step_*.ckpt"), *Path(resume).glob("checkpoints/step_*.ckpt")])
+        found = [*Path(resume).glob("step_*.ckpt"), *Path(resume).glob("checkpoints/step_*.ckpt")]
+        found.sort(key=lambda path: (len(path.name), path.name))
         what = f"Type resume={found[-1]}." if found else "Type resume=FILE; there is no checkpoint in it."
         raise UserError(f"resume={resume}: this is a folder. {what}")
     if resume not in ("auto", "never") and not (isinstance(resume, str) and Path(resume).is_file()):
