@@ -29,7 +29,7 @@ from trainer.build import (
     retarget,
     without_downloads,
 )
-from trainer.errors import RunInUse, UserError, check_choice
+from trainer.errors import RunInUse, TrainingError, UserError, check_choice, did_you_mean
 
 # The loaders' settings, which stand beside the data set's.
 LOADING = {"augment": [], "resident": "auto", "workers": "auto", "timeout": 300}
@@ -120,7 +120,12 @@ def evaluate(cfg):
     own = config_of_run(cfg)
     from trainer import checkpoint
 
-    best = checkpoint.best(Path(cfg.run) / "checkpoints")
+    try:
+        best = checkpoint.best(Path(cfg.run) / "checkpoints")
+    except TrainingError as error:  # its advice is for a training
+        alone = Path(cfg.run) / "model.safetensors"
+        what = f"The tested weights are in {alone}, and model.md beside it says how to load them."
+        raise TrainingError(f"{str(error).splitlines()[0]}\n{what if alone.is_file() else ''}") from None
     if best is None:
         raise UserError(f"run={cfg.run}: no checkpoint is in it. Type the command that made it and run_dir={cfg.run}.")
     with building(own, state=best[1]) as (trainer, _, (_, val_loader, test_loader)):
@@ -133,6 +138,20 @@ def evaluate(cfg):
     print(f"{split:<9}" + "  ".join(f"{name.removeprefix(split + '/')} {value}" for name, value in results.items()))
 
 
+def check_run(cfg):
+    """UserError where task=evaluate was given no folder."""
+    if cfg.run is None:
+        where = "DIR" if cfg.run_dir is None else cfg.run_dir
+        raise UserError(f"task=evaluate needs a run directory. Type run={where}.")
+    path = Path(cfg.run)
+    if path.is_file():
+        folder = next((part for part in path.parents if (part / "config.yaml").is_file()), "DIR")
+        raise UserError(f"run={cfg.run}: this is a file. Type run={folder}.")
+    if not path.is_dir():
+        hint = did_you_mean(cfg.run, path.parent.glob("*"))
+        raise UserError(f"run={cfg.run}: there is no such folder.{hint} Type run=DIR.")
+
+
 def config_of_run(cfg):
     """The config of the run directory `run`, for an evaluation on this machine: it may be anybody's.
 
@@ -140,8 +159,7 @@ def config_of_run(cfg):
     """
     typed = {override.partition("=")[0].lstrip("+") for override in cli.typed()}
     typed -= {"task", "run", "device", "trusted"}
-    if cfg.run is None:
-        raise UserError("task=evaluate needs a run directory. Type run=DIR.")
+    check_run(cfg)
     saved = saved_config.load_config("run", cfg.run)
     before = cli.flat(saved)
     for key in sorted(typed):
@@ -229,7 +247,7 @@ def building(cfg, more_callbacks=(), state=None):
     usual = getattr(own, "update_metrics", None) is Trainer.update_metrics and has_usual_outputs(model, data)
     metrics = default_metrics(data.kind, data.target_scale) if usual else {}
     for name, node in cfg.metrics.items():
-        if weights is not None:
+        if state is not None:
             check_size(f"metrics.{name}", node, num_classes=data.num_classes)
         metrics[name] = build(f"metrics.{name}", node, num_classes=data.num_classes)
     callbacks = [build(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if is_on(node)]

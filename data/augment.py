@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from trainer import settings
 from trainer.device import to_device
-from trainer.errors import UserError, as_typed, check_number, did_you_mean
+from trainer.errors import UserError, check_number
 
 # The geometric ones in the order in which they are applied, whatever the order of the list.
 # `flip` takes no value, the others this one unless told.
@@ -47,11 +48,7 @@ class Augment:
         if callable(item):
             self.rest.append(item)
             return
-        if not isinstance(item, str) or item not in DEFAULTS:
-            raise UserError(
-                f"dataset.augment={as_typed(item)}: there is no such augmentation.{did_you_mean(item, DEFAULTS)}\n"
-                f"Type a list of {', '.join(DEFAULTS)}."
-            )
+        settings.check_augmentation(item)
         key, value = f"dataset.augment.{item}", DEFAULTS[item] if value is None else value
         if item in MIXING:
             self.mixing.append(item)

@@ -411,7 +411,8 @@ def open_image(file):
 
 def broken(file, reason):
     return BrokenImage(
-        f"{printable(file)}: this image cannot be read ({printable(reason)}).\nReplace or remove the file."
+        f"{printable(file)}: this image cannot be read ({printable(reason)}).\n"
+        "Replace or remove the file, or type dataset.on_bad_sample=skip to leave such images out."
     )
 
 

@@ -106,6 +106,9 @@ class Workers:
         try:
             with children_do_not_interrupt(), stops_wait():
                 batches = iter(self.loader)
+                # Here, or a signal that has waited would come before anybody knows of the processes to be ended.
+                self.processes = getattr(batches, "_workers", [])
+                self.end_with_this_process()
         except Exception as error:
             if self.processes:
                 raise self.lost(error) from None
@@ -114,15 +117,15 @@ class Workers:
                 f"dataset.workers={self.loader.num_workers}: the workers could not be started, {cause(error)}.\n"
                 "Type dataset.workers=0 to have the samples read by this process."
             ) from error
-        self.processes = getattr(batches, "_workers", [])
         if self.processes:
             batches._timeout = POLL
-            WORKERS.update(self.processes)
-            # Before what torch does at exit, which waits 5 s for each worker, and what multiprocessing does, which
-            # waits for ever.
-            atexit.unregister(kill_all)
-            atexit.register(kill_all)
         return batches
+
+    def end_with_this_process(self):
+        """Has the processes killed at exit, before torch, which waits 5 s for each, and multiprocessing, for ever."""
+        WORKERS.update(self.processes)
+        atexit.unregister(kill_all)
+        atexit.register(kill_all)
 
     def take(self, batches):
         """The next batch of the iterator or END; TrainingError where a worker is lost or all are too slow."""

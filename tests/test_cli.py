@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 import train
-from trainer import Trainer, checkpoint, cli
+from trainer import Trainer, checkpoint, cli, rundir
+from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -122,7 +124,36 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("--epochs=3", "error: --epochs=3: there is no such option.", "type epochs=3."),
     ("-c", "-c", "--cfg"),
     ("dataset=csv dataset.path=x", "error: dataset.target: this has no default.", "Type dataset.target=..."),
-    ("dataset=digits,synthetic", "dataset=digits,synthetic", ""),
+    ("dataset=digits,synthetic", "error: dataset=digits,synthetic:", "Type -m dataset=digits,synthetic."),
+    ("seed=1,2", "error: seed=1,2: several values are a sweep.", "Type -m seed=1,2, or for one list 'seed=[1,2]'."),
+    ("model=[cnn]", "error: model=[cnn]: this is a group", "Type model=cnn, or for a sweep -m model=cnn,linear."),
+    ("model=[mlp,cnn]", "error: model=[mlp,cnn]: this is a group", "Type model=mlp, or for a sweep -m model=mlp,cnn."),
+    ("+model=cnn", "error: +model=cnn: this group has an option already", "Type model=cnn."),
+    ("+epochs=3", "error: +epochs=3: there is a key of this name", "Type epochs=3."),
+    ("+model.dropout=0.3", "error: +model.dropout=0.3: there is a key", "Type model.dropout=0.3."),
+    ("~foo", "error: ~foo: there is no such key to leave out.", "--help"),
+    ("~model.foo", "error: ~model.foo: there is no such key to leave out.", "--help"),
+    ("=3", "error: =3: there is no key in front of the =.", "as in epochs=3"),
+    ("--hlep", "error: --hlep: there is no such option.", "Did you mean '--help'?"),
+    ("run_dir=", "error: run_dir=: give a text", ""),
+    ("-m seed=0,1 run_dir=x", "error: run_dir=x: this names one run.", "type hydra.sweep.dir=DIR."),
+    ("-m seed=0,1 run_dir=", "error: run_dir=: this names one run.", "type hydra.sweep.dir=DIR."),
+    ("device=gpu", "error: device=gpu: there is no such device.", "Did you mean 'cuda'?"),
+    ("optimizer.lr=-1", "error: optimizer.lr=-1: give a number above 0.", ""),
+    ("optimizer.weight_decay=-1", "error: optimizer.weight_decay=-1: give a number at least 0.", ""),
+    ("optimizer=decoupled_sgd optimizer.lr=0", "error: optimizer.lr=0: give a number above 0.", ""),
+    ("model.dropout=1.5", "error: model.dropout=1.5: give a number", "at most 0.95"),
+    ("micro_batch=0", "error: micro_batch=0: give a whole number at least 1", "or null"),
+    ("micro_batch=atuo", "error: micro_batch=atuo: give auto", "Did you mean 'auto'?"),
+    ("micro_batch=8 grad_accum_steps=2", "micro_batch=8 and grad_accum_steps=2 both cut", "Type one of them."),
+    ("dataset.workers=-1", "error: dataset.workers=-1: give a whole number at least 0.", ""),
+    (
+        "dataset.augment=[flop]",
+        "error: dataset.augment=flop: there is no such augmentation. Did you mean 'flip'?",
+        "Type a list of flip",
+    ),
+    ("dataset.augment=[flip,{shfit:2}]", "error: dataset.augment=shfit:", "Did you mean 'shift'?"),
+    ("dataset.augment=[3]", "error: dataset.augment=3: there is no such augmentation.", "Type a list of flip"),
     ("channels_last=maybe", "channels_last=maybe", "auto, true, false"),
     ("tune=[foo]", "tune=foo", "allocator, linear, threads"),
     ("batch_size=0", "error: batch_size=0: give a whole number at least 1.", ""),
@@ -149,7 +180,11 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("monitor_mode=maxx", "error: monitor_mode=maxx: there is no such choice.", "Did you mean 'max'?"),
     ("dataset.resident=maybe", "error: dataset.resident=maybe:", "one of: auto, true, false"),
     ("task=evaluate", "error: task=evaluate needs a run directory.", "Type run=DIR."),
-    ("task=evaluate run=nope", "nope: there is no config.yaml", ""),
+    ("task=evaluate run_dir=mine", "error: task=evaluate needs a run directory.", "Type run=mine."),
+    ("task=evaluate run=nope", "error: run=nope: there is no such folder.", "Type run=DIR."),
+    (f"task=evaluate run={TRAIN}", f"error: run={TRAIN}: this is a file.", "Type run=DIR."),
+    (f"task=evaluate run={ROOT / 'tests'}", "tests: there is no config.yaml", "no run directory"),
+    (f"resume={ROOT / 'tests'}", "tests: this is a folder.", "there is no checkpoint in it"),
     ("resume=nope", "error: resume=nope: there is no such file.", "Type auto, never, or a checkpoint file."),
 ]
 LATE = [
@@ -168,7 +203,8 @@ LATE = [
         "Type a batch_size of at most that.",
     ),
     ("scheduler.warmup=-1", "error: scheduler.warmup=-1:", "at least 0"),
-    ("optimizer.lr=-1", "error: optimizer: Invalid learning rate: -1", "optimizer.lr=0.001"),
+    ("optimizer.betas=[2,0.9]", "error: optimizer.betas: Invalid beta parameter", "another value for optimizer.betas."),
+    (f"run_dir={TRAIN}/below/it", "it cannot be made", f"({TRAIN} is a file)"),
     ("model.hidden=[a]", "error: model.hidden=a: give a whole number at least 1.", ""),
     (
         "model.activation=rleu",
@@ -189,12 +225,6 @@ LATE = [
     ("loss=mse", "error: loss=MSELoss is for numbers, and digits has 10 classes.", "Type loss=cross_entropy."),
     ("dataset=synthetic dataset.kind=regression", "error: loss=CrossEntropyLoss is for classes", "Type loss=mse"),
     ("model=cnn dataset=synthetic", "error: model=cnn looks at images", "Type model=mlp or model=linear."),
-    (
-        "dataset.augment=[flop]",
-        "error: dataset.augment=flop: there is no such augmentation. Did you mean 'flip'?",
-        "Type a list of flip",
-    ),
-    ("dataset.augment=[3]", "error: dataset.augment", ""),
     (
         "dataset=synthetic dataset.n=10000000000000",
         "error: dataset.n=10000000000000: this takes",
@@ -312,6 +342,15 @@ def test_a_mistake_is_answered_without_torch(early, typed, key, suggestion):
 def test_a_mistake_that_a_constructor_finds_is_answered_too(late, typed, key, suggestion):
     assert_answered(late[typed], key, suggestion)
     assert all(line.startswith(("data ", "device ", "model ", "plan ")) for line in late[typed].out.splitlines())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a POSIX shell closes streams by >&-")
+@pytest.mark.parametrize(("closed", "typed", "code"), [(">&-", "--help", 0), (">&- 2>&-", "seeed=1", 2)])
+def test_a_closed_stream_is_no_error(tmp_path, no_torch, closed, typed, code):
+    command = f'"{sys.executable}" "{TRAIN}" {typed} {closed}'
+    environment = ENVIRONMENT | {"PYTHONPATH": no_torch}
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"") and listing(tmp_path) == []
 
 
 def test_help_has_every_group_and_every_key(tmp_path, no_torch):
@@ -485,6 +524,57 @@ def test_another_config_is_refused_with_the_differences(default):
     )
     assert default.never.code == 2 and "overwrite=true to replace" in default.never.err
     assert default.before == default.after and default.other.files == default.first.files
+
+
+def test_differences_are_shown_as_they_are_typed():
+    def refusal(**changed):
+        with pytest.raises(UserError) as caught:
+            rundir.check_same("run_dir=a", before, {**before, **changed})
+        return str(caught.value)
+
+    before = {"model": {"_target_": "models.mlp.MLP", "hidden": [3, 4], "dropout": 0.0}, "ema": 0.9, "epochs": 1}
+    first = refusal(model={**before["model"], "hidden": [3]}, ema=None).splitlines()[0]
+    assert first.endswith("other settings: ema=null (was 0.9), model.hidden=[3] (was [3,4]).")
+    first, second = refusal(model={"_target_": "models.cnn.CNN", "channels": [8]}).splitlines()
+    assert first.endswith("other settings: model._target_=models.cnn.CNN (was models.mlp.MLP).")
+    assert second.startswith("Type the settings it had")
+    first, second = refusal(epochs=2).splitlines()
+    assert first.endswith("other settings: epochs=2 (was 1).")
+    assert second == "To train it longer, type another run_dir, and resume=FILE with a checkpoint of this one."
+    assert second not in refusal(epochs=2, ema=None)
+
+
+def test_evaluate_says_which_folder_is_meant(tmp_path):
+    def refusal(run):
+        with pytest.raises(UserError) as caught:
+            train.check_run(SimpleNamespace(run=str(run), run_dir=None))
+        return str(caught.value)
+
+    file = tmp_path / "mine" / "checkpoints" / "step_00000003.ckpt"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert refusal(file) == f"run={file}: this is a file. Type run=DIR."
+    (tmp_path / "mine" / "config.yaml").touch()
+    assert refusal(file) == f"run={file}: this is a file. Type run={tmp_path / 'mine'}."
+    assert f"Did you mean '{tmp_path / 'mine'}'?" in refusal(tmp_path / "mien")
+    train.check_run(SimpleNamespace(run=str(tmp_path / "mine"), run_dir=None))
+
+
+def test_evaluate_without_a_good_checkpoint_says_what_there_is(default, tmp_path):
+    shutil.copytree(default.found[0], tmp_path / "run")
+    for path in checkpoint.files(tmp_path / "run" / "checkpoints").values():
+        path.write_bytes(path.read_bytes()[:-1])
+    done = run(tmp_path, "task=evaluate", "run=run")
+    first, second = done.err.splitlines()
+    assert done.code == 3 and re.fullmatch(r"error: None of the [23] checkpoints in run.checkpoints is good\.", first)
+    assert "model.safetensors" in second and "run_dir" not in second
+
+
+@pytest.mark.skipif(os.name != "posix", reason="ulimit is of POSIX")
+def test_a_limit_on_the_size_of_files_is_named(tmp_path):
+    command = f'ulimit -f 1; exec "{sys.executable}" "{TRAIN}" epochs=1 run_dir=run'
+    done = subprocess.run(command, shell=True, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=False)
+    assert done.returncode == 3 and b"ulimit -f" in done.stderr and b"Traceback" not in done.stderr
 
 
 # a sweep

@@ -74,7 +74,8 @@ def test_fused_and_plain_steps_agree():
 
 @pytest.mark.parametrize("options", [{"lr": -1}, {"lr": 0.1, "weight_decay": -1}, {"lr": 0.1, "betas": (2, 0.9)}])
 def test_a_value_that_torch_refuses_is_the_users_mistake(options):
-    with pytest.raises(UserError, match="^optimizer: Invalid"):
+    key = list(options)[-1]
+    with pytest.raises(UserError, match=rf"^optimizer.{key}: Invalid .* Type another value for optimizer.{key}\."):
         optimizers.build(functools.partial(torch.optim.AdamW, **options), parameters(), CPU)
 
 

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 from trainer import settings, stopping
-from trainer.errors import RunInUse, TrainingError, UserError, as_typed, did_you_mean, nearest, printable
+from trainer.errors import RunInUse, TrainingError, UserError, as_typed, did_you_mean, is_one_slip, nearest, printable
 
 BUG = 1
 # What Hydra, and OmegaConf below it, raise for mistakes that they have no words for.
@@ -22,6 +22,7 @@ FAILING = {getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EFBIG", 
 WHAT_TO_DO = {
     errno.ENOSPC: "Make room there, and type the same command with run_dir=DIR to go on.",
     getattr(errno, "EDQUOT", None): "Make room there, and type the same command with run_dir=DIR to go on.",
+    errno.EFBIG: "Raise the limit on the size of files (ulimit -f), and type the same command with run_dir=DIR.",
     errno.EROFS: "Type run_dir=DIR for a folder that can be written.",
     errno.EACCES: "Type another path, or change its permissions.",
     errno.ENAMETOOLONG: "Type a shorter path.",
@@ -34,6 +35,7 @@ def run(main):
     0 done, 2 the user's mistake, 3 the training failed, 75 the run directory is in use, 130 and 143 stopped by SIGINT
     and SIGTERM, 1 (with a traceback) a bug of ours.
     """
+    open_closed()
     stopping.ready = True
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them and exiting with 1
     logging.getLogger("hydra").setLevel(logging.CRITICAL)  # its errors come as exceptions too
@@ -62,6 +64,13 @@ def run(main):
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             error = UserError(f"{' '.join(sys.argv[1:])}: this does not go together ({reason}).")
         sys.exit(report(error))
+
+
+def open_closed():
+    """What a shell has closed (`>&-`) goes nowhere; Python has None for it, and the next file would get its number."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def nobody_reads():
@@ -125,6 +134,15 @@ def explanation(error):
     key = getattr(cause, "full_key", None)
     if "is not in struct" in str(cause):
         return f"error: {no_such_key(key, cause.parent_node._get_root())}"
+    if change := re.match(r"Could not (append|delete)\b.*?'([\w.@/-]+)'", str(cause), re.DOTALL):
+        what, place = change.groups()
+        if what == "delete":
+            return f"error: ~{place}: there is no such key to leave out.\nType python train.py --help to see the keys."
+        value = next((a.partition("=")[2] for a in sys.argv if a.startswith(f"+{place}=")), "...")
+        return f"error: +{place}={value}: there is a key of this name, and + adds one. Type {place}={value}."
+    if several := re.match(r"Ambiguous value for argument '(.*)'\n", str(error)):
+        sweep, one = f"-m {several[1]}", "'{}=[{}]'".format(*several[1].split("=", 1))
+        return f"error: {several[1]}: several values are a sweep. Type {sweep}, or for one list {one}."
     if override is not None or "Error when parsing" in str(error):
         typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
         return (
@@ -180,12 +198,31 @@ def of_the_run(arguments):
 
 
 def check_typed(configs, arguments):
-    """UserError for a group without an option, `model=null`, which Hydra takes for an error of ours."""
+    """UserError for what Hydra takes for an error of ours, or finds out once for each job of a sweep."""
+    sweep = {"-m", "--multirun"} & set(arguments)
     for argument in arguments:
-        group, _, option = argument.partition("=")
-        if option == "null" and (configs / group).is_dir():
-            options = ", ".join(sorted(path.stem for path in (configs / group).glob("*.yaml")))
-            raise UserError(f"{argument}: this is a group, and needs an option. Type {group}= one of: {options}.")
+        key, _, value = argument.partition("=")
+        if argument.startswith("="):
+            raise UserError(f"{argument}: there is no key in front of the =. Settings are key=value, as in epochs=3.")
+        if key == "run_dir" and sweep and value != "null":
+            raise UserError(f"{argument}: this names one run. For a sweep, type hydra.sweep.dir=DIR.")
+        if not key.strip("+~") or not (configs / key.lstrip("+")).is_dir():
+            continue
+        if key.startswith("+"):
+            raise UserError(
+                f"{argument}: this group has an option already, and + adds one. Type {argument.lstrip('+')}."
+            )
+        if "," in value and not sweep and value[0] != "[":
+            raise UserError(f"{argument}: several options are a sweep. Type -m {argument}.")
+        options = sorted(path.stem for path in (configs / key).glob("*.yaml"))
+        if listed := re.fullmatch(r"\[(.*)\]", value):
+            names = [name.strip() for name in listed[1].split(",") if name.strip()] or options
+            more = f", or for a sweep -m {key}={','.join(names if len(names) > 1 else options[:2])}"
+            raise UserError(f"{argument}: this is a group, and takes one option. Type {key}={names[0]}{more}.")
+        if value == "null":
+            raise UserError(
+                f"{argument}: this is a group, and needs an option. Type {key}= one of: {', '.join(options)}."
+            )
 
 
 def refuse_option(parser, message):
@@ -194,6 +231,9 @@ def refuse_option(parser, message):
     if not option:
         raise UserError(f"{message}. Type python train.py --help.")
     name, _, value = option[1].partition("=")
+    for known in ("--help", "--multirun", "--cfg"):
+        if is_one_slip(name, known):
+            raise UserError(f"{option[1]}: there is no such option. Did you mean {known!r}?")
     setting = f"{name.lstrip('-').replace('-', '_')}={value or '...'}"
     raise UserError(f"{option[1]}: there is no such option. Settings have no dashes: type {setting}.")
 

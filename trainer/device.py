@@ -70,7 +70,8 @@ def choose_precision(name, device):
     """(the autocast dtype or None for fp32, the reason) for `auto`, `fp32`, `bf16` or `fp16` on this device."""
     settings.check("precision", name)
     if name != "auto":
-        return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name], "as asked"
+        slow = "; slow on cpu" + ", bf16 is not" * cpu.has_bf16() if (name, device.type) == ("fp16", "cpu") else ""
+        return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name], f"as asked{slow}"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if torch.version.hip is not None or major >= 8:

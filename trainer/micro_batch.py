@@ -6,7 +6,8 @@ import torch
 
 from trainer import batch as batches
 from trainer import device as devices
-from trainer.errors import TrainingError, UserError, check_number, log
+from trainer import settings
+from trainer.errors import TrainingError, check_number, log
 
 
 class MicroBatch:
@@ -16,12 +17,9 @@ class MicroBatch:
     """
 
     def __init__(self, device, size=None, parts=1, what="training", key="batch_size"):
-        if size is not None and parts > 1:
-            raise UserError(f"micro_batch={size} and grad_accum_steps={parts} both cut the batch. Type one of them.")
+        size = settings.check_micro_batch(size, parts)
         self.adapts = size == "auto"
-        if isinstance(size, str) and not self.adapts:
-            raise UserError(f"micro_batch={size}: give auto, a whole number at least 1, or null.")
-        self.size = None if self.adapts else check_number("micro_batch", size, whole=True, least=1, optional=True)
+        self.size = None if self.adapts else size
         self.device, self.parts, self.what, self.key = device, parts, what, key
 
     def work(self, function, batch, module=None, undo=None):

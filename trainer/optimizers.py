@@ -1,6 +1,7 @@
 """Optimizers: in their fused form, stepped without what torch.optim wraps around a step; and one that torch has not."""
 
 import inspect
+import re
 import types
 
 import torch
@@ -27,8 +28,7 @@ def build(factory, groups, device, module=None, compiled=False):
     except UserError:
         raise
     except (ValueError, TypeError, IndexError) as error:  # how torch refuses a rate, a decay, a pair of betas
-        advice = " Type another value, as in optimizer.lr=0.001." if str(error).startswith("Invalid") else ""
-        raise UserError(f"optimizer: {error}.{advice}") from error
+        raise UserError(refusal(str(error), settings)) from error
     merge(optimizer.param_groups, groups)
     if isinstance(optimizer, torch.optim.SGD):
         begin_momentum(optimizer)
@@ -39,6 +39,17 @@ def build(factory, groups, device, module=None, compiled=False):
     if is_torchs and not compiled and not optimizer.defaults.get("differentiable"):
         make_lean(optimizer)
     return optimizer
+
+
+def refusal(text, keys):
+    """What to say where torch refuses a value, "Invalid beta parameter at index 0: 1.5", of one of these keys."""
+    found = re.match(r"Invalid (\w+)(.*): ", text)
+    if not found:
+        return f"optimizer: {text}."
+    names = {"learning": "lr", "epsilon": "eps", "beta": "betas"}
+    key = names.get(found[1], found[1])
+    place = f"optimizer.{key}" if key in keys else "optimizer"
+    return f"{place}: {text}. Type another value for {place if key in keys else 'it'}."
 
 
 def merge(built, given):

@@ -19,7 +19,7 @@ except ImportError:  # Windows
 
 from trainer import files, settings
 from trainer.cli import flat
-from trainer.errors import RunInUse, TrainingError, UserError, log
+from trainer.errors import RunInUse, TrainingError, UserError, as_typed, log
 from trainer.saved_config import load_config
 
 MOST_JSON = 2**24  # bytes of a result.json: ours have 2 KB, and a confusion matrix of 1,000 classes 8 MB
@@ -39,6 +39,7 @@ HARMLESS = (
 )
 HARMLESS += ("eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident", "dataset.root", "dataset.timeout")
 HARMLESS += ("dataset.cache", "dataset.download")
+LENGTHS = ("epochs", "max_steps", "patience")  # these too where another run begins with a checkpoint of this one
 LOCK = ".lock"
 # The files that are made anew: what a killed run left half of, and what an older run left in the way of a new one.
 WRITTEN = ("metrics.jsonl", "result.json", "model.safetensors", "model.md")
@@ -65,7 +66,9 @@ def make(folder):
     except FileExistsError:
         parts = []
     except (OSError, ValueError) as error:
-        reason = f"it cannot be made ({getattr(error, 'strerror', None) or error})"
+        above = [part for part in folder.parents if os.path.isfile(part)]
+        why = f"{above[0]} is a file" if above else getattr(error, "strerror", None) or error
+        reason = f"it cannot be made ({why})"
         raise UserError(f"run_dir={folder}: {reason}. Type another run_dir.") from None
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"run_dir={folder}: this is a file or cannot be written. Type another run_dir.")
@@ -190,7 +193,7 @@ def to_resume(folder, resume, overwrite, cfg):
             state, origin = checkpoint.load_whole(path), checkpoint.sha256_of(path)
         except checkpoint.DamagedCheckpoint as error:
             raise UserError(f"resume={resume}: {error}") from None
-    what, also = (f"resume={resume}", ("epochs", "max_steps", "patience")) if path else (f"run_dir={folder}", ())
+    what, also = (f"resume={resume}", LENGTHS) if path else (f"run_dir={folder}", ())
     if state is not None and (before := about(state).get("config")) is not None:
         check_same(what, before, cfg, also)
     elif state is None:
@@ -247,9 +250,16 @@ def check_same(what, before, now, also=()):
     harmless = (*HARMLESS, *also)
     before, now = flat(before), flat(now)
     other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not key.startswith(harmless)]
+    # Of a part that is another one altogether, only that it is.
+    parts = tuple(key.removesuffix("_target_") for key in other if key.endswith("._target_"))
+    shown = [key for key in other if not key.startswith(parts) or key.endswith("._target_")]
     if other:
-        differences = ", ".join(f"{key}={now.get(key)} (was {before.get(key)})" for key in other[:5])
+        differences = ", ".join(
+            f"{key}={as_typed(now.get(key))} (was {as_typed(before.get(key))})" for key in shown[:5]
+        )
         what_to_type = "Type the settings it had to continue it; for a new run, another run_dir and no resume."
+        if set(other) <= set(LENGTHS):
+            what_to_type = "To train it longer, type another run_dir, and resume=FILE with a checkpoint of this one."
         raise UserError(f"{what} holds a run with other settings: {differences}.\n{what_to_type}")
 
 

@@ -33,6 +33,7 @@ NUMBERS = {
     "checkpoint.keep": {"whole": True, "least": 2},
 }
 KEYS = [*NUMBERS, *CHOICES]
+AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")
 # Kinds of devices that torch has names for; which of them are there, only torch knows.
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla")
 STRATEGIES = ("single", "dp")
@@ -54,7 +55,7 @@ def check_device(device):
     """UserError for what is no name of a device on any machine."""
     kind = as_typed(device).partition(":")[0]
     if kind not in DEVICES or not re.fullmatch(r"(\w+:\d+)|[a-z]+", as_typed(device)):
-        hint = did_you_mean(kind, DEVICES)
+        hint = " Did you mean 'cuda'?" if kind.lower() == "gpu" else did_you_mean(kind, DEVICES)
         raise UserError(
             f"device={as_typed(device)}: there is no such device.{hint}\nType device=auto, or as in cuda:1."
         )
@@ -73,8 +74,54 @@ def check_strategy(strategy):
     return name, [int(index) for index in listed.split("+")] if listed else None
 
 
+def check_micro_batch(size, parts=1):
+    """`size`, if it is auto, a whole number or None, and only one of it and `grad_accum_steps` cuts the batch."""
+    if size is not None and parts > 1:
+        raise UserError(
+            f"micro_batch={as_typed(size)} and grad_accum_steps={parts} both cut the batch. Type one of them."
+        )
+    if isinstance(size, str) and size != "auto":
+        hint = did_you_mean(size, ("auto",))
+        raise UserError(f"micro_batch={size}: give auto, a whole number at least 1, or null.{hint}")
+    return size if size == "auto" else check_number("micro_batch", size, whole=True, least=1, optional=True)
+
+
+def check_augmentation(name):
+    """`name`, if there is such an augmentation; UserError otherwise."""
+    if not isinstance(name, str) or name not in AUGMENTATIONS:
+        hint = did_you_mean(name, AUGMENTATIONS)
+        raise UserError(
+            f"dataset.augment={as_typed(name)}: there is no such augmentation.{hint}\n"
+            f"Type a list of {', '.join(AUGMENTATIONS)}."
+        )
+    return name
+
+
+def check_parts(config):
+    """UserError for values in our own groups, and in those of torch's optimizers, that their constructors refuse."""
+    optimizer, model, dataset = (config[group] for group in ("optimizer", "model", "dataset"))
+    if str(optimizer.get("_target_")).startswith(("torch.optim.", "trainer.optimizers.")):
+        if "lr" in optimizer:
+            check_number("optimizer.lr", optimizer["lr"], above=0)
+        if "weight_decay" in optimizer:
+            check_number("optimizer.weight_decay", optimizer["weight_decay"], least=0)
+    if str(model.get("_target_")).startswith("models.") and "dropout" in model:
+        check_number("model.dropout", model["dropout"], least=0, most=0.95)
+    if dataset.get("workers", "auto") != "auto":
+        check_number("dataset.workers", dataset["workers"], whole=True, least=0)
+    for item in dataset.get("augment") or ():
+        if not isinstance(item, dict) or "_target_" not in item:  # with a _target_: a function of the user's own
+            for name in item if isinstance(item, dict) else [item]:
+                check_augmentation(name)
+
+
 def check_resume(resume):
     """UserError where `resume` is neither auto nor never nor a file."""
+    if resume not in ("auto", "never") and isinstance(resume, str) and Path(resume).is_dir():
+        found = [*Path(resume).glob("step_*.ckpt"), *Path(resume).glob("checkpoints/step_*.ckpt")]
+        found.sort(key=lambda path: (len(path.name), path.name))
+        what = f"Type resume={found[-1]}." if found else "Type resume=FILE; there is no checkpoint in it."
+        raise UserError(f"resume={resume}: this is a folder. {what}")
     if resume not in ("auto", "never") and not (isinstance(resume, str) and Path(resume).is_file()):
         hint = did_you_mean(as_typed(resume), ("auto", "never"))
         raise UserError(
@@ -91,6 +138,10 @@ def check_all(config):
     for key in ("run", "run_dir", "resume", "monitor"):
         if not isinstance(values.get(key), (str, int, float, type(None))) or isinstance(values.get(key), bool):
             raise UserError(f"{key}={as_typed(values[key])}: give a text.")
+        if values.get(key) == "":
+            raise UserError(f"{key}=: give a text after the =, or leave {key} out.")
     check_device(values.get("device"))
     check_strategy(values.get("strategy"))
     check_resume(values.get("resume"))
+    check_micro_batch(values.get("micro_batch"), values.get("grad_accum_steps") or 1)
+    check_parts(config)
