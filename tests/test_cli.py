@@ -139,7 +139,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("-m seed=0,1 run_dir=x", "error: run_dir=x: this names one run.", "type hydra.sweep.dir=DIR."),
     ("-m seed=0,1 run_dir=", "error: run_dir=: this names one run.", "type hydra.sweep.dir=DIR."),
     ("device=gpu", "error: device=gpu: there is no such device.", "Did you mean 'cuda'?"),
-    ("optimizer.lr=-1", "error: optimizer.lr=-1: give a number above 0.", ""),
+    ("optimizer.lr=-1", "error: optimizer.lr=-1: give a number at least 0.", ""),
     ("optimizer.weight_decay=-1", "error: optimizer.weight_decay=-1: give a number at least 0.", ""),
     ("optimizer=decoupled_sgd optimizer.lr=0", "error: optimizer.lr=0: give a number above 0.", ""),
     ("model.dropout=1.5", "error: model.dropout=1.5: give a number", "at most 0.95"),

@@ -219,7 +219,7 @@ def check_typed(configs, arguments):
             names = [name.strip() for name in listed[1].split(",") if name.strip()] or options
             more = f", or for a sweep -m {key}={','.join(names if len(names) > 1 else options[:2])}"
             raise UserError(f"{argument}: this is a group, and takes one option. Type {key}={names[0]}{more}.")
-        if value == "null":
+        if value == "null" and key != "experiment":  # which is none by default
             raise UserError(
                 f"{argument}: this is a group, and needs an option. Type {key}= one of: {', '.join(options)}."
             )

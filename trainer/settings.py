@@ -102,7 +102,7 @@ def check_parts(config):
     optimizer, model, dataset = (config[group] for group in ("optimizer", "model", "dataset"))
     if str(optimizer.get("_target_")).startswith(("torch.optim.", "trainer.optimizers.")):
         if "lr" in optimizer:
-            check_number("optimizer.lr", optimizer["lr"], above=0)
+            check_number("optimizer.lr", optimizer["lr"], least=0)
         if "weight_decay" in optimizer:
             check_number("optimizer.weight_decay", optimizer["weight_decay"], least=0)
     if str(model.get("_target_")).startswith("models.") and "dropout" in model:
