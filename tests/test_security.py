@@ -314,6 +314,10 @@ COSTLY = {
     "many digits": text("epochs: " + "9" * 10**5),
     "many brackets": edit(monitor="${" * 10**4),
     "a metric of many classes": edit(metrics__a={"_target_": "trainer.metrics.Confusion", "num_classes": 10**5}),
+    "a metric of more": edit(
+        metrics__a={"_target_": "torchmetrics.classification.MulticlassConfusionMatrix", "num_classes": 50_000}
+    ),
+    "no metric": edit(metrics__a=3),
     "a large number": text("epochs: 0x" + "F" * 10**5),
     "chains in a text": edit(dataset__a="x" * 60_000, monitor="${dataset.a}" * 3_000),
 }
@@ -540,6 +544,9 @@ def test_a_metric_that_is_too_large_is_refused_before_it_takes_memory(typed):
     build.check_size("metrics.a", node, num_classes=1000)
     with pytest.raises(UserError, match=r"metrics\.a\._target_=.* far more numbers than a loss or a metric has"):
         build.check_size("metrics.a", node, num_classes=10**6)
+    build.check_size("metrics.a", 3)
+    typed += [f"+metrics.a._target_={node['_target_']}"]
+    build.check_size("metrics.a", node, num_classes=10**6)
 
 
 def test_a_model_of_another_size_is_refused_before_it_takes_memory(typed):
