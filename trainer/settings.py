@@ -100,9 +100,10 @@ def check_augmentation(name):
 def check_parts(config):
     """UserError for values in our own groups, and in those of torch's optimizers, that their constructors refuse."""
     optimizer, model, dataset = (config[group] for group in ("optimizer", "model", "dataset"))
-    if str(optimizer.get("_target_")).startswith(("torch.optim.", "trainer.optimizers.")):
+    own = str(optimizer.get("_target_")).startswith("trainer.optimizers.")  # divides by the rate
+    if own or str(optimizer.get("_target_")).startswith("torch.optim."):
         if "lr" in optimizer:
-            check_number("optimizer.lr", optimizer["lr"], least=0)
+            check_number("optimizer.lr", optimizer["lr"], **({"above": 0} if own else {"least": 0}))
         if "weight_decay" in optimizer:
             check_number("optimizer.weight_decay", optimizer["weight_decay"], least=0)
     if str(model.get("_target_")).startswith("models.") and "dropout" in model:
