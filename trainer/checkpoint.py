@@ -115,7 +115,10 @@ def first_nonfinite(module):
     if not named:
         return None
     with torch.no_grad():
-        finite = torch.stack([weight.isfinite().all() for _, weight in named]).tolist()
+        norms = [norm.float() for norm in torch._foreach_norm([weight for _, weight in named])]
+        if torch.stack(norms).sum().isfinite():  # it is not for weights that are not, nor for huge ones
+            return None
+        finite = [weight.isfinite().all() for _, weight in named]
     return next((name for (name, _), fine in zip(named, finite, strict=True) if not fine), None)
 
 

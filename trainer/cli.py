@@ -36,12 +36,12 @@ def run(main):
     and SIGTERM, 1 (with a traceback) a bug of ours.
     """
     open_closed()
-    stopping.ready = True
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them and exiting with 1
     logging.getLogger("hydra").setLevel(logging.CRITICAL)  # its errors come as exceptions too
     argparse.ArgumentParser.error = refuse_option
     configs = Path(sys.argv[0]).resolve().parent / "configs"
     try:
+        stopping.ready = True
         check_typed(configs, sys.argv[1:])
         if {"--help", "-h"} & set(sys.argv[1:]):
             print(help_text(configs))
