@@ -123,6 +123,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("--bogus", "error: --bogus: there is no such option.", "type bogus=..."),
     ("--epochs=3", "error: --epochs=3: there is no such option.", "type epochs=3."),
     ("-c", "-c", "--cfg"),
+    ("-patience=1", "error: -patience=1: settings have no dashes.", "Type patience=1."),
     ("dataset=csv dataset.path=x", "error: dataset.target: this has no default.", "Type dataset.target=..."),
     ("dataset=digits,synthetic", "error: dataset=digits,synthetic:", "Type -m dataset=digits,synthetic."),
     ("seed=1,2", "error: seed=1,2: several values are a sweep.", "Type -m seed=1,2, or for one list 'seed=[1,2]'."),

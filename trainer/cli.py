@@ -202,6 +202,8 @@ def check_typed(configs, arguments):
     sweep = {"-m", "--multirun"} & set(arguments)
     for argument in arguments:
         key, _, value = argument.partition("=")
+        if re.fullmatch(r"-\w{3,}(\.\w+)*", key):  # argparse would take -patience=1 for -p atience=1
+            raise UserError(f"{argument}: settings have no dashes. Type {argument.lstrip('-')}.")
         if argument.startswith("="):
             raise UserError(f"{argument}: there is no key in front of the =. Settings are key=value, as in epochs=3.")
         if key == "run_dir" and sweep and value != "null":
