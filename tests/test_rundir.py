@@ -11,7 +11,7 @@ import torch
 from forks import Forks
 from safetensors.torch import load_file
 
-from trainer import checkpoint
+from trainer import checkpoint, stopping
 from trainer.callbacks import Callback
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
@@ -169,3 +169,32 @@ def test_an_evaluation_on_other_classes_is_refused(forks, tmp_path):
     assert "'aardvark'" in refused(
         forks, tmp_path, "task=evaluate", "run=run", "trusted=[test_rundir]", "dataset.root=b"
     )
+
+
+def test_a_signal_while_a_checkpoint_is_read_does_not_make_it_a_damaged_one(tmp_path, monkeypatch):
+    """Its exception would come up in the middle of safetensors' code, which gives another one for it."""
+    path = checkpoint.path_of(tmp_path, 1)
+    checkpoint.save(path, {"step": 1, "callbacks": {}, "weight": torch.ones(3)})
+    digest, before = checkpoint.digest, signal.getsignal(signal.SIGTERM)
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            return digest(*arguments)  # the handler runs in here
+        except stopping.Interrupted:
+            raise ValueError("could not determine the shape") from None
+
+    monkeypatch.setattr(checkpoint, "digest", signalled)
+    monkeypatch.setattr(stopping, "received", None)
+    monkeypatch.setattr(stopping, "ready", True)
+    signal.signal(signal.SIGTERM, stopping.hear)
+    try:
+        with pytest.raises(stopping.Interrupted):
+            checkpoint.newest(tmp_path)
+        monkeypatch.setattr(stopping, "received", None)
+        heard = []
+        with stopping.gently(heard.append):
+            assert checkpoint.newest(tmp_path)[0] == path
+        assert heard == ["SIGTERM"]
+    finally:
+        signal.signal(signal.SIGTERM, before)

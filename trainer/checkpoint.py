@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from trainer import stopping
 from trainer.errors import TrainingError, UserError, log
 from trainer.files import open_plain, remove_partial, replacing
 from trainer.state import WAYS, has_usual_state
@@ -53,6 +54,7 @@ def write_tensors(path, tensors, metadata):
         ) from error
 
 
+@stopping.later()
 def load(path):
     """The state that `save` wrote, its tensors on the CPU; DamagedCheckpoint where one bit is not as it was.
 

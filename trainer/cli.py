@@ -49,6 +49,8 @@ def run(main):
             sys.argv[1:] = of_the_run(sys.argv[1:])
             main()
         sys.stdout.flush()
+        if stopping.received is not None:  # its exception was lost in a library's code
+            raise KeyboardInterrupt
         sys.exit(max(codes, default=0))  # of the jobs of a sweep that failed
     except BrokenPipeError:
         sys.exit(nobody_reads())

@@ -55,6 +55,25 @@ def gently(interrupt):
         gentle = None
 
 
+@contextlib.contextmanager
+def later():
+    """Within it, a signal waits for the end: in the middle of a library's code its exception may be taken for another.
+
+    A file that was being read would be called damaged, for one.
+    """
+    global gentle
+    outer, waiting = gentle, []
+    gentle = waiting.append
+    try:
+        yield
+    finally:
+        gentle = outer
+        for name in waiting:
+            if outer is None:
+                raise Interrupted
+            outer(name)
+
+
 def exit_code():
     """130 or 143, by the signal; 130 for a KeyboardInterrupt that came without one."""
     return 128 + (received or signal.SIGINT)
