@@ -51,6 +51,8 @@ def main(cfg):
         retarget(cfg, keep=LOADING)
         TASKS[cfg.task](cfg)
     except Exception as error:
+        if cli.is_interruption(error):
+            raise KeyboardInterrupt from None
         code = cli.report(error)
         if not in_sweep() or code == cli.BUG:
             raise SystemExit(code) from error  # not the error itself: Hydra would print a line of its own above it

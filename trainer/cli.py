@@ -55,9 +55,10 @@ def run(main):
     except BrokenPipeError:
         sys.exit(nobody_reads())
     except KeyboardInterrupt:
-        print("\ninterrupted. The same command begins again, or goes on.", file=sys.stderr)
-        sys.exit(stopping.exit_code())
+        sys.exit(say_interrupted())
     except Exception as error:
+        if is_interruption(error):
+            sys.exit(say_interrupted())
         from hydra.core.hydra_config import HydraConfig
 
         ours = isinstance(error, UserError)
@@ -66,6 +67,17 @@ def run(main):
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             error = UserError(f"{' '.join(sys.argv[1:])}: this does not go together ({reason}).")
         sys.exit(report(error))
+
+
+def say_interrupted():
+    """Says what to do after a signal, and gives its exit code."""
+    print("\ninterrupted. The same command begins again, or goes on.", file=sys.stderr)
+    return stopping.exit_code()
+
+
+def is_interruption(error):
+    """Whether an error is what became of a signal's exception that came in the middle of a library's code."""
+    return stopping.received is not None and not isinstance(error, TrainingError)
 
 
 def open_closed():
