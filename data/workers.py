@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -245,6 +246,8 @@ def begin_worker(_):
         signal.signal(stop, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    # A thread of multiprocessing's shows a traceback by it when the parent ends in the middle of a hand-over.
+    sys.excepthook = lambda *_: None
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
