@@ -70,6 +70,7 @@ def train(cfg):
 
 
 def train_in(folder, cfg):
+    """`train` in a run directory that is this process's own."""
     start = time.perf_counter() if in_sweep() else START
     from data.datasets import fingerprint
     from trainer.loggers import ConfigFile
@@ -107,7 +108,7 @@ def finish(folder, trainer, saver, data, test_loader, start):
     from trainer import card, checkpoint
 
     result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver)}
-    if saver.best:
+    if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
         trainer.load_state_dict(checkpoint.best(saver.folder)[1])
     test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
     seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)

@@ -15,12 +15,12 @@ import torch
 
 from trainer.device import MIB
 from trainer.errors import TrainingError, UserError, cause, printable
+from trainer.stopping import SIGNALS
 
 # What it costs to take a batch from a worker: 1.4 ms of 64 or 256 x 3 x 32 x 32 bytes, and of this process's own time
 # 0.06 ms for each MiB (2.6 ms of 37 MiB). Two workers that only copy, 2 cores of an Intel Xeon at 2.6 GHz, median of 3.
 HANDOVER, HANDOVER_MIB = 1.4e-3, 0.06e-3
 POLL = 1.0  # seconds after which it is looked whether the workers still live
-STOPS = (signal.SIGINT, signal.SIGTERM)
 END = object()  # what comes after the last batch
 WORKERS = weakref.WeakSet()  # the processes of all loaders
 if hasattr(os, "register_at_fork"):
@@ -242,10 +242,10 @@ def begin_worker(_):
 
     It ends by itself within a second or two of its parent's death, whatever it is doing.
     """
-    for stop in STOPS:
+    for stop in SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # A thread of multiprocessing's shows a traceback by it when the parent ends in the middle of a hand-over.
     sys.excepthook = lambda *_: None
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -275,7 +275,7 @@ def stops_wait():
     """Processes that are started within get no SIGINT and SIGTERM before `begin_worker` has them ignored."""
     # A fork server would hand the mask on to other processes than ours.
     masks = hasattr(signal, "pthread_sigmask") and multiprocessing.get_start_method() != "forkserver"
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS) if masks else None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if masks else None
     try:
         yield
     finally:

@@ -113,7 +113,8 @@ def exit_code(error):
         return 75
     if isinstance(error, TrainingError) or (isinstance(error, OSError) and error.errno in FAILING):
         return 3
-    if isinstance(error, OSError) and (error.errno is None or error.filename is not None):  # files.py has no numbers
+    # Ours and Hydra's may have no number.
+    if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
         return 2
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException

@@ -25,20 +25,10 @@ from trainer.saved_config import load_config
 MOST_JSON = 2**24  # bytes of a result.json: ours have 2 KB, and a confusion matrix of 1,000 classes 8 MB
 # Settings that may differ when a run is continued.
 HARMLESS = (
-    "run_dir",
-    "resume",
-    "overwrite",
-    "device",
-    "strategy",
-    "log_every",
-    "eval_every",
-    "task",
-    "run",
-    "trusted",
-    "max_minutes",
-)
-HARMLESS += ("eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident", "dataset.root", "dataset.timeout")
-HARMLESS += ("dataset.cache", "dataset.download")
+    "run_dir", "resume", "overwrite", "device", "strategy", "log_every", "eval_every", "task", "run", "trusted",
+    "max_minutes", "eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident", "dataset.root",
+    "dataset.timeout", "dataset.cache", "dataset.download",
+)  # fmt: skip
 LENGTHS = ("epochs", "max_steps", "patience")  # these too where another run begins with a checkpoint of this one
 LOCK = ".lock"
 # The files that are made anew: what a killed run left half of, and what an older run left in the way of a new one.
