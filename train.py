@@ -16,7 +16,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from trainer import cli, rundir, saved_config, settings
+from trainer import cli, launch, rundir, saved_config, settings
 from trainer.build import (
     TRUSTED,
     build,
@@ -64,8 +64,8 @@ def main(cfg):
 def train(cfg):
     """Trains, tests the best weights, and leaves all of it in the run directory, which the README describes."""
     with open_dict(cfg):
-        cfg.run_dir = run_directory(cfg)
-    with rundir.held(Path(cfg.run_dir)):
+        cfg.run_dir = launch.agreed("run_dir", lambda: run_directory(cfg))
+    with rundir.held(Path(cfg.run_dir)) if launch.is_first() else contextlib.nullcontext():
         train_in(Path(cfg.run_dir), cfg)
 
 
@@ -73,16 +73,18 @@ def train_in(folder, cfg):
     """`train` in a run directory that is this process's own."""
     start = time.perf_counter() if in_sweep() else START
     from data.datasets import fingerprint
+    from trainer import checkpoint, parallel
     from trainer.loggers import ConfigFile
 
     typed = cli.typed()
-    state, origin = rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg)
+    found = checkpoint.together("resume", lambda: rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg))
+    _, state, origin = found or (None, None, None)
     own = {"_target_": "trainer.callbacks.Checkpoint", "folder": str(folder / "checkpoints")}
     own |= {"monitor": cfg.monitor, "mode": cfg.monitor_mode, "overwrite": cfg.overwrite}
     saver = build("checkpoint", {**own, **cfg.checkpoint})
     # Interpolations stay as they are: nothing from the environment gets into a file.
     config = {key: value for key, value in OmegaConf.to_container(cfg, resolve=False).items() if key != "run_dir"}
-    about = {"config": config, "versions": rundir.versions(), "world_size": 1, "origin": origin}
+    about = {"config": config, "versions": rundir.versions(), "world_size": launch.world_size(), "origin": origin}
     config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg), rundir.WRITTEN)
     with building(cfg, [saver, config_file]) as (trainer, data, loaders):
         saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
@@ -95,12 +97,16 @@ def train_in(folder, cfg):
                 raise stopping.Interrupted
             result = finish(folder, trainer, saver, data, loaders[2], start)
         except KeyboardInterrupt:
+            if not launch.is_first():
+                raise SystemExit(stopping.exit_code()) from None
             again = rundir.command(typed, f"run_dir={folder}")
             if in_sweep():
                 again = f"the same command with hydra.sweep.dir={folder.parent}"
             print(f"\ninterrupted at step {saver.saved}. To go on from there:\n{again}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
-    print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
+    if launch.is_first():
+        print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
+    parallel.leave()
 
 
 def finish(folder, trainer, saver, data, test_loader, start):
@@ -109,11 +115,14 @@ def finish(folder, trainer, saver, data, test_loader, start):
 
     result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver)}
     if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
-        trainer.load_state_dict(checkpoint.best(saver.folder)[1])
+        trainer.load_state_dict(checkpoint.together("best", lambda: checkpoint.best(saver.folder))[1])
     test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
+    weights = card.weights(trainer)
+    if not launch.is_first():
+        return None
     seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
     result |= {**rundir.last_rows(folder), **test, "seconds": seconds}
-    card.write(folder, trainer, data, result)
+    card.write(folder, weights, trainer.module, data, result)
     rundir.write_json(folder / "result.json", result)
     return result
 
@@ -221,11 +230,12 @@ def building(cfg, more_callbacks=(), state=None):
     classes and another model are a UserError before they take time and memory.
     """
     from data.loader import make_loaders
-    from trainer import Trainer, summary
+    from trainer import Trainer, parallel, summary
     from trainer import device as devices
     from trainer.metrics import default_metrics
 
     device = devices.choose(cfg.device)
+    parallel.start(cfg.strategy, device)
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
     loading = {key: dataset.pop(key, default) for key, default in LOADING.items()}
     # A function of the user's own among the augmentations comes as a _target_ with _partial_.

@@ -6,7 +6,7 @@ import torch
 
 from data.augment import Augment
 from data.workers import Reader, Workers, children_do_not_interrupt, choose_workers, decode_seconds
-from trainer import settings
+from trainer import launch, parallel, settings
 from trainer.device import MIB, free_memory, mix_seed, move, to_device
 from trainer.errors import TrainingError, UserError, cause, check_number
 
@@ -163,8 +163,11 @@ class Loader(Seekable):
 
     A batch is (inputs, targets) on the device: uint8 images become float32 and normalised, floats keep their type. It
     is a function of (seed, epoch, number of the batch) alone and leaves every global random generator as it was.
-    Without `shuffle` the order is the split's.
+    Without `shuffle` the order is the split's. Where several processes train together, each gets its part of every
+    batch: samples rank, rank + ranks, ... of the `global_size` that the whole one had.
     """
+
+    global_size = None  # samples of the batch given last, over all processes
 
     def __init__(self, data, split, batch_size, *, device="cpu", seed=0, shuffle=False, augment=(), drop_last=False):
         self.split = getattr(data, split)
@@ -183,12 +186,27 @@ class Loader(Seekable):
         self.augment = Augment(augment, data.num_classes, normalizer(data.mean, data.std, self.device))
         self.augment.check(data.in_shape)
         self.in_shape = data.in_shape
+        # What mixes samples of a batch has to have all of them: they are dealt out after it.
+        self.mine, self.dealt_late = slice(launch.rank(), None, launch.world_size()), bool(self.augment.rest)
+        self.share = batch_size if self.dealt_late else len(range(batch_size)[self.mine])
+        if shuffle:
+            self.check_share(launch.world_size())
         self.generator = torch.Generator()
         # Which epochs an alternating flip flips a sample in: the even ones or the odd ones.
         self.flip_parity = torch.rand(self.samples, generator=self.seeded("flip")) < 0.5
 
     def __len__(self):
         return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
+
+    def check_share(self, ranks):
+        """UserError where a training batch has fewer samples than there are processes."""
+        last = 0 if self.drop_last else self.samples % self.batch_size
+        if self.batch_size < ranks:
+            what = f"{ranks} processes cannot share such a batch. Type batch_size={ranks} or more, or start fewer."
+            raise UserError(f"batch_size={self.batch_size}: {what}")
+        if 0 < last < ranks:
+            what = f"the last batch of an epoch has {last}, fewer samples than the {ranks} processes"
+            raise UserError(f"batch_size={self.batch_size}: {what}.\nType drop_last=true, or another batch_size.")
 
     def seeded(self, *parts):
         """The loader's generator, at the beginning of the stream that the parts name."""
@@ -203,28 +221,42 @@ class Loader(Seekable):
 
     def batches(self, epoch, position):
         order = self.order(epoch)[position * self.batch_size : len(self) * self.batch_size]
-        for inputs, targets in self.read(order) if len(order) else ():
-            samples, order = order[: len(inputs)], order[len(inputs) :]
-            inputs = self.augment.images(inputs, self.draws(epoch, position, samples, inputs.shape[1:]))
-            for batch in zip(inputs.split(self.batch_size), targets.split(self.batch_size), strict=True):
+        whole, done = order.split(self.batch_size) if len(order) else (), 0
+        for inputs, targets in self.read(self.dealt(whole)):
+            now = whole[done : done - (-len(inputs) // self.share)]
+            inputs = self.augment.images(inputs, self.draws(epoch, position + done, now, inputs.shape[1:]))
+            for batch in zip(inputs.split(self.share), targets.split(self.share), strict=True):
                 if self.augment.rest:
-                    batch = self.augment.mix(*batch, self.seeded("mix", epoch, position))
+                    batch = self.augment.mix(*batch, self.seeded("mix", epoch, position + done))
+                if self.dealt_late:
+                    batch = tuple(tensor[self.mine] for tensor in batch)
+                self.global_size = len(whole[done])
+                done += 1
                 yield batch
-                position += 1
+        for samples in whole[done:]:  # of which this process has none: the others may wait for it all the same
+            inputs, targets = next(iter(self.read([samples[:1]])))
+            self.global_size = len(samples)
+            yield self.augment.images(inputs, {})[:0], targets[:0]
 
-    def draws(self, epoch, position, samples, shape):
-        """What the augmentation needs for these samples, those of the batches from number `position` on."""
+    def dealt(self, whole):
+        """This process's part of each of the whole batches, where there is any of it."""
+        if self.dealt_late or launch.world_size() == 1:
+            return list(whole)
+        return [batch[self.mine] for batch in whole if len(batch) > launch.rank()]
+
+    def draws(self, epoch, position, whole, shape):
+        """What the augmentation needs for this process's part of the whole batches from number `position` on."""
         if not self.augment.geometric:
             return {}
-        draws = []
-        for number, batch in enumerate(samples.split(self.batch_size), position):
+        mine, draws = slice(None) if self.dealt_late else self.mine, []
+        for number, batch in enumerate(whole, position):
             flips = self.flip_parity[batch] ^ bool(epoch % 2)
             generator = self.seeded("augment", epoch, number)
             draws.append(self.augment.draw((len(batch), *shape), generator, flips))
-        return {name: torch.cat([draw[name] for draw in draws]) for name in draws[0]}
+        return {name: torch.cat([draw[name][mine] for draw in draws]) for name in draws[0]}
 
-    def read(self, order):
-        """Yields (inputs, targets) on the device of the samples in `order`, one or more whole batches at a time."""
+    def read(self, batches):
+        """Yields (inputs, targets) on the device of these lists of samples, of one or more of them at a time."""
         raise NotImplementedError
 
     def close(self):
@@ -248,13 +280,15 @@ class DeviceLoader(Loader):
                 raise TrainingError(f"{there}.\nType dataset.resident=false.") from error
             raise TrainingError(f"{what} cannot be read: {cause(error)}.") from error
         self.split = None  # what is on the device is read from there alone
-        numbers = self.batch_size * self.inputs[0].numel()
+        numbers = max(1, self.share) * self.inputs[0].numel()
         most = AT_ONCE_CPU if self.device.type == "cpu" else AT_ONCE
         self.batches_at_once = max(1, min(16, most // numbers))
 
-    def read(self, order):
-        order = to_device(order, self.device)
-        for indices in order.split(self.batches_at_once * self.batch_size):
+    def read(self, batches):
+        if not batches:
+            return
+        order = to_device(torch.cat(batches), self.device)
+        for indices in order.split(self.batches_at_once * len(batches[0])):
             # index_select: 0.04 ms for 256x3x32x32 bytes, where inputs[indices] takes 0.46.
             yield self.inputs.index_select(0, indices), self.targets.index_select(0, indices)
 
@@ -279,9 +313,9 @@ class HostLoader(Loader):
             pin_memory=self.device.type not in ("cpu", "mps"),  # on mps the memory is one and the same
         )
 
-    def read(self, order):
+    def read(self, batches):
         # Lists, since the indices travel to the workers, where a tensor would need shared memory.
-        for batch in self.workers.read([batch.tolist() for batch in order.split(self.batch_size)]):
+        for batch in self.workers.read([batch.tolist() for batch in batches]):
             yield move(batch, self.device)
 
     def close(self):
@@ -297,6 +331,10 @@ class StreamedOnce(Seekable):
         self.make_resident = functools.partial(DeviceLoader, data, split, batch_size, **options)
         self.samples, self.nbytes, self.batch_size = self.loader.samples, self.loader.nbytes, self.loader.batch_size
         self.in_shape = data.in_shape
+
+    @property
+    def global_size(self):
+        return self.loader.global_size
 
     def __len__(self):
         return len(self.loader)
@@ -318,7 +356,10 @@ class IterableLoader(Seekable):
     its own, (seed, epoch), whenever it is asked for a batch: so a DataLoader's shuffling and torch's random numbers in
     its data set repeat themselves, and neither disturbs the training nor is disturbed. Python's and numpy's global
     generators are left alone, and workers that outlive an epoch (persistent_workers) go on with their own streams.
+    Where several processes train together, each reads all of it, and has its part of every batch.
     """
+
+    global_size = None
 
     def __init__(self, loader, seed=0):
         if not hasattr(loader, "__iter__"):
@@ -329,6 +370,7 @@ class IterableLoader(Seekable):
             raise UserError(
                 f"{type(loader).__name__} has no len(), the number of batches in an epoch. Give it a __len__ method."
             ) from None
+        parallel.check_sampler(loader)
         self.loader, self.seed, self.nbytes = loader, seed, 0
         self.batch_size = getattr(loader, "batch_size", None)
         dataset = getattr(loader, "dataset", None)
@@ -363,5 +405,6 @@ class IterableLoader(Seekable):
             if batch is end:
                 return
             if number >= position:
+                self.global_size, batch = parallel.deal(batch)
                 yield batch
             number += 1

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from models.checks import check_image, check_sizes
+from trainer import launch, parallel
 from trainer.callbacks import Callback
 from trainer.errors import UserError, check_choice, check_number
 
@@ -68,9 +69,11 @@ class WhitenedCNN(nn.Module):
             patches = nn.functional.unfold(images, 2).transpose(0, 1).flatten(1)  # (4 C, number of patches)
             moments = moments + patches @ patches.T
             patches_seen += patches.shape[1]
+        moments, patches_seen = parallel.add_up(moments), parallel.add_up(patches_seen)
         values, vectors = torch.linalg.eigh((moments / patches_seen).double().cpu())
         filters = (vectors / (values.clamp_min(0) + eps).sqrt()).T.view(-1, *self.first.weight.shape[1:])
-        self.first.weight.copy_(torch.cat((filters, -filters)))
+        filters = torch.cat((filters, -filters)).to(self.first.weight.dtype)
+        self.first.weight.copy_(parallel.like(filters, self.first.weight))
 
 
 def convolution(inputs, outputs):
@@ -126,7 +129,7 @@ def first_images(loader, count):
     """Yields the images of the first batches, `count` in all or as many as an epoch has."""
     loader.seek(0)  # fit itself seeks where it begins, so this changes no order
     for images, *_ in loader:
-        yield images[:count]
-        count -= len(images)
+        yield images[: len(range(launch.rank(), count, launch.world_size()))]
+        count -= loader.global_size
         if count <= 0:
             return

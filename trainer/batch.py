@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import torch
 
+from trainer.errors import UserError
+
 PLAIN = (str, bytes, int, float, complex, type(None))
 
 
@@ -75,3 +77,21 @@ def split(batch, parts):
         return walk(tensor, batch, plain_list=lambda values: values[start:stop] if len(values) == samples else values)
 
     return [(cut(start, stop), (stop - start) / samples) for start, stop in pairwise(bounds) if stop > start]
+
+
+def deal(batch, rank, ranks):
+    """The part of a batch that is dealt to this rank: samples rank, rank + ranks, ... of what `split` would cut."""
+    samples, dealt = size(batch), []
+
+    def tensor(_, leaf):
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim or len(leaf) != samples:
+            return leaf
+        dealt.append(leaf)
+        return leaf[rank::ranks]
+
+    part = walk(tensor, batch, plain_list=lambda values: values[rank::ranks] if len(values) == samples else values)
+    if not dealt:
+        raise UserError(
+            f"A batch of type {type(batch).__name__} cannot be dealt out to {ranks} processes: no tensor in it."
+        )
+    return part

@@ -30,7 +30,7 @@ KINDS = {
     "trainer.trainer": ["trainer.Trainer"],
     "trainer.callbacks": ["trainer.callbacks.Callback"],
     "trainer.loggers": ["trainer.callbacks.Callback"],
-    "trainer.metrics": ["trainer.metrics._Sums"],
+    "trainer.metrics": ["trainer.metrics.Sums"],
     "trainer.schedules": ["constant", "linear", "cosine", "step", "onecycle"],
     "trainer.optimizers": ["decoupled_sgd"],
     "models": ["torch.nn.Module", "trainer.callbacks.Callback"],
@@ -49,7 +49,7 @@ GIVES = {
     "loss": ["torch.nn.Module"],
     "optimizer": ["torch.optim.Optimizer"],
     "scheduler": ["torch.optim.lr_scheduler.LRScheduler"],
-    "metrics": ["torchmetrics.Metric", "trainer.metrics._Sums"],
+    "metrics": ["torchmetrics.Metric", "trainer.metrics.Sums"],
     "callbacks": ["trainer.callbacks.Callback"],
     "trainer": ["trainer.Trainer"],
 }

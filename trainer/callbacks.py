@@ -2,13 +2,12 @@
 
 import math
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from trainer import checkpoint, settings, summary
+from trainer import checkpoint, launch, parallel, settings, summary
 from trainer.errors import TrainingError, UserError, as_typed, check_number, did_you_mean
 from trainer.state import ANYTHING, check_like, refuse
 
@@ -18,7 +17,12 @@ class Callback:
 
     A callback with a state that has to survive a restart gives it in `state_dict` (tensors and plain values) and takes
     it in `load_state_dict`.
+
+    Where several processes train together, each has its callbacks, and calls them at the same steps: one that stops the
+    training has to do so on all of them. With `first_rank_only` it is there once, to print or to write.
     """
+
+    first_rank_only = False
 
     def on_fit_start(self, trainer):
         """Everything is built and nothing is trained; `trainer.step` is above 0 where a run is continued."""
@@ -133,18 +137,23 @@ class Checkpoint(Monitor):
     def on_fit_start(self, trainer):
         """UserError where the folder holds another run's checkpoints."""
         super().on_fit_start(trainer)
+        if launch.is_first():
+            self.check_folder(trainer)
+            checkpoint.go_back(self.folder, trainer.step)
+        gone = self.best and launch.is_first() and not checkpoint.path_of(self.folder, self.best["step"]).exists()
+        if parallel.add_up(int(bool(gone))):
+            self.best = None  # it was reached in another folder
+        self.writer, self.saved = ThreadPoolExecutor(1, "checkpoint"), trainer.step
+        self.due, self.last_time = False, trainer.agreement.now()
+        self.metrics = self.metrics if trainer.step else {}
+
+    def check_folder(self, trainer):
         if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
             raise UserError(
                 f"{self.folder} has checkpoints: give another folder, or continue them by fit(resume=FILE)."
             )
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):  # a link may lead anywhere
             raise UserError(f"{self.folder} is no folder, and checkpoints go into one. Remove it, or move it away.")
-        checkpoint.go_back(self.folder, trainer.step)
-        if self.best and not checkpoint.path_of(self.folder, self.best["step"]).exists():
-            self.best = None  # it was reached in another folder
-        self.writer, self.saved = ThreadPoolExecutor(1, "checkpoint"), trainer.step
-        self.due, self.last_time = False, time.monotonic()
-        self.metrics = self.metrics if trainer.step else {}
 
     def on_log(self, trainer, row):
         self.due |= bool(self.improved(trainer, row))
@@ -159,7 +168,7 @@ class Checkpoint(Monitor):
             self.wait()  # for nothing but its error
         due = self.due or trainer.should_stop or trainer.step == trainer.total_steps
         due = due or (self.every and trainer.step % self.every == 0)
-        if due or (self.minutes and time.monotonic() >= self.last_time + 60 * self.minutes):
+        if due or (self.minutes and trainer.agreement.now() >= self.last_time + 60 * self.minutes):
             self.save(trainer)
 
     def on_fit_end(self, trainer):
@@ -172,16 +181,21 @@ class Checkpoint(Monitor):
             self.wait()
 
     def save(self, trainer):
-        """Copies the state, and has it written; one at a time, so that there is one copy at most."""
+        """Copies the state, and has it written; one at a time, so that there is one copy at most.
+
+        All processes have to come here, as each may have a part of the state; the first one writes it.
+        """
         self.wait()
-        self.due, self.saved, self.last_time = False, trainer.step, time.monotonic()
+        self.due, self.saved, self.last_time = False, trainer.step, trainer.agreement.now()
         if name := checkpoint.first_nonfinite(trainer.module):
             raise TrainingError(
                 f"The weights of {name} are not finite at step {trainer.step}: no checkpoint is written of them.\n"
                 "Type a lower optimizer.lr, or max_grad_norm=1."
             )
         state = checkpoint.copy({**trainer.state_dict(), "about": self.about})
-        self.writing = self.writer.submit(self.write, checkpoint.path_of(self.folder, trainer.step), state, self.best)
+        if launch.is_first():
+            path = checkpoint.path_of(self.folder, trainer.step)
+            self.writing = self.writer.submit(self.write, path, state, self.best)
 
     def state_dict(self):
         return super().state_dict() | {"metrics": dict(sorted(self.metrics.items()))}
@@ -285,6 +299,7 @@ class Lookahead(Callback):
         self.step, current = trainer.step, floating_state(trainer)
         slow, trained = [self.slow[name] for name in current], list(current.values())
         decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
+        slow, trained = parallel.local(slow), parallel.local(trained)
         torch._foreach_lerp_(slow, trained, 1 - decay)
         torch._foreach_copy_(trained, slow)  # in place: a swap of `.data` is ignored by sharded modules
 
@@ -326,7 +341,8 @@ class EMA(Callback):
         self.step = trainer.step
         decay = min(self.decay, (1 + self.step) / (10 + self.step))
         current = floating_state(trainer)
-        torch._foreach_lerp_([self.average[name] for name in current], list(current.values()), 1 - decay)
+        average = parallel.local([self.average[name] for name in current])
+        torch._foreach_lerp_(average, parallel.local(current.values()), 1 - decay)
 
     @torch.no_grad()
     def on_eval_start(self, trainer):
@@ -370,7 +386,7 @@ def check_copies(trainer, state, key, name):
 
 def copied(tensors, like):
     """Copies with the devices and layouts of the tensors in `like`: those of a checkpoint come on the CPU."""
-    return {name: torch.empty_like(tensor).copy_(tensors[name]) for name, tensor in like.items()}
+    return {name: torch.empty_like(tensor).copy_(parallel.like(tensors[name], tensor)) for name, tensor in like.items()}
 
 
 class TimeLimit(Callback):
@@ -383,10 +399,10 @@ class TimeLimit(Callback):
         self.minutes = settings.check("max_minutes", minutes)
 
     def on_fit_start(self, trainer):
-        self.end = time.monotonic() + 60 * self.minutes
+        self.end = trainer.agreement.now() + 60 * self.minutes
 
     def on_step_end(self, trainer):
-        if time.monotonic() >= self.end:
+        if trainer.agreement.now() >= self.end:
             trainer.stop(f"max_minutes={self.minutes:g} are over")
 
 
@@ -415,6 +431,7 @@ class NaNGuard(Callback):
 class Progress(Callback):
     """One line an epoch with loss, validation metrics and speed; on a terminal a bar as well."""
 
+    first_rank_only = True
     bar = None
 
     def on_fit_start(self, trainer):

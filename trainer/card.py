@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer import checkpoint
+from trainer import checkpoint, parallel
 from trainer.files import replacing
 from trainer.rundir import command
 from trainer.summary import numbers
@@ -29,12 +29,16 @@ model.eval()
 """
 
 
-def write(folder, trainer, data, result):
-    """model.safetensors, the weights that were tested, alone; and model.md, the card that says what they are."""
+def weights(trainer):
+    """A copy of the weights that are evaluated, by name; all processes have to ask."""
     with trainer.evaluating():  # an average of the weights, where that is what is evaluated
-        weights = checkpoint.copy(dict(trainer.module.state_dict()))
+        return checkpoint.copy(dict(trainer.module.state_dict()))
+
+
+def write(folder, weights, module, data, result):
+    """model.safetensors, the weights that were tested, alone; and model.md, the card that says what they are."""
     checkpoint.write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
-    name = type(trainer.module).__name__
+    text = parallel.plain_text(module)
     kinds = {"classification": "class scores", "regression": "numbers"}
     inputs = f"float32 of shape (N, {', '.join(map(str, data.in_shape))})"
     if data.mean is not None:
@@ -46,7 +50,7 @@ def write(folder, trainer, data, result):
     results = "; ".join(f"{split[:-1]} {text}" for split, text in shown.items() if text)
     best = result["best"]["step"] if result["best"] else result["steps"]
     card = CARD.format(
-        name=name,
+        name=text.partition("(")[0],
         parameters=f"{result['parameters']:,}",
         inputs=inputs,
         outputs=outputs,
@@ -55,7 +59,7 @@ def write(folder, trainer, data, result):
         step=f"{best:,}",
         versions=", ".join(f"{key} {value}" for key, value in result["versions"].items() if key != "platform"),
         command=command(result["overrides"]),
-        module=trainer.module,
+        module=text,
     )
     with replacing(folder / "model.md") as partial:
         Path(partial).write_text(card, encoding="utf-8")

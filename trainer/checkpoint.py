@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from trainer import stopping
+from trainer import launch, parallel, stopping
 from trainer.errors import TrainingError, UserError, log
 from trainer.files import open_plain, remove_partial, replacing
 from trainer.state import WAYS, has_usual_state
@@ -100,8 +100,15 @@ def values_in(header):
 
 
 def copy(state):
-    """The same state with its tensors copied, on the CPU and contiguous: the training may go on under it."""
+    """The same state with its tensors copied, on the CPU and contiguous: the training may go on under it.
+
+    Tensors that are cut up over the processes are put together, for which all of them have to call this; the copy is
+    the first one's.
+    """
     if isinstance(state, torch.Tensor):
+        state = parallel.whole(state)
+        if not launch.is_first():
+            return None
         return state.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if isinstance(state, dict):
         return {key: copy(value) for key, value in state.items()}
@@ -117,11 +124,14 @@ def first_nonfinite(module):
     if not named:
         return None
     with torch.no_grad():
-        norms = [norm.float() for norm in torch._foreach_norm([weight for _, weight in named])]
-        if torch.stack(norms).sum().isfinite():  # it is not for weights that are not, nor for huge ones
+        weights = parallel.local([weight for _, weight in named])
+        norms = [norm.float() for norm in torch._foreach_norm(weights)]
+        if parallel.add_up(
+            torch.stack(norms).sum()
+        ).isfinite():  # it is not for weights that are not, nor for huge ones
             return None
-        finite = [weight.isfinite().all() for _, weight in named]
-    return next((name for (name, _), fine in zip(named, finite, strict=True) if not fine), None)
+        finite = parallel.add_up(torch.stack([(~weight.isfinite()).sum() for weight in weights])).tolist()
+    return next((name for (name, _), others in zip(named, finite, strict=True) if others), None)
 
 
 def pack(value, tensors, name):
@@ -171,6 +181,9 @@ def restore(part, state):
     A file holds all tensors contiguous, and a fused optimizer walks through the memory of a channels_last weight and of
     its means as they lie: means of another layout would be those of other weights.
     """
+    if isinstance(part, torch.nn.Module):
+        own = part.state_dict()
+        state = {name: parallel.like(value, own.get(name)) for name, value in state.items()}
     if isinstance(part, torch.optim.Optimizer) and has_usual_state(part):
         pairs = zip(part.param_groups, state["param_groups"], strict=True)
         groups = [{**group, **{way: own[way] for way in WAYS if way in own}} for own, group in pairs]
@@ -180,7 +193,8 @@ def restore(part, state):
         for parameter, moments in part.state.items():
             for name, tensor in moments.items():
                 if isinstance(tensor, torch.Tensor) and tensor.shape == parameter.shape and tensor.ndim:
-                    moments[name] = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+                    own = torch.empty_like(parameter, dtype=tensor.dtype)
+                    moments[name] = own.copy_(parallel.like(tensor, own))
 
 
 def own_storage(tensors):
@@ -253,6 +267,15 @@ def newest(folder):
             "Start anew in another folder: type run_dir=DIR."
         )
     return None
+
+
+def together(name, find):
+    """What `find` finds on the first process, (path, state, ...) or None, on all: each of them reads the file."""
+    found = find() if launch.is_first() else None
+    path, *more = launch.agreed(name, lambda: found and [str(found[0]), *found[2:]]) or [None]
+    if found is None and path is not None:
+        found = (path, load_whole(path), *more)
+    return found
 
 
 def sha256_of(path):

@@ -13,7 +13,7 @@ import warnings
 import torch
 
 from trainer import batch as batches
-from trainer import cpu, settings
+from trainer import cpu, launch, settings
 from trainer.errors import TrainingError, UserError, log
 
 MIB = 2**20
@@ -46,12 +46,17 @@ def choose(name="auto"):
     if name == "auto":
         name = there[1] if len(there) > 1 else "cpu"
     kind, _, number = name.partition(":")
+    if number and launch.local_world_size() > 1:
+        raise UserError(f"device={name}: {launch.local_world_size()} processes have a GPU each. Type device={kind}.")
     if name not in there and not (kind in there and number == "0"):  # "cuda:0" is there where "cuda" is
         what = f"this machine has {' and '.join(there)}. Type device=auto or device={there[-1]}."
         raise UserError(f"device={name}: {what}")
     if kind in ("cpu", "mps"):
         return torch.device(kind)
-    index = int(number or 0)
+    index = int(number or launch.local_rank())
+    if index >= torch.accelerator.device_count():
+        count, wanted = torch.accelerator.device_count(), launch.local_world_size()
+        raise UserError(f"device={name}: {wanted} processes on a machine with {count} GPUs. Start {count} at most.")
     # Before anything else touches a GPU, or device 0 would get a context of its own.
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)

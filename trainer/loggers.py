@@ -19,6 +19,8 @@ class JSONL(Callback):
     Before the first row of a fit, those go that the state at its beginning did not know of: none is there twice.
     """
 
+    first_rank_only = True
+
     def __init__(self, path):
         self.path, self.rows = Path(path), None
         self.begun_at = None  # the step, until the first row
@@ -80,6 +82,8 @@ def read_rows(path):
 class TensorBoard(Callback):
     """Writes the floats of each row to event files in `folder`; needs the extra `tensorboard`."""
 
+    first_rank_only = True
+
     def __init__(self, folder):
         self.folder = os.fspath(folder)
         self.writer = None
@@ -108,6 +112,8 @@ class ConfigFile(Callback):
 
     One that begins at step 0 removes the files `stale` beside it, which an older run has left.
     """
+
+    first_rank_only = True
 
     def __init__(self, path, config, stale=()):
         self.path, self.config, self.stale = Path(path), config, stale

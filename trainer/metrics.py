@@ -2,6 +2,7 @@
 
 import torch
 
+from trainer import launch, parallel
 from trainer.errors import UserError, check_number
 
 
@@ -27,14 +28,25 @@ class Mean:
     def reset(self):
         self.total, self.samples = 0.0, 0
 
+    def over_ranks(self):
+        """The Mean of what all processes have seen; all have to ask."""
+        if parallel.ranks() == 1:
+            return self
+        whole = Mean()
+        whole.total, whole.samples = parallel.add_up(float(self.total)), parallel.add_up(self.samples)
+        return whole
+
     def state_dict(self):
-        return {"total": self.total, "samples": self.samples}
+        whole = self.over_ranks()
+        return {"total": whole.total, "samples": whole.samples}
 
     def load_state_dict(self, state):
-        self.total, self.samples = float(state["total"]), state["samples"]
+        self.reset()
+        if launch.is_first():  # it was of all processes, and is added up again
+            self.total, self.samples = float(state["total"]), state["samples"]
 
 
-class _Sums:
+class Sums:
     """Sums over all samples, so batches of 7 give what one full batch gives; the children say what is summed.
 
     One tensor on the device of the outputs: float64 (float32 on mps), or int64 for what is counted. `higher_is_better`
@@ -53,8 +65,9 @@ class _Sums:
         self.sums = sums if self.sums is None else self.sums + sums
 
     def compute(self):
-        """nan before the first update."""
-        return torch.tensor(torch.nan) if self.sums is None else self.value(self.sums)
+        """Over what all processes have seen, and all have to ask; nan before the first update."""
+        sums = parallel.add_up(self.sums)
+        return torch.tensor(torch.nan) if sums is None else self.value(sums)
 
 
 def class_of(targets):
@@ -72,7 +85,7 @@ def wide(tensor):
     return tensor.to(wide_type(tensor))
 
 
-class Accuracy(_Sums):
+class Accuracy(Sums):
     """The share of samples whose largest output is their class; outputs (N, C), targets (N,)."""
 
     def reset(self):
@@ -87,7 +100,7 @@ class Accuracy(_Sums):
         self.count += hits.numel()
 
     def value(self, sums):
-        return wide(sums) / self.count
+        return wide(sums) / parallel.add_up(self.count)
 
 
 class TopK(Accuracy):
@@ -102,7 +115,7 @@ class TopK(Accuracy):
         self.add_hits((best == class_of(targets).unsqueeze(-1)).any(-1))
 
 
-class Confusion(_Sums):
+class Confusion(Sums):
     """The (C, C) matrix of counts, a row a true class, a column a predicted one."""
 
     higher_is_better = None
@@ -122,7 +135,7 @@ class Confusion(_Sums):
         return sums.reshape(self.num_classes, self.num_classes)
 
 
-class MSE(_Sums):
+class MSE(Sums):
     """The mean squared error over all targets, times `scale` squared.
 
     `scale` is the standard deviation by which a data set divided its targets.
@@ -150,7 +163,7 @@ class MAE(MSE):
     power = 1
 
 
-class R2(_Sums):
+class R2(Sums):
     """The share of the targets' variance that is explained, the mean over targets; outputs and targets (N, T).
 
     1 is perfect, 0 is as good as the mean.
@@ -164,6 +177,24 @@ class R2(_Sums):
         offsets, errors = wide(targets) - self.origin, wide(outputs) - wide(targets)
         samples = torch.full_like(self.origin, len(targets))
         self.add(torch.stack([offsets.sum(0), (offsets**2).sum(0), (errors**2).sum(0), samples]))
+
+    def compute(self):
+        if parallel.ranks() > 1:
+            self.sums = self.about_common_origin()
+        return super().compute()
+
+    def about_common_origin(self):
+        """The sums, about the mean of the origins of all processes."""
+        nothing = self.sums is None
+        origins = parallel.add_up(None if nothing else torch.stack([self.origin, torch.ones_like(self.origin)]))
+        if nothing:
+            return None
+        origin = origins[0] / origins[1]
+        (total, squares, residual, samples), shift = self.sums, self.origin - origin
+        self.origin = origin
+        return torch.stack(
+            [total + samples * shift, squares + 2 * shift * total + samples * shift**2, residual, samples]
+        )
 
     def value(self, sums):
         total, squares, residual, samples = sums

@@ -22,13 +22,15 @@ class MicroBatch:
         self.size = None if self.adapts else size
         self.device, self.parts, self.what, self.key = device, parts, what, key
 
-    def work(self, function, batch, module=None, undo=None):
+    def work(self, function, batch, module=None, undo=None, shares=None):
         """`function` of the list of (micro_batch, share).
 
+        As many as other processes make of theirs: `shares` are the most and the fewest samples that one has.
         When that is out of memory under "auto", the size is halved, the buffers of the `module` become what they were,
         `undo()` is called, and all of the batch is worked through again.
         """
-        parts = self.parts if self.size is None else math.ceil(batches.size(batch) / self.size)
+        most, fewest = shares or [batches.size(batch)] * 2
+        parts = min(self.parts if self.size is None else math.ceil(most / self.size), max(1, fewest))
         if not self.adapts:
             return function(batches.split(batch, parts) if parts > 1 else [(batch, 1.0)])
         buffers = [] if module is None else list(module.buffers())

@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trainer import device as devices
+from trainer import parallel
 from trainer.errors import UserError, check_number
 
 
@@ -22,7 +23,9 @@ def build(factory, groups, device, module=None, compiled=False):
     open_choice = all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
     dense = not any(getattr(child, "sparse", False) for child in (module.modules() if module else ()))
     floating = all(p.is_floating_point() for group in groups for p in group["params"])
-    fused = {"fused": True} if open_choice and dense and floating and device.type in devices.FUSED else {}
+    # For sharded ones torch has no fused SGD.
+    plain = dense and floating and not any(parallel.is_shard(p) for group in groups for p in group["params"])
+    fused = {"fused": True} if open_choice and plain and device.type in devices.FUSED else {}
     try:
         optimizer = factory(groups, **fused)
     except UserError:

@@ -1,24 +1,104 @@
-"""The only file that knows strategies: single and dp (torch.nn.DataParallel); ddp and fsdp come here."""
+"""The only file that knows strategies: single, dp (torch.nn.DataParallel), ddp and fsdp (one process a device)."""
 
 import contextlib
+import datetime
+import math
+import re
+import time
 
 import torch
+import torch.distributed as dist
 
+from trainer import batch as batches
+from trainer import launch
 from trainer.errors import UserError, log
 from trainer.settings import check_strategy
 
 NOTHING = contextlib.nullcontext()
+NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+# Parameters of a block that fsdp gathers by itself, at least: smaller ones are gathered with what is around them.
+BLOCK = 2**20
+EXCHANGE = 0.25  # seconds between two exchanges of what the ranks were asked
+
+
+def start(strategy, device, timeout=300):
+    """Joins the other processes, where torchrun has started several; gives the strategy, with what `auto` means.
+
+    A process waits at most `timeout` seconds for the others. UserError for a strategy of one process among several.
+    """
+    name, listed = check_strategy(strategy)
+    if launch.world_size() == 1:
+        if name in ("ddp", "fsdp"):
+            log.warning("strategy=%s: one process, so it changes nothing.", name)
+        return "single" if name in ("auto", "ddp", "fsdp") else strategy
+    if name in ("single", "dp") or listed:
+        raise UserError(
+            f"strategy={strategy}: {launch.world_size()} processes were started, and each would train by itself.\n"
+            "Type strategy=auto, or python train.py without torchrun."
+        )
+    if not dist.is_initialized():
+        backend = (
+            "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+        )
+        dist.init_process_group(
+            backend,
+            store=launch.store(timeout),
+            rank=launch.rank(),
+            world_size=launch.world_size(),
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+    return "ddp" if name == "auto" else name
+
+
+def leave():
+    """Takes leave of the other processes, at the end of a run that went well."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def ranks():
+    """How many processes train together here."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def wrap(module, strategy, device):
-    """The module as it is called in training: itself for `single`, its replicas for `dp`.
+    """The module as it is called in training: itself for `single`, what spreads its work out for the others.
 
-    `dp` takes all visible GPUs, `dp:0+2` those listed; with fewer than two it is the module itself. The wrapper shares
-    the module's parameters, so state dicts are taken from the module and never carry a `module.` prefix.
+    `dp` takes all visible GPUs, `dp:0+2` those listed; with fewer than two it is the module itself. `ddp` has the whole
+    module in each process, `fsdp` a part of each parameter, in place. State dicts are taken from the module itself and
+    never carry a `module.` prefix. The statistics of BatchNorm are those of the batch over all processes.
     """
     name, listed = check_strategy(strategy)
     if name == "single":
         return module
+    if name == "dp":
+        return replicated(module, strategy, device, listed)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.detach(), 0)
+    for child in module.modules():
+        if type(child) in NORMS:
+            child.process_group = None
+            child.__class__ = OVER_RANKS[type(child)]
+    if name == "fsdp":
+        return sharded(module, device)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    ids = None if device.type == "cpu" else [device.index]
+    # Those of BatchNorm are the same on all processes. Others may not be: then rank 0 has its way, as in a checkpoint.
+    other = [b for child in module.modules() if not isinstance(child, NORMS) for b in child.buffers(recurse=False)]
+    # With find_unused_parameters the buckets stay what they are after the first step. Otherwise a run that goes on adds
+    # gradients up in another order: off by 7e-9 from three processes on.
+    return torch.nn.parallel.DistributedDataParallel(
+        module,
+        device_ids=ids,
+        broadcast_buffers=any(buffer.is_floating_point() for buffer in other),
+        gradient_as_bucket_view=True,
+        find_unused_parameters=True,
+    )
+
+
+def replicated(module, strategy, device, listed):
+    """The module in torch.nn.DataParallel, if there are two GPUs for it."""
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
     indices = listed or list(range(count))
     missing = [index for index in indices if not 0 <= index < count]
@@ -40,6 +120,102 @@ def wrap(module, strategy, device):
     return torch.nn.DataParallel(module, device_ids=sorted(indices, key=lambda index: index != device.index))
 
 
+def sharded(module, device):
+    """The module, its parameters cut up over the processes (FSDP2, Zhao 2023, arXiv 2304.11277).
+
+    Gathered together are the elements of each Sequential and ModuleList with at least BLOCK parameters, and then the
+    rest.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if module._compiled_call_impl is not None:
+        raise UserError("strategy=fsdp: sharded parameters are not compiled. Type compile=false or strategy=ddp.")
+    module.to(memory_format=torch.contiguous_format)  # it takes no other
+    mesh = init_device_mesh(device.type, (launch.world_size(),))
+    lists = [child for child in module.modules() if isinstance(child, (torch.nn.Sequential, torch.nn.ModuleList))]
+    try:
+        for part in [part for parts in reversed(lists) for part in parts]:  # the inner ones first
+            if sum(p.numel() for p in part.parameters() if not is_shard(p)) >= BLOCK:
+                fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        # The root too, or it would stay gathered after an evaluation, and what EMA puts into its shards be ignored.
+        return fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(f"strategy=fsdp: {error}. Type strategy=ddp.") from error
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over all processes. So is its derivative: each has a part of the loss."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return add_up_in_place(tensor.clone())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return add_up_in_place(gradient.clone())
+
+
+def add_up_in_place(tensor):
+    dist.all_reduce(tensor)
+    return tensor
+
+
+class OverRanks(torch.nn.SyncBatchNorm):
+    """BatchNorm over the batch of all processes; torch's own, but on the CPU, which that has no kernels for."""
+
+    def forward(self, inputs):
+        if not self.training or not dist.is_initialized():
+            return torch.nn.modules.batchnorm._BatchNorm.forward(self, inputs)
+        if inputs.device.type != "cpu":
+            return super().forward(inputs)
+        dims = [dim for dim in range(inputs.ndim) if dim != 1]
+        shape = [1, -1] + [1] * (inputs.ndim - 2)
+        wide = inputs.float()
+        own = wide.new_tensor([inputs.numel() / inputs.shape[1]])
+        count, total = SumOverRanks.apply(torch.cat([own, wide.sum(dims)])).split([1, inputs.shape[1]])
+        if count.item() == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {inputs.shape}")
+        mean = total / count
+        centred = wide - mean.view(shape)
+        variance = SumOverRanks.apply((centred**2).sum(dims)) / count
+        if self.track_running_stats:
+            self.num_batches_tracked += 1
+            momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            with torch.no_grad():
+                self.running_mean.lerp_(mean, momentum)
+                self.running_var.lerp_(variance * count / (count - 1), momentum)
+        scaled = centred * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            scaled = scaled * self.weight.view(shape) + self.bias.view(shape)
+        return scaled.to(inputs.dtype)
+
+
+# Classes of the old names: they stand in the card of the model.
+OVER_RANKS = {norm: type(norm.__name__, (OverRanks, norm), {}) for norm in NORMS}
+
+
+def unwrap(module):
+    """Undoes what `wrap` has done to BatchNorm: the module may live on by itself."""
+    classes = {over: norm for norm, over in OVER_RANKS.items()}
+    for child in module.modules():
+        child.__class__ = classes.get(type(child), type(child))
+
+
+def plain_text(module):
+    """The module as Python prints it, without what `wrap` has done to it."""
+    return re.sub(r"\bFSDP(?=\w+\()", "", str(module))
+
+
+def description(trainer):
+    """', 16 on each of 4 processes (ddp)' for the plan, '' for one process."""
+    if ranks() == 1:
+        return ""
+    size = getattr(trainer.train_loader, "batch_size", None)
+    each = f", {math.ceil(size / ranks())} on each of" if size else " dealt out to"
+    return f"{each} {ranks()} processes ({trainer.strategy})"
+
+
 def replicas(model):
     """The indices of the GPUs that hold a replica; none where there is one device."""
     return tuple(getattr(model, "device_ids", None) or ()) if isinstance(model, torch.nn.DataParallel) else ()
@@ -47,4 +223,183 @@ def replicas(model):
 
 def gradient_sync(model, *, enabled):
     """A context in which backward passes exchange gradients, or do not: only the last micro-batch of a step has to."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(enabled)
+    elif not enabled and isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return model.no_sync()
     return NOTHING
+
+
+def same_weights(model):
+    """Gives all processes the weights and buffers of rank 0, where each has all of them."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        with torch.no_grad():
+            for tensor in [*model.module.parameters(), *model.module.buffers()]:
+                dist.broadcast(tensor.detach(), 0)
+
+
+def add_up(value):
+    """The sum over all processes of a number, or of a tensor; of None too, where this process has nothing to add."""
+    if ranks() == 1:
+        return value
+    if isinstance(value, (int, float)):
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total)
+        return type(value)(total.item())
+    # A rank that has none has to know what the others have: the number of dimensions, float64 or int64, the sizes.
+    form = torch.zeros(8, dtype=torch.int64)
+    if value is not None:
+        form[:2] = torch.tensor([value.ndim + 1, value.is_floating_point()])
+        form[2 : 2 + value.ndim] = torch.tensor(value.shape)
+    dist.all_reduce(form, op=dist.ReduceOp.MAX)
+    if not form[0]:
+        return None
+    if value is None:
+        value = torch.zeros(form[2 : 1 + form[0]].tolist(), dtype=torch.float64 if form[1] else torch.int64)
+    total = value.detach().cpu().clone()
+    dist.all_reduce(total)
+    return total.to(value.device)
+
+
+def gather(outputs, sizes):
+    """The (N, ...) outputs for all samples in their order, from each process's, dealt out of batches of these sizes."""
+    if ranks() == 1:
+        return outputs
+    most = sum(math.ceil(size / ranks()) for size in sizes)  # rank 0 has so many
+    padded = outputs.new_zeros(most, *outputs.shape[1:])
+    padded[: len(outputs)] = outputs
+    parts = [torch.empty_like(padded) for _ in range(ranks())]
+    dist.all_gather(parts, padded)
+    whole, start = outputs.new_empty(sum(sizes), *outputs.shape[1:]), 0
+    taken = [0] * ranks()
+    for size in sizes:
+        for rank, part in enumerate(parts):
+            count = len(range(rank, size, ranks()))
+            whole[start + rank : start + size : ranks()] = part[taken[rank] : taken[rank] + count]
+            taken[rank] += count
+        start += size
+    return whole
+
+
+def dealt(loader):
+    """The loader, each of whose batches is this process's part of a whole one; it says how large that was."""
+    if ranks() == 1 or hasattr(loader, "global_size"):
+        return loader
+    return Dealt(loader)
+
+
+class Dealt:
+    """Deals the batches out that any iterable gives, the same on each process: to rank r samples r, r + ranks, ..."""
+
+    def __init__(self, batches_of):
+        check_sampler(batches_of)
+        self.loader, self.global_size = batches_of, 0
+
+    def __iter__(self):
+        for batch in self.loader:
+            self.global_size, batch = deal(batch)
+            yield batch
+
+
+def check_sampler(loader):
+    """UserError for a loader that deals out by itself."""
+    if isinstance(getattr(loader, "sampler", None), torch.utils.data.DistributedSampler):
+        raise UserError(
+            "DistributedSampler: the Trainer deals each batch out to the processes itself.\n"
+            "Give a DataLoader without it, with the whole batch_size."
+        )
+
+
+def check_metrics(metrics):
+    """UserError for a metric that cannot be added up over processes, where there are several."""
+    from trainer.metrics import Sums
+
+    for name, metric in metrics.items() if ranks() > 1 else ():
+        if not isinstance(metric, Sums) and not hasattr(metric, "sync_on_compute"):
+            raise UserError(
+                f"metrics.{name}: {type(metric).__name__} is not added up over {ranks()} processes.\n"
+                "Derive it from torchmetrics.Metric or trainer.metrics.Sums, or leave it out."
+            )
+
+
+def deal(batch):
+    """(the number of samples in a batch, this process's part of it)."""
+    return batches.size(batch), batch if ranks() == 1 else batches.deal(batch, launch.rank(), launch.world_size())
+
+
+def shares(samples, loader):
+    """(the most and the fewest samples that a process has of this batch, the weight of its mean in the mean over all).
+
+    `samples` is how many this process has, out of the loader's last batch.
+    """
+    if ranks() == 1:
+        return samples, samples, 1.0
+    whole = loader.global_size
+    if whole < ranks():
+        raise UserError(f"A batch of {whole} samples is too small for {ranks()} processes.\nType a larger batch_size.")
+    return math.ceil(whole / ranks()), whole // ranks(), samples * ranks() / whole
+
+
+def is_shard(tensor):
+    """Whether a tensor is one of those that `fsdp` has cut up."""
+    return dist.is_initialized() and isinstance(tensor, shard_type())
+
+
+def shard_type():
+    from torch.distributed.tensor import DTensor  # 0.3 s, for those who need it
+
+    return DTensor
+
+
+def local(tensors):
+    """The parts of tensors that this process has: themselves, where they are not cut up. What is done to them stays."""
+    return [tensor.to_local() if is_shard(tensor) else tensor for tensor in tensors]
+
+
+def whole(tensor):
+    """The tensor, put together where it is cut up: all processes have to ask."""
+    return tensor.full_tensor() if is_shard(tensor) else tensor
+
+
+def like(tensor, own):
+    """A whole tensor, cut up as `own` is; without asking the other processes."""
+    if not is_shard(own) or is_shard(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    tensor = tensor.to(own.device)
+    return distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None)
+
+
+class Agreement:
+    """What all processes have to know alike: whether one of them was asked to stop, and what time it is.
+
+    It is asked as often by each: after each step, and before each batch of an evaluation. About every EXCHANGE seconds
+    they tell each other; between that, nobody was asked, and no time goes by. One process alone need not wait.
+    """
+
+    def __init__(self):
+        self.start = self.last = time.monotonic()
+        self.agreed, self.calls, self.soonest = 0.0, 0, 1
+
+    def now(self):
+        """Seconds since the beginning, by the slowest clock."""
+        return time.monotonic() - self.start if ranks() == 1 else self.agreed
+
+    def soon(self):
+        """Has the next question answered by an exchange: what comes now may take longer than what was before."""
+        self.calls, self.soonest = 0, 1
+
+    def __call__(self, asked):
+        """Whether any process was `asked`, as far as all know of it."""
+        if ranks() == 1:
+            return asked
+        self.calls += 1
+        if self.calls < self.soonest:
+            return False
+        now = time.monotonic()
+        told = torch.tensor([asked, now - self.start, (now - self.last) / self.calls], dtype=torch.float64)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        asked, self.agreed, seconds = told.tolist()
+        self.last, self.calls, self.soonest = time.monotonic(), 0, max(1, int(EXCHANGE / max(seconds, 1e-6)))
+        return bool(asked)

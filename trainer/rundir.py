@@ -152,7 +152,7 @@ def remove_empty(folders):
 
 
 def to_resume(folder, resume, overwrite, cfg):
-    """(the state to go on from or None, its origin): as `resume` says, never with other settings than the run's own.
+    """(the file, the state in it, its origin) to go on from, or None: as `resume` says, never with other settings.
 
     The origin is the SHA-256 of the file with which a run began that `resume=FILE` has started: the same command goes
     on with that run, and does not begin anew.
@@ -166,31 +166,31 @@ def to_resume(folder, resume, overwrite, cfg):
         if there and not overwrite:
             what = "Type another run_dir, or overwrite=true to replace it"
             raise UserError(f"run_dir={folder}: resume=never starts anew, and {there[0]} is in there. {what}.")
-        return None, None
-    path, found = None, checkpoint.newest(folder / "checkpoints")
-    state = found and found[1]
+        return None
+    given, found = None, checkpoint.newest(folder / "checkpoints")
+    path, state = found or (None, None)
     origin = about(state).get("origin") if state else None
     if resume != "auto":
         settings.check_resume(resume)
-        path = Path(resume).resolve()
-        if state is not None and origin == checkpoint.sha256_of(path):
-            path = None
-        elif state is not None and path.parent != (folder / "checkpoints").resolve():
+        given = Path(resume).resolve()
+        if state is not None and origin == checkpoint.sha256_of(given):
+            given = None
+        elif state is not None and given.parent != (folder / "checkpoints").resolve():
             what = "Type resume=auto to go on with it, or another run_dir"
             raise UserError(f"run_dir={folder} has checkpoints of a run that has not begun with {resume}.\n{what}.")
-    if path is not None:
+    if given is not None:
         try:
-            state, origin = checkpoint.load_whole(path), checkpoint.sha256_of(path)
+            path, state, origin = given, checkpoint.load_whole(given), checkpoint.sha256_of(given)
         except checkpoint.DamagedCheckpoint as error:
             raise UserError(f"resume={resume}: {error}") from None
-    what, also = (f"resume={resume}", LENGTHS) if path else (f"run_dir={folder}", ())
+    what, also = (f"resume={resume}", LENGTHS) if given else (f"run_dir={folder}", ())
     if state is not None and (before := about(state).get("config")) is not None:
         check_same(what, before, cfg, also)
     elif state is None:
         check_beginning(folder, cfg)
     if (folder / "config.yaml").exists():  # it is a run's
         files.remove_partial(folder, WRITTEN)
-    return state, origin
+    return None if state is None else (path, state, origin)
 
 
 def check_beginning(folder, cfg):

@@ -36,7 +36,7 @@ KEYS = [*NUMBERS, *CHOICES]
 AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")
 # Kinds of devices that torch has names for; which of them are there, only torch knows.
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla")
-STRATEGIES = ("single", "dp")
+STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 
 
 def check(key, value, **more):
@@ -62,12 +62,12 @@ def check_device(device):
 
 
 def check_strategy(strategy):
-    """(its name, the GPUs listed or None) of `single`, `dp` or `dp:0+1`; UserError for anything else."""
+    """(its name, the GPUs listed or None) of `auto`, `dp:0+1` and so on; UserError for anything else."""
     name, _, listed = as_typed(strategy).partition(":")
-    if name not in STRATEGIES or (listed and name == "single"):
+    if name not in STRATEGIES or (listed and name != "dp"):
         raise UserError(
             f"strategy={as_typed(strategy)}: there is no such strategy.{did_you_mean(name, STRATEGIES)}\n"
-            "Type strategy=single, dp or dp:0+1."
+            "Type strategy=auto, single, dp, dp:0+1, ddp or fsdp."
         )
     if listed and not re.fullmatch(r"[0-9]{1,4}(\+[0-9]{1,4})*", listed):
         raise UserError(f"strategy={strategy}: the GPUs are numbers joined by +, as in strategy=dp:0+1.")

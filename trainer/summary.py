@@ -6,6 +6,7 @@ import torch
 
 from trainer import batch as batches
 from trainer import device as devices
+from trainer import parallel
 
 MIB = devices.MIB
 
@@ -26,10 +27,11 @@ def plan(trainer):
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     at = f", continued at step {trainer.step}" if trainer.step else ""
     yield f"device   {devices.describe(trainer.device)}, {precision(trainer)} ({trainer.precision_reason})"
-    yield f"model    {type(trainer.module).__name__}, {parameters:,} parameters{fixed}"
+    yield f"model    {parallel.plain_text(trainer.module).partition('(')[0]}, {parameters:,} parameters{fixed}"
     yield (
         f"plan     {length} = {trainer.total_steps:,} step{'s' * (trainer.total_steps != 1)}, "
-        f"batch {batch_size or 'as the loader gives it'}{trainer.micro_batch.description()}, "
+        f"batch {batch_size or 'as the loader gives it'}{parallel.description(trainer)}"
+        f"{trainer.micro_batch.description()}, "
         f"{type(optimizer).__name__}{fused} lr {optimizer.param_groups[0].get('initial_lr', 0):g}, "
         f"{getattr(trainer.scheduler, 'description', type(trainer.scheduler).__name__)}{at}"
     )
@@ -86,6 +88,7 @@ def not_finite(trainer):
     state, weights = trainer.module.state_dict(), dict(trainer.module.named_parameters(remove_duplicate=False))
     tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     # An infinity in a buffer can be meant, as in the mask of an attention.
+    tensors = dict(zip(tensors, parallel.local(tensors.values()), strict=True))
     finite = {name: ~tensor.isnan() if name not in weights else tensor.isfinite() for name, tensor in tensors.items()}
     names = [name for name, fine in finite.items() if not fine.all()]
     if not names:

@@ -7,7 +7,7 @@ import torch
 
 from data.loader import seekable
 from trainer import batch as batches
-from trainer import checkpoint, cpu, graph, optimizers, parallel, schedules, settings, summary
+from trainer import checkpoint, cpu, graph, launch, optimizers, parallel, schedules, settings, summary
 from trainer import device as devices
 from trainer.callbacks import Callback
 from trainer.errors import TrainingError, UserError
@@ -35,7 +35,7 @@ class Trainer:
 
     def __init__(
         self, model, loss=None, optimizer=None, scheduler=schedules.constant, metrics=None, callbacks=(), *,
-        epochs=1, max_steps=None, device="auto", strategy="single", precision="auto", compile=False,
+        epochs=1, max_steps=None, device="auto", strategy="auto", precision="auto", compile=False,
         channels_last="auto", tune=cpu.TUNINGS, grad_accum_steps=1, micro_batch=None, max_grad_norm=None,
         log_every=50, eval_every=None, decay_all=False, seed=0, deterministic=False,
     ):  # fmt: skip
@@ -48,11 +48,14 @@ class Trainer:
         self.seed = settings.check("seed", seed)
 
         self.device = devices.choose(device)
+        self.strategy = strategy = parallel.start(strategy, self.device)
         self.dtype, self.precision_reason = devices.choose_precision(precision, self.device)
         self.autocast = devices.autocast(self.device, self.dtype)
         self.scaler = devices.grad_scaler(self.device, self.dtype)
         devices.configure(self.device, deterministic)
         self.micro_batch = MicroBatch(self.device, micro_batch, self.grad_accum_steps)
+        if self.micro_batch.adapts and parallel.ranks() > 1:
+            raise UserError("micro_batch=auto: several processes have to cut a batch alike. Type micro_batch=N.")
         own = "auto" if self.micro_batch.adapts else None
         self.eval_micro_batch = MicroBatch(self.device, own, what="evaluation", key="eval_batch_size")
 
@@ -72,12 +75,14 @@ class Trainer:
             self.module.compile()  # in place, so the names stay as they are
         self.model = parallel.wrap(self.module, strategy, self.device)  # what is called in a step
         self.replicas = parallel.replicas(self.model)
+        self.stream = (launch.rank(),) if launch.rank() else ()  # which random numbers are this process's own
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics = dict(metrics or {})
-        self.callbacks = list(callbacks)
-        for callback in self.callbacks:
+        parallel.check_metrics(self.metrics)
+        for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(f"callbacks: {callback!r} is no trainer.callbacks.Callback.")
+        self.callbacks = [callback for callback in callbacks if launch.is_first() or not callback.first_rank_only]
         if optimizer is not None and not callable(optimizer):
             example = "functools.partial(torch.optim.AdamW, lr=1e-3)"
             raise UserError(
@@ -94,7 +99,10 @@ class Trainer:
         self.lr = None  # of the last step
         self.step = 0  # the one clock: optimizer steps done
         self.total_steps = self.steps_per_epoch = None
-        self.should_stop, self.stop_reason, self.interrupted = False, None, False
+        self.should_stop, self.stop_reason = False, None
+        self.agreement = parallel.Agreement()
+        self.asked, self.interrupted = None, False  # to stop, from outside: here, and as far as all processes know
+        self.weight = 1.0  # of the mean over this process's part of a batch, in that over all of it
         self.evaluation_due = False  # the step is done, but for its evaluation and what comes after it
         self.train_loss, self.grad_norm, self.window_start = Mean(), Mean(), 0.0  # since the last logged row
         self.skipped = 0  # steps in a row, by the fp16 scaler
@@ -111,6 +119,7 @@ class Trainer:
         batch = None
         try:
             self.call("on_fit_start")
+            parallel.same_weights(self.model)
             self.window_start = time.perf_counter()
             if self.evaluation_due:  # in the middle of it the run was stopped
                 self.end_step(val_loader is not None)
@@ -143,7 +152,7 @@ class Trainer:
                 self.call("on_fit_end")
             finally:
                 self.train_loader = self.val_loader = batch = None
-                self.should_stop = self.interrupted = False
+                self.should_stop, self.asked, self.interrupted = False, None, False
                 self.release()
 
     def train_step(self, batch):
@@ -161,24 +170,29 @@ class Trainer:
 
     def optimize(self, batch):
         """What a graph holds of a step; gives the mean loss, and the norm of the gradient where that is clipped."""
-        loss, norm = self.micro_batch.work(self.accumulate, batch, self.module, self.undo_step), None
+        *shares, self.weight = parallel.shares(batches.size(batch), self.train_loader)
+        loss, norm = self.micro_batch.work(self.accumulate, batch, self.module, self.undo_step, shares), None
         if self.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+            norm = parallel.whole(norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
         return loss, norm
 
     def accumulate(self, micro_batches):
-        """The gradient of the mean loss, which it gives; each (micro_batch, share) is weighted by its share."""
+        """The gradient of the mean loss, which it gives; each (micro_batch, share) is weighted by its share.
+
+        Of several processes each gives its own mean, and the gradients become those of the mean over all samples.
+        """
         losses = []
         for i, (micro_batch, share) in enumerate(micro_batches, 1):
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
                 with self.autocast:
                     loss, _ = self.compute_loss(micro_batch)
                 loss = loss if share == 1 else loss * share
-                self.scaler.scale(loss).backward()
+                self.scaler.scale(loss if self.weight == 1 else loss * self.weight).backward()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
@@ -196,9 +210,9 @@ class Trainer:
 
     def evaluate(self, loader, split="val"):
         """{"val/loss": ..., "val/acc": ...} over all samples of the loader; changes nothing in the training."""
-        batch, loss_mean = None, Mean()
+        batch, loss_mean, loader = None, Mean(), parallel.dealt(loader)
         # What is random in an evaluation is a function of the step too: one that is done anew gives the same.
-        devices.seed_generators(self.device, devices.mix_seed(self.seed, split, self.step), self.replicas)
+        self.reseed(split)
         for metric in self.metrics.values():
             metric.reset()
             if hasattr(metric, "to"):  # torchmetrics keep their sums on a device of their own
@@ -207,15 +221,17 @@ class Trainer:
             # Not inference_mode: sharded parameters cannot be copied in place under it.
             with self.evaluating(), torch.no_grad():
                 for batch in loader:
-                    if self.interrupted and self.evaluation_due:  # not one that a callback asks for
+                    if self.evaluation_due and self.is_interrupted():  # not one that a callback asks for
                         raise Interrupted
                     batch = devices.move(batch, self.device)
                     for part, (loss, outputs) in self.eval_micro_batch.work(self.evaluate_parts, batch):
-                        loss_mean.update(loss, batches.size(part))
-                        self.update_metrics(outputs, part)
+                        if size := batches.size(part):  # none of a small batch may be this process's
+                            loss_mean.update(loss, size)
+                            self.update_metrics(outputs, part)
         except (RuntimeError, ValueError, MemoryError) as error:
             self.explain(error, batch, self.eval_micro_batch)
             raise
+        loss_mean = loss_mean.over_ranks()
         if not loss_mean.samples:
             raise UserError(f"The {split} loader gives no samples.")
         results = {"loss": loss_mean.compute()} | {name: metric.compute() for name, metric in self.metrics.items()}
@@ -232,16 +248,17 @@ class Trainer:
 
         The batches are inputs, or (inputs, targets) as for evaluation.
         """
-        batch, outputs = None, []
+        batch, outputs, sizes, loader = None, [], [], parallel.dealt(loader)
         try:
             with self.evaluating(), torch.inference_mode():
                 for batch in loader:
+                    sizes.append(getattr(loader, "global_size", None))
                     batch = devices.move(batch, self.device)
                     outputs += self.eval_micro_batch.work(self.predict_parts, batch)
         except (RuntimeError, ValueError, MemoryError) as error:
             self.explain(error, batch, self.eval_micro_batch)
             raise
-        outputs = torch.cat(outputs)
+        outputs = parallel.gather(torch.cat(outputs), sizes)
         return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
     def predict_parts(self, parts):
@@ -254,6 +271,7 @@ class Trainer:
         """Drops the model, the optimizer and all that hangs on them, and gives their memory back."""
         if self.module is not None:
             cpu.use_torch(self.module)  # the model may live on
+            parallel.unwrap(self.module)
         self.module = self.model = self.optimizer = self.scheduler = self.loss = self.execute = None
         self.metrics, self.callbacks = {}, []
         self.train_loader = self.val_loader = None
@@ -271,9 +289,18 @@ class Trainer:
         self.should_stop, self.stop_reason = True, reason
 
     def interrupt(self, reason):
-        """Ends the training after this step, or in the middle of its evaluation; from a signal or another thread."""
-        self.interrupted = True
-        self.stop(reason)
+        """Ends the training after this step, or in the middle of its evaluation; from a signal or another thread.
+
+        Of several processes all end after the same step, a little later: whoever is asked tells the others.
+        """
+        self.asked = reason
+
+    def is_interrupted(self):
+        """Whether this process was asked to end the training, or another one; they agree on it."""
+        if not self.interrupted and self.agreement(self.asked is not None):
+            self.interrupted = True
+            self.stop(self.asked or "another process was asked to stop")
+        return self.interrupted
 
     def is_time(self, every):
         """Whether what comes every so many steps comes after this one; the last step has all of it."""
@@ -283,17 +310,24 @@ class Trainer:
         """What comes after a step and its row: the evaluation, where it has one, and the callbacks."""
         self.evaluation_due = evaluates
         if evaluates:
+            self.agreement.soon()
             results = self.evaluate(self.val_loader, "val")
             self.evaluation_due = False
             self.log(results)
         if self.step % self.steps_per_epoch == 0:
             self.call("on_epoch_end")
         self.call("on_step_end")
+        self.is_interrupted()
 
     def begin_step(self):
         """Notes the rate of the step, and seeds it: what is random in it is a function of (seed, step)."""
         self.lr = self.scheduler.get_last_lr()[0]
-        devices.seed_generators(self.device, devices.mix_seed(self.seed, "step", self.step), self.replicas)
+        self.reseed("step")
+
+    def reseed(self, what):
+        """Seeds the generators for a step or an evaluation; each process draws numbers of its own."""
+        seed = devices.mix_seed(self.seed, what, self.step, *self.stream)
+        devices.seed_generators(self.device, seed, self.replicas)
 
     def undo_step(self):
         """Where a step has to be done again: no gradient, and the random numbers that it had."""
@@ -327,9 +361,11 @@ class Trainer:
 
     def log_training(self, batch):
         """Logs the window since the last row: the mean loss and how fast it went."""
-        loss = self.train_loss.compute().item()  # the one transfer; it waits for the device, so the clock is right
-        norm = {"train/grad_norm": self.grad_norm.compute().item()} if self.grad_norm.samples else {}
-        samples, seconds = self.train_loss.samples, time.perf_counter() - self.window_start
+        window = self.train_loss.over_ranks()
+        loss = window.compute().item()  # the one transfer; it waits for the device, so the clock is right
+        norms = self.grad_norm.over_ranks()
+        norm = {"train/grad_norm": norms.compute().item()} if norms.samples else {}
+        samples, seconds = window.samples, time.perf_counter() - self.window_start
         self.batch_layout = summary.layout(tensor for _, tensor in batches.entries(batch))
         self.train_loss.reset()
         self.grad_norm.reset()
