@@ -32,6 +32,7 @@ from trainer.build import (
 from trainer.errors import RunInUse, TrainingError, UserError, check_choice, did_you_mean
 
 # The loaders' settings, which stand beside the data set's.
+ROOT = Path(__file__).resolve().parent
 LOADING = {"augment": [], "resident": "auto", "workers": "auto", "timeout": 300}
 
 
@@ -49,7 +50,12 @@ def main(cfg):
         if cfg.run is not None and cfg.task != "evaluate":
             raise UserError(f"run={cfg.run} is for task=evaluate. To name the folder of a new run, type run_dir=DIR.")
         retarget(cfg, keep=LOADING)
-        TASKS[cfg.task](cfg)
+        if cfg.task != "train" and launch.world_size() > 1:
+            raise UserError(f"task={cfg.task} is for one process. Type python train.py, without torchrun.")
+        if (processes := launch.count(cfg.strategy, cfg.devices, cfg.device)) > 1:
+            start(processes, cfg)
+        else:
+            TASKS[cfg.task](cfg)
     except Exception as error:
         if cli.is_interruption(error):
             raise KeyboardInterrupt from None
@@ -61,12 +67,40 @@ def main(cfg):
             rundir.write_json(path, {"overrides": cli.typed(), "error": str(error)})
 
 
+def start(processes, cfg):
+    """Does this run in several processes, which are this program again: as rank 0 to the last one."""
+    if cfg.task != "train":
+        raise UserError(f"task={cfg.task} is for one process. Leave out devices={cfg.devices}.")
+    if not in_sweep():
+        raise SystemExit(launch.start(processes, sys.argv[1:]))
+    code = launch.start(processes, [*cli.typed(), f"run_dir={run_directory(cfg)}"])
+    if code > 128:
+        stopping.received = code - 128
+        raise KeyboardInterrupt
+    if code:
+        raise TrainingError(f"its {processes} processes have ended with exit code {code}.")
+
+
 def train(cfg):
     """Trains, tests the best weights, and leaves all of it in the run directory, which the README describes."""
     with open_dict(cfg):
-        cfg.run_dir = launch.agreed("run_dir", lambda: run_directory(cfg))
+        launch.seconds = cfg.rank_timeout
+        launch.check_alike({"code": launch.code(ROOT), "versions": numbers(), "config": settled(cfg)})
+        cfg.run_dir = launch.agreed("run_dir", lambda: run_directory(cfg), lasting=True)
     with rundir.held(Path(cfg.run_dir)) if launch.is_first() else contextlib.nullcontext():
         train_in(Path(cfg.run_dir), cfg)
+
+
+def numbers():
+    """The versions that all processes of a run have alike: they may be on several machines."""
+    return {name: number for name, number in rundir.versions().items() if name != "platform"}
+
+
+def settled(cfg):
+    """{key: value} of the settings that all processes of a run have alike."""
+    own = ("device", "dataset.root", "dataset.path", "dataset.cache", "dataset.workers")
+    settings_of_all = cli.flat(OmegaConf.to_container(cfg, resolve=True))
+    return {key: value for key, value in settings_of_all.items() if key not in own}
 
 
 def train_in(folder, cfg):
@@ -88,6 +122,7 @@ def train_in(folder, cfg):
     config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg), rundir.WRITTEN)
     with building(cfg, [saver, config_file]) as (trainer, data, loaders):
         saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
+        launch.check_alike({"data": {data.name: saver.about["data"]}, "code": launch.code(ROOT, own_packages(typed))})
         if state is not None:
             rundir.check_data(state, saver.about["data"])
         try:

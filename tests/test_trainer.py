@@ -489,7 +489,7 @@ def test_data_parallel_state_has_plain_names(tmp_path):
     assert list(weights(wrapped)) == ["0.weight", "0.bias", "3.weight", "3.bias"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "dp:x", "dp:0+1", "single:0", "fast"])
+@pytest.mark.parametrize("strategy", ["ddp:0", "dp:x", "dp:0+1", "single:0", "fast"])
 def test_a_strategy_that_there_is_not_is_refused(strategy):
     with pytest.raises(UserError, match=re.escape(f"strategy={strategy}")):
         make_trainer(strategy=strategy)

@@ -9,8 +9,18 @@ import sys
 import traceback
 from pathlib import Path
 
-from trainer import settings, stopping
-from trainer.errors import RunInUse, TrainingError, UserError, as_typed, did_you_mean, is_one_slip, nearest, printable
+from trainer import launch, settings, stopping
+from trainer.errors import (
+    RunInUse,
+    TrainingError,
+    UserError,
+    as_typed,
+    cause,
+    did_you_mean,
+    is_one_slip,
+    nearest,
+    printable,
+)
 
 BUG = 1
 # What Hydra, and OmegaConf below it, raise for mistakes that they have no words for.
@@ -36,6 +46,7 @@ def run(main):
     and SIGTERM, 1 (with a traceback) a bug of ours.
     """
     open_closed()
+    launch.quieten()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them and exiting with 1
     logging.getLogger("hydra").setLevel(logging.CRITICAL)  # its errors come as exceptions too
     argparse.ArgumentParser.error = refuse_option
@@ -67,12 +78,18 @@ def run(main):
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             error = UserError(f"{' '.join(sys.argv[1:])}: this does not go together ({reason}).")
         sys.exit(report(error))
+    finally:
+        launch.leave()
 
 
 def say_interrupted():
     """Says what to do after a signal, and gives its exit code."""
-    print("\ninterrupted. The same command begins again, or goes on.", file=sys.stderr)
-    return stopping.exit_code()
+    text, code = "\ninterrupted. The same command begins again, or goes on.", stopping.exit_code()
+    if launch.world_size() > 1:
+        text, code = launch.last_words("signal", text, code)
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    return code
 
 
 def is_interruption(error):
@@ -98,12 +115,16 @@ def report(error):
     if isinstance(error, BrokenPipeError):
         return nobody_reads()
     code = exit_code(error)
-    codes.append(code)
+    text = "".join(traceback.format_exception(error)).rstrip() if code == BUG else message(error)
     sys.stdout.flush()  # what was printed before it stands before it, also in a file
-    if code == BUG:
-        traceback.print_exception(error)
-    else:
-        print(message(error), file=sys.stderr, flush=True)
+    if launch.world_size() > 1:
+        lost = launch.is_lost(error)
+        if lost and code == BUG:
+            text, code = f"error: the contact to another process was lost.\n{cause(error)}", 3
+        text, code = launch.last_words("lost" if lost else "error", text, code)
+    codes.append(code)
+    if text:
+        print(text, file=sys.stderr, flush=True)
     return code
 
 
@@ -215,6 +236,8 @@ def of_the_run(arguments):
 def check_typed(configs, arguments):
     """UserError for what Hydra takes for an error of ours, or finds out once for each job of a sweep."""
     sweep = {"-m", "--multirun"} & set(arguments)
+    if sweep and launch.world_size() > 1:
+        raise UserError("-m: a sweep starts runs by itself. Type python train.py -m ... strategy=ddp devices=N.")
     for argument in arguments:
         key, _, value = argument.partition("=")
         if re.fullmatch(r"-\w{3,}(\.\w+)*", key):  # argparse would take -patience=1 for -p atience=1

@@ -1,6 +1,37 @@
-"""Who this process is when torchrun has started several, and what they have to know of each other; without torch."""
+"""Several processes of one run: who this one is, what all know of each other, their faults, and how they are started.
 
+The processes are torchrun's; what they tell each other stands in its store. Without torch until one of them asks.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
 import os
+import platform
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from trainer import stopping
+from trainer.errors import TrainingError, UserError, as_typed
+
+OWN = "train.py"  # the role of the processes that this program has started itself
+ANSWER = 5  # seconds that the others have to say why they end
+SAME = 2  # seconds in which rank 0 finds the mistake that another rank has found, if it is in both
+BLOCKED = 15  # seconds after which a process ends that has not heard a signal
+# What gloo, NCCL and the store say where another process is gone, or does not answer.
+CONTACT = re.compile(
+    r"gloo|NCCL|nccl|TCPStore|ProcessGroup|[Cc]onnection (closed|reset|refused)|Broken pipe|recv, got 0"
+)
+TIMEOUT = re.compile(r"[Tt]im(ed|e) ?out")
+opened = None  # the store, once this process has one
+said = False  # whether the others know that, and why, this process ends
+seconds = 300  # that a process waits for the others
 
 
 def rank():
@@ -28,13 +59,409 @@ def is_first():
     return rank() == 0
 
 
+def command():
+    """What stands before the settings in the command that starts this run again."""
+    if world_size() == 1 or os.environ.get("ROLE_NAME") == OWN:
+        return ["python", "train.py"]
+    nodes = world_size() // local_world_size()
+    several = ["--nnodes", str(nodes), "..."] if nodes > 1 else []
+    return ["torchrun", *several, "--nproc-per-node", str(local_world_size()), "train.py"]
+
+
+def quieten():
+    """Has ranks above 0 print nothing but errors, and all ranks nothing of torch's own about their connections."""
+    if world_size() == 1:
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not is_first():
+        import warnings
+
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        warnings.simplefilter("ignore")
+
+
+# what all ranks know of each other
+
+
 def store(timeout=300):
-    """The TCPStore that all ranks share; what is in it is of this start of the ranks, not of one before a restart."""
-    raise NotImplementedError  # trainer/launch.py's author: with PrefixStore per TORCHELASTIC_RESTART_COUNT
+    """The TCPStore that all ranks share; what is in it is of this start of the ranks, not of one before a restart.
+
+    It is torchrun's. Where there is none, rank 0 has it. A rank waits `timeout` seconds for what another one tells it.
+    """
+    # With gloo, the addresses of an attempt before would be tried: 8 of 10 restarts hung or failed.
+    return in_attempt(whole_store(timeout))
 
 
-def agreed(name, make):
-    """What `make()` gives on rank 0, on all ranks; plain values, as JSON through the store."""
+def in_attempt(store):
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def whole_store(timeout=300):
+    """The store over all attempts."""
+    global opened, seconds
+    if opened is None:
+        opened, seconds = connect(timeout), timeout
+        store().set(f"who/{rank()}", f"process {os.getpid()} on {platform.node()}")
+        watch()
+    return opened
+
+
+def connect(timeout):
+    import datetime
+
+    from torch.distributed import TCPStore
+
+    address, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", 29500))
+    theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return TCPStore(
+            address,
+            port,
+            is_master=not theirs and is_first(),
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        raise LostContact(
+            f"rank 0 at {address}:{port} cannot be reached ({str(error).partition(chr(10))[0]})."
+        ) from None
+
+
+def tell(key, value):
+    """Puts a plain value into the store, for the other ranks."""
+    store().set(key, json.dumps(value))
+
+
+def told(key, by=0):
+    """What rank `by` tells under this key; TrainingError where it has ended, or says nothing for too long."""
+    import datetime
+
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            store().wait([key], datetime.timedelta(seconds=1))  # in short parts: a signal is heard in between
+            return json.loads(store().get(key))
+        except RuntimeError as error:
+            if not TIMEOUT.search(str(error)):
+                raise
+        if store().check([f"end/{by}"]) and not store().check([key]):
+            raise LostContact(f"rank {by} has ended.")
+        if time.monotonic() > end:
+            raise LostContact(f"rank {by} did not answer: timed out after {seconds:g} s.")
+
+
+class LostContact(TrainingError):
+    """Another rank has ended or does not answer. It is what comes of an error, and not the error."""
+
+
+def agreed(name, make, lasting=False):
+    """What `make()` gives on rank 0, on all ranks; plain values, as JSON through the store.
+
+    `lasting`: what it gave in an attempt before torchrun's restart is still what it gives.
+    """
     if world_size() == 1:
         return make()
-    raise NotImplementedError
+    key = f"agreed/{name}"
+    if is_first():
+        if lasting and whole_store(seconds).check([key]):
+            tell(key, json.loads(whole_store().get(key)))
+        else:
+            value = json.dumps(make())
+            if lasting:
+                whole_store(seconds).set(key, value)
+            store(seconds).set(key, value)
+    store(seconds)
+    return told(key)
+
+
+def check_alike(parts):
+    """UserError, on all ranks, where one has other `parts` than rank 0: {kind: {name: what}}, such as code and config.
+
+    Ranks that differ would train together without a word, and nobody could say what.
+    """
+    if world_size() == 1:
+        return
+    kind_of = "/".join(parts)
+    digests = {kind: {name: digest(what) for name, what in items.items()} for kind, items in parts.items()}
+    store(seconds)
+    tell(f"parts/{kind_of}/{rank()}", digests)
+    verdict = agreed(f"alike/{kind_of}", lambda: difference(kind_of, digests))
+    if verdict is not None:
+        raise UserError(verdict)
+
+
+def difference(kind_of, own):
+    """What to say of the first rank that differs from this one, None where none does."""
+    for other in range(world_size()):
+        theirs = told(f"parts/{kind_of}/{other}", by=other)
+        for kind, items in own.items():
+            names = [name for name in sorted({*items, *theirs[kind]}) if items.get(name) != theirs[kind].get(name)]
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                return (
+                    f"rank {other} ({who(other)}) has other {kind} than rank 0: {', '.join(names[:3])}{more}.\n"
+                    "All processes need the same code, versions, config and data."
+                )
+    return None
+
+
+def digest(what):
+    what = what if isinstance(what, bytes) else json.dumps(what, sort_keys=True, default=str).encode()
+    return hashlib.sha256(what).hexdigest()[:16]
+
+
+def code(root, packages=()):
+    """{file: its bytes} of this program, and of the modules of `packages` that are imported."""
+    places = [
+        root / "train.py",
+        *(path for part in ("trainer", "data", "models") for path in (root / part).glob("*.py")),
+    ]
+    files = {path.relative_to(root).as_posix(): path for path in places}
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if name.split(".")[0] in packages and path and path.endswith(".py"):
+            files[name] = Path(path)
+    return {name: path.read_bytes() for name, path in sorted(files.items()) if path.is_file()}
+
+
+# faults
+
+
+def by_rank(text):
+    """The text of an error, with the rank that has it."""
+    return text.replace("error: ", f"error: rank {rank()}: ", 1) if "error: " in text else f"rank {rank()}:\n{text}"
+
+
+def watch():
+    """Has a thread of this process hear its signals too: while it waits for another one, Python does not."""
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    try:
+        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    except ValueError:  # not the main thread: somebody's own program, with signals of its own
+        return
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=functools.partial(signal.set_wakeup_fd, -1))
+    threading.Thread(target=guard, args=(receiver, sender, os.getppid()), daemon=True).start()
+
+
+def guard(receiver, sender, parent):
+    """Ends this process where it does not hear a signal, and where whoever has started it is gone."""
+    receiver.settimeout(2)
+    while sender:
+        try:
+            number = receiver.recv(1)[0]
+        except TimeoutError:
+            if os.getppid() != parent:
+                os._exit(128 + signal.SIGTERM)
+            continue
+        if number not in stopping.SIGNALS:
+            continue
+        time.sleep(1)
+        if stopping.received is None:
+            with contextlib.suppress(Exception):  # it is there, at least
+                in_attempt(connect(ANSWER)).set(f"end/{rank()}", json.dumps({"kind": "signal"}))
+            time.sleep(BLOCKED - 1)
+        if stopping.received is None:
+            os._exit(128 + number)
+
+
+def is_lost(error):
+    """Whether an error, or what it came of, is that another rank is gone or does not answer."""
+    while error is not None:
+        if isinstance(error, LostContact) or (isinstance(error, RuntimeError) and CONTACT.search(str(error))):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def last_words(kind, message, code):
+    """(what this rank prints before it ends or None, its exit code), so that of each fault one rank speaks, once.
+
+    `kind` is "error", which is this rank's own; "lost", the contact to another one; or "signal", that it was sent one.
+    """
+    global said
+    stopping.gentle = lambda name: None  # the others' ends bring signals
+    if opened is None:  # what comes so early is the same on all ranks, as a rule
+        if is_first() or not ended_by_signal(2 * ANSWER):
+            return (message if is_first() else by_rank(message)), code
+        return None, code
+    said = True
+    try:
+        tell(f"end/{rank()}", {"kind": kind, "message": message, "code": code})
+        return own_error(message, code) if kind == "error" else not_own(kind, message, code)
+    except RuntimeError:  # the store is gone, and rank 0 with it, or torchrun
+        return (None, code) if kind == "signal" else (by_rank(message), code)
+
+
+def ended_by_signal(limit):
+    """Waits for a signal; whether one came."""
+    end = time.monotonic() + limit
+    while stopping.received is None and time.monotonic() < end:
+        time.sleep(0.05)
+    return stopping.received is not None
+
+
+def own_error(message, code):
+    if not is_first():
+        ends(SAME, [0])
+        if end_of(0).get("message") == message:
+            return None, code
+    store().compare_set("first", "", str(code))
+    if store().add(f"said/{digest(message)}", 1) > 1:
+        return None, code
+    return (message if is_first() else by_rank(message)), code
+
+
+def not_own(kind, message, code):
+    """What is said where contact was lost, or a signal came: of whom nothing is heard, unless a rank has an error."""
+    present = ends(ANSWER, range(world_size()))
+    first = store().compare_set("first", "", "").decode()
+    if first:
+        return None, int(first)
+    absent = [other for other in range(world_size()) if other not in present]
+    here = [other for other in absent if has_ended(other)]
+    kinds = {end_of(other).get("kind") for other in present}
+    speaks = rank() == min(present)
+    if absent and (here or "lost" in kinds):
+        names = " and ".join(f"rank {other} ({who(other)})" for other in (here or absent)[:3])
+        late = TIMEOUT.search(message) and not here
+        what = f"did not answer for {seconds:g} s; the others waited for it" if late else "is gone: it was killed"
+        advice = "Type the same command with run_dir=DIR to go on from the last checkpoint."
+        return (f"error: {names} {what}.\n{advice}" if speaks else None), 3
+    if "lost" in kinds:
+        lost = [other for other in present if end_of(other).get("kind") == "lost"]
+        return (by_rank(message) if rank() == min(lost) else None), 3
+    return (message if is_first() else None), code
+
+
+def ends(limit, others):
+    """The ranks among `others` that have said why they end, after at most `limit` seconds."""
+    end = time.monotonic() + limit
+    while True:
+        present = [other for other in others if store().check([f"end/{other}"])]
+        if len(present) == len(others) or time.monotonic() > end:
+            return present
+        time.sleep(0.1)
+
+
+def end_of(other):
+    """{"kind", "message", "code"} that a rank has left, {} where it has not."""
+    key = f"end/{other}"
+    return json.loads(store().get(key)) if store().check([key]) else {}
+
+
+def who(other):
+    """'process 123 on host' of another rank."""
+    key = f"who/{other}"
+    return store().get(key).decode() if store().check([key]) else "which never came"
+
+
+def has_ended(other):
+    """Whether another rank is one of this machine, and no process any more."""
+    found = re.fullmatch(r"process (\d+) on (.*)", who(other))
+    if not found or found[2] != platform.node() or os.name != "posix":
+        return False
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def leave():
+    """Says that this rank has ended, if it has not said so; the host of the store waits for the others."""
+    if opened is None:
+        return
+    with contextlib.suppress(RuntimeError):
+        if not said:
+            tell(f"end/{rank()}", {"kind": "done"})
+        if is_first() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            ends(ANSWER, range(world_size()))
+
+
+# the start of several processes on this machine
+
+
+def count(strategy, devices, device):
+    """How many processes `devices` means for this strategy, here and now; UserError where it cannot take effect."""
+    several = strategy in ("ddp", "fsdp")
+    if world_size() > 1 and os.environ.get("ROLE_NAME") != OWN:
+        if devices != "auto":
+            what = f"torchrun has started {world_size()} processes. Leave it out; their number is torchrun's"
+            raise UserError(f"devices={as_typed(devices)}: {what} --nproc-per-node.")
+        return 1
+    if world_size() > 1:
+        return 1
+    if devices != "auto":
+        if devices > 1 and not several:
+            what = (
+                "one process trains with one device" if strategy in ("auto", "single") else f"{strategy} is one process"
+            )
+            raise UserError(
+                f"devices={devices}: with strategy={strategy}, {what}.\n"
+                f"Type strategy=ddp devices={devices}, or strategy=fsdp devices={devices}."
+            )
+        return devices if several else 1
+    if not several or device != "auto":
+        return 1
+    import torch
+
+    return max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
+
+
+def start(processes, arguments):
+    """Runs train.py with these arguments in so many processes of torchrun's agent; gives the exit code.
+
+    It is that of the rank that failed first, 3 for one that was killed, and 128 and its number after a signal.
+    """
+    import logging
+    import uuid
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    defaults = {"OMP_NUM_THREADS": threads, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=str(uuid.uuid4()),
+        role=OWN,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    logging.disable(logging.CRITICAL)  # the agent's own account, beside that of the ranks
+    try:
+        elastic_launch(config, sys.executable)("-u", sys.argv[0], *arguments)
+        return 0
+    except ChildFailedError as error:
+        return code_of(error)
+    except SignalException as error:
+        return 128 + error.sigval
+    finally:
+        logging.disable(logging.NOTSET)
+        for name in added:
+            del os.environ[name]
+        stopping.listen()  # the agent has heard the signals meanwhile
+
+
+def code_of(error):
+    """The exit code for a ChildFailedError, the agent's: it says which ranks failed, and how."""
+    failures = list(error.failures.items())
+    first, failure = error.get_first_failure()
+    if all(failure.exitcode < 0 for _, failure in failures):  # nobody was left to say it
+        name = signal.Signals(-failure.exitcode).name
+        print(f"error: rank {first} (process {failure.pid}) was ended by {name}.", file=sys.stderr)
+    return failure.exitcode if failure.exitcode > 0 else 3

@@ -25,6 +25,7 @@ NUMBERS = {
     "ema": {"above": 0, "most": 1},
     "patience": WHOLE,
     "seed": {"whole": True, "least": 0},
+    "rank_timeout": {"above": 0, "most": 86400},
     "log_every": WHOLE,
     "eval_every": WHOLE | {"optional": True},
     "checkpoint.every": WHOLE | {"optional": True},
@@ -72,6 +73,14 @@ def check_strategy(strategy):
     if listed and not re.fullmatch(r"[0-9]{1,4}(\+[0-9]{1,4})*", listed):
         raise UserError(f"strategy={strategy}: the GPUs are numbers joined by +, as in strategy=dp:0+1.")
     return name, [int(index) for index in listed.split("+")] if listed else None
+
+
+def check_devices(devices):
+    """`devices`, if it is auto or a whole number from 1 on; UserError otherwise."""
+    if isinstance(devices, str) and devices != "auto":
+        hint = did_you_mean(devices, ("auto",))
+        raise UserError(f"devices={devices}: give auto, or a whole number at least 1.{hint}")
+    return devices if devices == "auto" else check_number("devices", devices, **WHOLE)
 
 
 def check_micro_batch(size, parts=1):
@@ -143,6 +152,7 @@ def check_all(config):
             raise UserError(f"{key}=: give a text after the =, or leave {key} out.")
     check_device(values.get("device"))
     check_strategy(values.get("strategy"))
+    check_devices(values.get("devices", "auto"))
     check_resume(values.get("resume"))
     check_micro_batch(values.get("micro_batch"), values.get("grad_accum_steps") or 1)
     check_parts(config)

@@ -4,9 +4,11 @@ import contextlib
 import os
 import signal
 import sys
+import time
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 received = None  # the number of the first one
+received_at = 0.0  # when that was
 ready = False  # whether an exception would find somebody who answers it
 gentle = None  # what is called with its name instead of an exception
 
@@ -24,12 +26,18 @@ def listen():
 
 
 def hear(number, _):
-    """The first signal is gentle where somebody cares for it; a second one ends the process, whatever it is doing."""
-    global received
+    """The first signal is gentle where somebody cares for it; a second one ends the process, whatever it is doing.
+
+    Among several ranks the second one within a second is the first one once more: torchrun hands on what all have got.
+    """
+    global received, received_at
+    if received is not None and "RANK" in os.environ and time.monotonic() < received_at + 1:
+        return
     if received is not None or not ready:
-        os.write(2, b"ended at once.\n")
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, b"ended at once.\n")
         os._exit(128 + number)  # no clean-up: it may be what takes so long. Files are written whole or not at all
-    received = number
+    received, received_at = number, time.monotonic()
     if gentle is None:
         raise Interrupted
     gentle(signal.Signals(number).name)
