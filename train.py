@@ -270,12 +270,13 @@ def building(cfg, more_callbacks=(), state=None):
     from trainer.metrics import default_metrics
 
     device = devices.choose(cfg.device)
-    parallel.start(cfg.strategy, device)
+    parallel.start(cfg.strategy, device, cfg.rank_timeout)
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
     loading = {key: dataset.pop(key, default) for key, default in LOADING.items()}
     # A function of the user's own among the augmentations comes as a _target_ with _partial_.
     loading["augment"] = [build("dataset.augment", item) if has_target(item) else item for item in loading["augment"]]
-    data = build("dataset", dataset)
+    with launch.one_first("data"):  # it downloads, and decodes images into the cache that the others use
+        data = build("dataset", dataset)
     if state is not None:
         rundir.check_classes(state, data)
     sizes = {"batch_size": cfg.batch_size, "eval_batch_size": cfg.eval_batch_size, "drop_last": cfg.drop_last}

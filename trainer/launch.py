@@ -153,6 +153,17 @@ def told(key, by=0):
             raise LostContact(f"rank {by} did not answer: timed out after {seconds:g} s.")
 
 
+@contextlib.contextmanager
+def one_first(name):
+    """Has one process of each machine go first, and the others wait for it."""
+    host = int(os.environ.get("GROUP_RANK", 0))
+    if local_rank():
+        told(f"{name}/{host}", by=rank() - local_rank())
+    yield
+    if world_size() > 1 and not local_rank():
+        tell(f"{name}/{host}", True)
+
+
 class LostContact(TrainingError):
     """Another rank has ended or does not answer. It is what comes of an error, and not the error."""
 

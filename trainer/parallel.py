@@ -5,6 +5,7 @@ import datetime
 import math
 import re
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -88,13 +89,15 @@ def wrap(module, strategy, device):
     other = [b for child in module.modules() if not isinstance(child, NORMS) for b in child.buffers(recurse=False)]
     # With find_unused_parameters the buckets stay what they are after the first step. Otherwise a run that goes on adds
     # gradients up in another order: off by 7e-9 from three processes on.
-    return torch.nn.parallel.DistributedDataParallel(
-        module,
-        device_ids=ids,
-        broadcast_buffers=any(buffer.is_floating_point() for buffer in other),
-        gradient_as_bucket_view=True,
-        find_unused_parameters=True,
-    )
+    with warnings.catch_warnings():  # torch 2.15 has a new name for broadcast_buffers, which 2.10 does not know
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.nn.parallel.DistributedDataParallel(
+            module,
+            device_ids=ids,
+            broadcast_buffers=any(buffer.is_floating_point() for buffer in other),
+            gradient_as_bucket_view=True,
+            find_unused_parameters=True,
+        )
 
 
 def replicated(module, strategy, device, listed):
