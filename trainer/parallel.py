@@ -29,9 +29,7 @@ def start(strategy, device, timeout=300):
     """
     name, listed = check_strategy(strategy)
     if launch.world_size() == 1:
-        if name in ("ddp", "fsdp"):
-            log.warning("strategy=%s: one process, so it changes nothing.", name)
-        return "single" if name in ("auto", "ddp", "fsdp") else strategy
+        return "single" if name == "auto" else strategy
     if name in ("single", "dp") or listed:
         raise UserError(
             f"strategy={strategy}: {launch.world_size()} processes were started, and each would train by itself.\n"
@@ -74,6 +72,9 @@ def wrap(module, strategy, device):
         return module
     if name == "dp":
         return replicated(module, strategy, device, listed)
+    if ranks() == 1:
+        log.warning("strategy=%s: one process, so it changes nothing.", name)
+        return module
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), 0)
     for child in module.modules():

@@ -312,6 +312,7 @@ class Trainer:
         if evaluates:
             self.agreement.soon()
             results = self.evaluate(self.val_loader, "val")
+            self.agreement.soon()
             self.evaluation_due = False
             self.log(results)
         if self.step % self.steps_per_epoch == 0:
