@@ -1,7 +1,8 @@
-"""Runs train.py in forks of one process that has imported all of it, and sends them signals: a real run in 0.5 s."""
+"""Runs train.py in forks of one process that has imported it all, as one process or as ranks; sends them signals."""
 
 import contextlib
 import ctypes
+import functools
 import gc
 import glob
 import importlib
@@ -9,6 +10,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,21 +19,24 @@ from types import SimpleNamespace
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 MODULES = ("hydra", "torch", "safetensors.torch", "trainer.trainer", "data.loader", "models.mlp")
+# DistributedDataParallel and fully_shard import torch._dynamo themselves.
+DISTRIBUTED = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.nn.parallel", "torch._dynamo")
 LIMIT = 120  # seconds for one run: for a hang, no limit to be near to
+GRACE = 30  # seconds that the other ranks have where one has failed
 
 
 class Forks:
-    """The process that forks, as the tests see it; one run at a time."""
+    """The process that forks, as the tests see it; one run at a time. `distributed`: it has what ranks need."""
 
-    def __init__(self, *paths):
+    def __init__(self, *paths, distributed=False):
         path = os.pathsep.join(map(str, (*paths, TRAIN.parent)))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-        command = [sys.executable, __file__]
+        command = [sys.executable, __file__, *MODULES, *(DISTRIBUTED if distributed else ())]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         )
 
-    def run(self, folder, *arguments, signals=(), **limits):
+    def run(self, folder, *arguments, signals=(), script=TRAIN, **limits):
         """`python train.py ...` in `folder`: its pid, exit code (-9 for a kill), output, seconds, how many signals it
         got, and whether a checkpoint was being written at its end.
 
@@ -40,11 +45,35 @@ class Forks:
         "group", to the process and its workers. `limits`: the most bytes of a "file"; "bound" by permissions as root
         too.
         """
+        done = self.ask(folder, script, arguments, [{}], ["out", "err"], signals, limits)
+        done.pid, done.code, (done.out,), (done.err,) = done.pids[0], done.codes[0], done.outs, done.errs
+        return done
+
+    def ranks(self, folder, world, *arguments, signals=(), script=TRAIN, environment=()):
+        """`train.py ...` in `folder` as so many ranks of one machine, as torchrun starts them, but without its agent.
+
+        As `run`, with `pids`, `codes`, `outs`, `errs` of all, and `late`: the ranks that had to be killed, since they
+        took too long or another one had failed. A signal goes to all, or to the one that it has as its "rank". Rank 0
+        is the host of the store.
+        """
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        same = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        same |= {"GROUP_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": port, **dict(environment)}
+        environments = [same | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
+        names = [f"{name}.{rank}" for name in ("out", "err") for rank in range(world)]
+        return self.ask(folder, script, arguments, environments, names, signals, {})
+
+    def ask(self, folder, script, arguments, environments, names, signals, limits):
+        """One job for the process that forks; `names` of the files for what is printed: first all out, then all err."""
         folder.mkdir(parents=True, exist_ok=True)
-        job = {"folder": str(folder), "arguments": arguments, "signals": list(signals), "limits": limits}
+        job = {"folder": str(folder), "script": str(script), "arguments": arguments, "environments": environments}
+        job |= {"names": names, "signals": list(signals), "limits": limits}
         print(json.dumps(job), file=self.process.stdin, flush=True)
         done = SimpleNamespace(**json.loads(self.process.stdout.readline()))
-        done.out, done.err = ((folder / name).read_text(encoding="utf-8") for name in ("out", "err"))
+        printed = [(folder / name).read_text(encoding="utf-8") for name in names]
+        done.outs, done.errs = printed[: len(environments)], printed[len(environments) :]
         return done
 
     def close(self):
@@ -53,41 +82,65 @@ class Forks:
         self.process.stdout.close()
 
 
-def serve():
+class Child:
+    """One fork, as the process that forks sees it."""
+
+    def __init__(self, start):
+        self.code, self.late, self.pid = None, False, os.fork()
+        if self.pid == 0:
+            start()  # does not return
+        with contextlib.suppress(ProcessLookupError):
+            os.setpgid(self.pid, self.pid)  # both do it, whoever comes first
+
+    def has_ended(self):
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code is not None
+
+    def send(self, number, group=False):
+        if not self.has_ended():
+            (os.killpg if group else os.kill)(self.pid, number)
+
+
+def serve(modules):
     """Answers one line of JSON after the other."""
-    for module in MODULES:
+    for module in modules:
         importlib.import_module(module)
     gc.freeze()
     for line in sys.stdin:
         print(json.dumps(run(**json.loads(line))), flush=True)
+    os._exit(0)  # libraries would complain of what gc has frozen
 
 
-def run(folder, arguments, signals, limits):
-    for name in ("out", "err"):
+def run(folder, script, arguments, environments, names, signals, limits):
+    for name in names:
         Path(folder, name).write_bytes(b"")
-    child, start = os.fork(), time.perf_counter()
-    if child == 0:
-        be_a_run(folder, arguments, **limits)
-    with contextlib.suppress(ProcessLookupError):
-        os.setpgid(child, child)  # both do it, whoever comes first
-    sent, code = 0, None
+    start, children = time.perf_counter(), []
+    for environment, *files in zip(environments, names, names[len(environments) :], strict=False):
+        begin = functools.partial(be_a_run, folder, script, arguments, environment, files, **limits)
+        children.append(Child(begin))
+    sent = 0
     for plan in signals:
-        code = wait(child, start, until=sign(folder, **plan))
-        if code is not None:
+        rank, group = plan.pop("rank", None), plan.pop("group", False)
+        if wait(children, start, until=sign(folder, **plan)):
             break
-        (os.killpg if plan.get("group") else os.kill)(child, plan["signal"])
+        for child in children if rank is None else [children[rank]]:
+            child.send(plan["signal"], group)
         sent += 1
-    code = wait(child, start) if code is None else code
+    wait(children, start)
+    done = {"pids": [child.pid for child in children], "codes": [child.code for child in children], "sent": sent}
+    done |= {"late": [rank for rank, child in enumerate(children) if child.late]}
     writing = bool(glob.glob(f"{folder}/*/checkpoints/.step_*.part"))
-    return {"pid": child, "code": code, "sent": sent, "seconds": time.perf_counter() - start, "writing": writing}
+    return {**done, "seconds": time.perf_counter() - start, "writing": writing}
 
 
-def be_a_run(folder, arguments, file=None, bound=False):
+def be_a_run(folder, script, arguments, environment, files, file=None, bound=False):
     """What `python train.py` is from its first line on; does not return."""
     os.setpgid(0, 0)
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for stream, name in ((1, "out"), (2, "err")):
+    for stream, name in enumerate(files, 1):
         os.dup2(os.open(name, os.O_WRONLY), stream)
     if file is not None:
         import resource
@@ -99,24 +152,30 @@ def be_a_run(folder, arguments, file=None, bound=False):
             os._exit(98)
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have them ignored
         signal.signal(number, signal.SIG_DFL)
-    sys.argv = [str(TRAIN), *arguments]
-    runpy.run_path(str(TRAIN), run_name="__main__")
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
     os._exit(99)
 
 
-def wait(child, start, until=lambda: False):
-    """The exit code of the child, or None where `until` was true before its end."""
+def wait(children, start, until=lambda: False):
+    """Whether all children had ended before `until` was true. What takes too long is killed."""
+    last = start + LIMIT
     while not until():
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        if time.perf_counter() - start > LIMIT:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.0001)
-    return None
+        ended = [child for child in children if child.has_ended()]
+        if len(ended) == len(children):
+            return True
+        if any(child.code for child in ended):
+            last = min(last, time.perf_counter() + GRACE)
+        if time.perf_counter() > last:
+            for child in children:
+                child.late |= not child.has_ended()
+                child.send(signal.SIGKILL)
+        time.sleep(0.0001 if len(children) == 1 else 0.001)  # the ranks want the cores
+    return False
 
 
-def sign(folder, delay, signal, watch=None, count=1, group=False):
+def sign(folder, delay, signal, watch=None, count=1):
     """A function that is true `delay` seconds from now, or from when `count` new files of a pattern were seen."""
     before = set(glob.glob(watch, root_dir=folder)) if watch else ()
     seen, due = set(), None if watch else time.perf_counter() + delay
@@ -132,4 +191,4 @@ def sign(folder, delay, signal, watch=None, count=1, group=False):
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1:])
