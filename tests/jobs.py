@@ -1,0 +1,183 @@
+"""What the tests of several processes run in each: a data set, Trainers and callbacks that write down, scripts."""
+
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from data.datasets import Data, TensorSplit
+from data.loader import DeviceLoader, HostLoader
+from trainer import Trainer
+from trainer.callbacks import EMA, Callback, Checkpoint
+from trainer.errors import TrainingError, UserError
+from trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, TopK
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def numbered(n=57, val=31, test=9, features=8, classes=4, kind="classification"):
+    """Samples that can be learnt; the first feature of each is its number, divided by 100."""
+    generator = torch.Generator().manual_seed(0)
+    total = n + val + test
+    inputs = torch.randn(total, features, generator=generator)
+    targets = inputs[:, -classes:] + 0.5 * torch.randn(total, classes, generator=generator)
+    inputs[:, 0] = torch.arange(total) / 100
+    if kind == "classification":
+        targets = targets.argmax(1)
+    parts = zip(inputs.split([n, val, test]), targets.split([n, val, test]), strict=True)
+    train, val, test = (TensorSplit(*part) if len(part[0]) else None for part in parts)
+    return Data("numbered", train, val, test, (features,), classes, kind=kind)
+
+
+class Recording(Trainer):
+    """Writes the numbers of the samples that it gets to `given.<rank>`, a line a batch, and those of evaluations."""
+
+    def note(self, what, batch):
+        numbers = (batch[0][:, 0] * 100).round().int().tolist()
+        with open(f"given.{RANK}", "a") as file:
+            file.write(json.dumps([what, self.step, numbers]) + "\n")
+
+    def train_step(self, batch):
+        self.note("trained", batch)
+        return super().train_step(batch)
+
+    def update_metrics(self, outputs, batch):
+        self.note("evaluated", batch)
+        super().update_metrics(outputs, batch)
+
+
+class Penalised(Recording):
+    """A loss of one's own."""
+
+    def compute_loss(self, batch):
+        inputs, targets = batch
+        outputs = self.model(inputs)
+        return self.loss(outputs, targets) + 0.1 * outputs.square().mean(), outputs
+
+
+class Scaled(Recording):
+    """Its fp16 scaler begins so high that the first steps are skipped, and changes its scale every second step."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.scaler.load_state_dict(self.scaler.state_dict() | {"scale": 2.0**30, "growth_interval": 2})
+
+
+class StopAt(Callback):
+    """Stops after a step: all ranks, or one of them."""
+
+    def __init__(self, step, rank=None):
+        self.step, self.rank = step, rank
+
+    def on_step_end(self, trainer):
+        if trainer.step == self.step and self.rank in (None, RANK):
+            trainer.stop(f"{self.step} steps are enough")
+
+
+class Slow(Callback):
+    """Waits so many seconds after each step: all ranks, or one of them."""
+
+    def __init__(self, seconds, rank=None):
+        self.seconds, self.rank = seconds, rank
+
+    def on_step_end(self, trainer):
+        if self.rank in (None, RANK):
+            time.sleep(self.seconds)
+
+
+# Scripts: python jobs.py NAME STRATEGY
+
+
+def make_trainer(strategy, model=None, **settings):
+    torch.manual_seed(0)
+    model = model or torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    defaults = {
+        "loss": torch.nn.CrossEntropyLoss(),
+        "device": "cpu",
+        "optimizer": functools.partial(torch.optim.SGD, lr=0.1),
+    }
+    return Trainer(model, strategy=strategy, **(defaults | settings))
+
+
+def write(**results):
+    """For the test: `results.<rank>`."""
+    Path(f"results.{RANK}").write_text(json.dumps(results))
+
+
+def evaluate(strategy):
+    """Evaluates and predicts 1 to 9 samples in batches of 1 to 9, of which some ranks have none."""
+    results = {}
+    metrics = {"acc": Accuracy(), "top2": TopK(2), "confusion": Confusion(4)}
+    with make_trainer(strategy, metrics=metrics) as trainer:
+        for samples, size in [(1, 1), (2, 1), (3, 2), (4, 3), (5, 4), (6, 9), (7, 3), (8, 5), (9, 4), (9, 2), (9, 1)]:
+            loader = DeviceLoader(numbered(val=samples), "val", size)
+            results[f"{samples} in {size}"] = [trainer.evaluate(loader), trainer.predict(loader).tolist()]
+        loader = HostLoader(numbered(val=9), "val", 4, workers=2)
+        results["workers"] = [trainer.evaluate(loader), trainer.predict(loader).tolist()]
+        loader.close()
+        data = numbered(val=9).val
+        loader = DataLoader(TensorDataset(*data.tensors()), batch_size=4)
+        results["DataLoader"] = [trainer.evaluate(loader), trainer.predict(loader).tolist()]
+        loader = DataLoader(data.inputs, batch_size=2)
+        results["inputs alone"] = trainer.predict(loader).tolist()
+        results["a list of batches"] = trainer.predict([data.inputs[:1], data.inputs[1:7], data.inputs[7:]]).tolist()
+    metrics = {"r2": R2(), "mse": MSE(2.0), "mae": MAE(2.0)}
+    with make_trainer(strategy, loss=torch.nn.MSELoss(), metrics=metrics) as trainer:
+        for samples, size in [(1, 1), (2, 2), (3, 1), (5, 2), (7, 7), (9, 5)]:
+            loader = DeviceLoader(numbered(val=samples, kind="regression"), "val", size)
+            results[f"{samples} numbers in {size}"] = trainer.evaluate(loader)
+    write(**results)
+
+
+def plain(strategy):
+    """A fit as in a notebook, on DataLoaders as everybody writes them; one run is cut off and continued."""
+    data = numbered()
+    train, val = (TensorDataset(*part.tensors()) for part in (data.train, data.val))
+    loaders = DataLoader(train, batch_size=10, shuffle=True), DataLoader(val, batch_size=9)
+    for folder, steps, resume in [("whole", None, None), ("cut", 8, None), ("cut", None, "cut/step_00000008.ckpt")]:
+        callbacks = [EMA(0.9), *([StopAt(steps)] if steps else []), Checkpoint(folder, every=8)]
+        with make_trainer(strategy, callbacks=callbacks, metrics={"acc": Accuracy()}, epochs=3, log_every=4) as trainer:
+            trainer.fit(*loaders, resume=resume)
+
+
+def with_distributed_sampler(strategy):
+    data = TensorDataset(*numbered().train.tensors())
+    loader = DataLoader(data, batch_size=10, sampler=DistributedSampler(data, 2, RANK))
+    make_trainer(strategy).fit(loader)
+
+
+class Median:
+    """A metric that cannot be added up."""
+
+    def reset(self):
+        self.values = []
+
+    def update(self, outputs, targets):
+        self.values.append(outputs)
+
+    def compute(self):
+        return torch.cat(self.values).median()
+
+
+def with_a_median(strategy):
+    make_trainer(strategy, metrics={"median": Median()}).evaluate(DeviceLoader(numbered(), "val", 9))
+
+
+def small_batches(strategy):
+    data = TensorDataset(*numbered().train.tensors())
+    make_trainer(strategy).fit(DataLoader(data, batch_size=1))
+
+
+if __name__ == "__main__":
+    try:
+        globals()[sys.argv[1]](*sys.argv[2:])
+    except (UserError, TrainingError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 3)
+    sys.stdout.flush()
+    os._exit(0)
