@@ -105,12 +105,12 @@ class Child:
 
 def serve(modules):
     """Answers one line of JSON after the other."""
+    sys.modules["triton"] = None  # torch._dynamo can do without, and it complains at the end of what gc has frozen
     for module in modules:
         importlib.import_module(module)
     gc.freeze()
     for line in sys.stdin:
         print(json.dumps(run(**json.loads(line))), flush=True)
-    os._exit(0)  # libraries would complain of what gc has frozen
 
 
 def run(folder, script, arguments, environments, names, signals, limits):
