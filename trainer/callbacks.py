@@ -352,7 +352,8 @@ class EMA(Callback):
         current = floating_state(trainer)
         self.raw = {name: tensor.clone() for name, tensor in current.items()}
         for name, tensor in current.items():
-            tensor.copy_(self.average[name])  # in place: a swap of `.data` is ignored by sharded modules
+            # In place: a swap of `.data` is ignored by sharded modules.
+            tensor.copy_(parallel.like(self.average[name], tensor))
 
     @torch.no_grad()
     def on_eval_end(self, trainer):

@@ -164,7 +164,7 @@ class Trainer:
             return loss
         self.skipped = 0
         self.scheduler.step()
-        if norm is not None:
+        if norm is not None and launch.is_first():  # it is that of all processes
             self.grad_norm.update(norm)
         return loss
 
