@@ -31,6 +31,7 @@ class Forks:
     def __init__(self, *paths, distributed=False):
         path = os.pathsep.join(map(str, (*paths, TRAIN.parent)))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as train.py sets it for ranks, before it imports torch
         command = [sys.executable, __file__, *MODULES, *(DISTRIBUTED if distributed else ())]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True

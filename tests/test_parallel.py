@@ -16,6 +16,7 @@ from conftest import assert_same
 from forks import Forks
 
 from trainer import checkpoint
+from trainer.state import WAYS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 
@@ -57,7 +58,10 @@ def train(forks, folder, world, *job):
     """What so many processes leave of a job; only the first one prints."""
     done = forks.ranks(folder, world, *job)
     assert done.codes == [0] * world, (done.codes, done.late, done.errs)
-    assert done.errs == [""] * world and done.outs[1:] == [""] * (world - 1), (done.errs, done.outs[1:])
+    if world == 1:  # which is not worth a mistake
+        assert done.errs[0].endswith("one process, so it changes nothing.\n") and done.errs[0].count("\n") == 1
+    else:
+        assert done.errs == [""] * world and done.outs[1:] == [""] * (world - 1), (done.errs, done.outs[1:])
     return left(folder, world)
 
 
@@ -67,6 +71,9 @@ def left(folder, world=1):
     states = {step: checkpoint.load(path) for step, path in checkpoint.files(run / "checkpoints").items()}
     for state in states.values():
         state.pop("about")
+        for group in state["optimizer"]["param_groups"]:
+            for way in WAYS:
+                group.pop(way, None)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     for row in rows:
         row.pop("train/seconds", None)
