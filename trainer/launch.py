@@ -351,7 +351,7 @@ def not_own(kind, message, code):
     speaks = rank() == min(present, default=None)
     if absent and (here or "lost" in kinds):
         names = " and ".join(f"rank {other} ({who(other)})" for other in (here or absent)[:3])
-        late = TIMEOUT.search(message) and not here
+        late = TIMEOUT.search(message or "") and not here
         what = f"did not answer for {seconds:g} s; the others waited for it" if late else "is gone: it was killed"
         advice = "Type the same command with run_dir=DIR to go on from the last checkpoint."
         return (f"error: {names} {what}.\n{advice}" if speaks else None), 3
