@@ -45,6 +45,17 @@ def run(main):
     0 done, 2 the user's mistake, 3 the training failed, 75 the run directory is in use, 130 and 143 stopped by SIGINT
     and SIGTERM, 1 (with a traceback) a bug of ours.
     """
+    try:
+        code = answered(main)
+    except KeyboardInterrupt:
+        code = say_interrupted()
+    finally:
+        launch.leave()
+    sys.exit(code)
+
+
+def answered(main):
+    """Runs `main`, says what there is to say of its end, and gives the exit code; a signal is KeyboardInterrupt."""
     open_closed()
     launch.quieten()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them and exiting with 1
@@ -62,14 +73,12 @@ def run(main):
         sys.stdout.flush()
         if stopping.received is not None:  # its exception was lost in a library's code
             raise KeyboardInterrupt
-        sys.exit(max(codes, default=0))  # of the jobs of a sweep that failed
+        return max(codes, default=0)  # of the jobs of a sweep that failed
     except BrokenPipeError:
-        sys.exit(nobody_reads())
-    except KeyboardInterrupt:
-        sys.exit(say_interrupted())
+        return nobody_reads()
     except Exception as error:
         if is_interruption(error):
-            sys.exit(say_interrupted())
+            raise KeyboardInterrupt from None
         from hydra.core.hydra_config import HydraConfig
 
         ours = isinstance(error, UserError)
@@ -77,9 +86,7 @@ def run(main):
             # Hydra lets a few mistakes through to the libraries below it, such as a key inside a list.
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             error = UserError(f"{' '.join(sys.argv[1:])}: this does not go together ({reason}).")
-        sys.exit(report(error))
-    finally:
-        launch.leave()
+        return report(error)
 
 
 def say_interrupted():

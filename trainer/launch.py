@@ -23,13 +23,15 @@ from trainer.errors import TrainingError, UserError, as_typed
 OWN = "train.py"  # the role of the processes that this program has started itself
 ANSWER = 5  # seconds that the others have to say why they end
 SAME = 2  # seconds in which rank 0 finds the mistake that another rank has found, if it is in both
-BLOCKED = 15  # seconds after which a process ends that has not heard a signal
+LATE = 3  # seconds after a signal, and then ANSWER, until a process ends that others have failed in vain to wait for
+BLOCKED = 25  # seconds after which it ends that has not heard the signal: torchrun kills it after 30
 # What gloo, NCCL and the store say where another process is gone, or does not answer.
 CONTACT = re.compile(
     r"gloo|NCCL|nccl|TCPStore|ProcessGroup|[Cc]onnection (closed|reset|refused)|Broken pipe|recv, got 0"
 )
 TIMEOUT = re.compile(r"[Tt]im(ed|e) ?out")
-opened = None  # the store, once this process has one
+opened = threading.local()  # `store`, the connection of a thread: one that waits would keep others waiting
+joined = False  # whether this process has told the others of itself
 said = False  # whether the others know that, and why, this process ends
 seconds = 300  # that a process waits for the others
 
@@ -88,24 +90,22 @@ def store(timeout=300):
 
     It is torchrun's. Where there is none, rank 0 has it. A rank waits `timeout` seconds for what another one tells it.
     """
-    # With gloo, the addresses of an attempt before would be tried: 8 of 10 restarts hung or failed.
-    return in_attempt(whole_store(timeout))
-
-
-def in_attempt(store):
     from torch.distributed import PrefixStore
 
-    return PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    # With gloo, the addresses of an attempt before would be tried: 8 of 10 restarts hung or failed.
+    return PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", whole_store(timeout))
 
 
 def whole_store(timeout=300):
     """The store over all attempts."""
-    global opened, seconds
-    if opened is None:
-        opened, seconds = connect(timeout), timeout
+    global joined, seconds
+    if not hasattr(opened, "store"):
+        opened.store = connect(timeout)
+    if not joined:
+        joined, seconds = True, timeout
         store().set(f"who/{rank()}", f"process {os.getpid()} on {platform.node()}")
         watch()
-    return opened
+    return opened.store
 
 
 def connect(timeout):
@@ -271,13 +271,25 @@ def guard(receiver, sender, parent):
             continue
         if number not in stopping.SIGNALS:
             continue
+        start = time.monotonic()
         time.sleep(1)
-        if stopping.received is None:
-            with contextlib.suppress(Exception):  # it is there, at least
-                in_attempt(connect(ANSWER)).set(f"end/{rank()}", json.dumps({"kind": "signal"}))
-            time.sleep(BLOCKED - 1)
+        with contextlib.suppress(RuntimeError):
+            if stopping.received is None:
+                tell(f"end/{rank()}", {"kind": "signal"})  # it is there, at least
+            time.sleep(LATE - 1)
+            text, code = not_own("signal", None, None)
+            if code is not None:
+                end_now(text, code)
+        time.sleep(max(0, start + BLOCKED - time.monotonic()))
         if stopping.received is None:
             os._exit(128 + number)
+
+
+def end_now(text, code):
+    """Ends this process from another thread than its first one."""
+    if text and not said:
+        os.write(2, f"{text}\n".encode())
+    os._exit(code)
 
 
 def is_lost(error):
@@ -296,7 +308,7 @@ def last_words(kind, message, code):
     """
     global said
     stopping.gentle = lambda name: None  # the others' ends bring signals
-    if opened is None:  # what comes so early is the same on all ranks, as a rule
+    if not joined:  # what comes so early is the same on all ranks, as a rule
         if is_first() or not ended_by_signal(2 * ANSWER):
             return (message if is_first() else by_rank(message)), code
         return None, code
@@ -336,10 +348,10 @@ def not_own(kind, message, code):
     absent = [other for other in range(world_size()) if other not in present]
     here = [other for other in absent if has_ended(other)]
     kinds = {end_of(other).get("kind") for other in present}
-    speaks = rank() == min(present)
+    speaks = rank() == min(present, default=None)
     if absent and (here or "lost" in kinds):
         names = " and ".join(f"rank {other} ({who(other)})" for other in (here or absent)[:3])
-        late = TIMEOUT.search(message) and not here
+        late = TIMEOUT.search(message or "") and not here
         what = f"did not answer for {seconds:g} s; the others waited for it" if late else "is gone: it was killed"
         advice = "Type the same command with run_dir=DIR to go on from the last checkpoint."
         return (f"error: {names} {what}.\n{advice}" if speaks else None), 3
@@ -387,7 +399,7 @@ def has_ended(other):
 
 def leave():
     """Says that this rank has ended, if it has not said so; the host of the store waits for the others."""
-    if opened is None:
+    if not joined:
         return
     with contextlib.suppress(RuntimeError):
         if not said:
