@@ -77,12 +77,16 @@ def wrap(module, strategy, device):
         return module
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), 0)
-    for child in module.modules():
+    spread = sharded(module, device) if name == "fsdp" else copied(module, device)
+    for child in module.modules():  # last: DistributedDataParallel takes no SyncBatchNorm on the CPU
         if type(child) in NORMS:
             child.process_group = None
             child.__class__ = OVER_RANKS[type(child)]
-    if name == "fsdp":
-        return sharded(module, device)
+    return spread
+
+
+def copied(module, device):
+    """The module in DistributedDataParallel, if it has anything to train."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     ids = None if device.type == "cpu" else [device.index]
@@ -175,7 +179,7 @@ class OverRanks(torch.nn.SyncBatchNorm):
             return super().forward(inputs)
         dims = [dim for dim in range(inputs.ndim) if dim != 1]
         shape = [1, -1] + [1] * (inputs.ndim - 2)
-        wide = inputs.float()
+        wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
         own = wide.new_tensor([inputs.numel() / inputs.shape[1]])
         count, total = SumOverRanks.apply(torch.cat([own, wide.sum(dims)])).split([1, inputs.shape[1]])
         if count.item() == 1:
