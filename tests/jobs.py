@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from data.datasets import Data, TensorSplit
+from data.datasets import Data, TensorSplit, synthetic
 from data.loader import DeviceLoader, HostLoader
+from models.cnn import CNN
 from trainer import Trainer
 from trainer.callbacks import EMA, Callback, Checkpoint
 from trainer.errors import TrainingError, UserError
@@ -32,6 +33,18 @@ def numbered(n=57, val=31, test=9, features=8, classes=4, kind="classification")
     parts = zip(inputs.split([n, val, test]), targets.split([n, val, test]), strict=True)
     train, val, test = (TensorSplit(*part) if len(part[0]) else None for part in parts)
     return Data("numbered", train, val, test, (features,), classes, kind=kind)
+
+
+def pictures():
+    """80 images in float64, and 4 classes that can be learnt."""
+    data = synthetic(n=80, in_shape=(1, 8, 8), num_classes=4)
+    for part in (data.train, data.val, data.test):
+        part.inputs = part.inputs.double() / 64
+    return data
+
+
+def double_cnn(in_shape, num_classes):
+    return CNN(in_shape, num_classes, channels=[4, 8]).double()
 
 
 class Recording(Trainer):
