@@ -371,7 +371,7 @@ class IterableLoader(Seekable):
                 f"{type(loader).__name__} has no len(), the number of batches in an epoch. Give it a __len__ method."
             ) from None
         parallel.check_sampler(loader)
-        self.loader, self.seed, self.nbytes = loader, seed, 0
+        self.loader, self.seed, self.nbytes, self.deals = loader, seed, 0, parallel.ranks() > 1
         self.batch_size = getattr(loader, "batch_size", None)
         dataset = getattr(loader, "dataset", None)
         self.samples = len(dataset) if hasattr(dataset, "__len__") else None
@@ -405,6 +405,7 @@ class IterableLoader(Seekable):
             if batch is end:
                 return
             if number >= position:
-                self.global_size, batch = parallel.deal(batch)
+                if self.deals:
+                    self.global_size, batch = parallel.deal(batch)
                 yield batch
             number += 1

@@ -51,7 +51,7 @@ def entries(batch):
 def size(batch):
     """The number of samples: the length of the first tensor."""
     if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], torch.Tensor) and batch[0].ndim:
-        return len(batch[0])  # the usual (inputs, targets), without a walk
+        return batch[0].shape[0]  # the usual (inputs, targets), without a walk
     for _, tensor in entries(batch):
         if tensor.ndim:
             return len(tensor)

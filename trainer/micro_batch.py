@@ -29,8 +29,9 @@ class MicroBatch:
         When that is out of memory under "auto", the size is halved, the buffers of the `module` become what they were,
         `undo()` is called, and all of the batch is worked through again.
         """
-        most, fewest = shares or [batches.size(batch)] * 2
-        parts = min(self.parts if self.size is None else math.ceil(most / self.size), max(1, fewest))
+        most, fewest = shares or (None, None)
+        parts = self.parts if self.size is None else math.ceil((most or batches.size(batch)) / self.size)
+        parts = min(parts, fewest or parts)
         if not self.adapts:
             return function(batches.split(batch, parts) if parts > 1 else [(batch, 1.0)])
         buffers = [] if module is None else list(module.buffers())

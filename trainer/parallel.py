@@ -19,6 +19,7 @@ NOTHING = contextlib.nullcontext()
 NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 # Parameters of a block that fsdp gathers by itself, at least: smaller ones are gathered with what is around them.
 BLOCK = 2**20
+joined = 1  # processes that train together, once `start` has joined them
 EXCHANGE = 0.25  # seconds between two exchanges of what the ranks were asked
 
 
@@ -35,6 +36,7 @@ def start(strategy, device, timeout=300):
             f"strategy={strategy}: {launch.world_size()} processes were started, and each would train by itself.\n"
             "Type strategy=auto, or python train.py without torchrun."
         )
+    global joined
     if not dist.is_initialized():
         backend = (
             "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
@@ -46,18 +48,21 @@ def start(strategy, device, timeout=300):
             world_size=launch.world_size(),
             timeout=datetime.timedelta(seconds=timeout),
         )
+    joined = dist.get_world_size()
     return "ddp" if name == "auto" else name
 
 
 def leave():
     """Takes leave of the other processes, at the end of a run that went well."""
+    global joined
     if dist.is_initialized():
         dist.destroy_process_group()
+        joined = 1
 
 
 def ranks():
     """How many processes train together here."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return joined
 
 
 def wrap(module, strategy, device):
@@ -231,6 +236,8 @@ def replicas(model):
 
 def gradient_sync(model, *, enabled):
     """A context in which backward passes exchange gradients, or do not: only the last micro-batch of a step has to."""
+    if joined == 1:
+        return NOTHING
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(enabled)
     elif not enabled and isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -335,17 +342,17 @@ def deal(batch):
     return batches.size(batch), batch if ranks() == 1 else batches.deal(batch, launch.rank(), launch.world_size())
 
 
-def shares(samples, loader):
-    """(the most and the fewest samples that a process has of this batch, the weight of its mean in the mean over all).
+def shares(batch, loader):
+    """((the most and the fewest samples that a process has of this batch), the weight of its mean in that over all).
 
-    `samples` is how many this process has, out of the loader's last batch.
+    Nothing and 1 for one process. What else there is was the loader's last batch.
     """
-    if ranks() == 1:
-        return samples, samples, 1.0
+    if joined == 1:
+        return None, 1.0
     whole = loader.global_size
     if whole < ranks():
         raise UserError(f"A batch of {whole} samples is too small for {ranks()} processes.\nType a larger batch_size.")
-    return math.ceil(whole / ranks()), whole // ranks(), samples * ranks() / whole
+    return (math.ceil(whole / ranks()), whole // ranks()), batches.size(batch) * ranks() / whole
 
 
 def is_shard(tensor):
@@ -383,12 +390,14 @@ class Agreement:
     """What all processes have to know alike: whether one of them was asked to stop, and what time it is.
 
     It is asked as often by each: after each step, and before each batch of an evaluation. About every EXCHANGE seconds
-    they tell each other; between that, nobody was asked, and no time goes by. One process alone need not wait.
+    they tell each other; between that, nobody was asked, and no time goes by.
     """
 
     def __init__(self):
         self.start = self.last = time.monotonic()
         self.agreed, self.calls, self.soonest = 0.0, 0, 1
+        if joined == 1:  # one process alone asks nobody
+            self.is_asked = bool
 
     def now(self):
         """Seconds since the beginning, by the slowest clock."""
@@ -398,15 +407,13 @@ class Agreement:
         """Has the next question answered by an exchange: what comes now may take longer than what was before."""
         self.calls, self.soonest = 0, 1
 
-    def __call__(self, asked):
-        """Whether any process was `asked`, as far as all know of it."""
-        if ranks() == 1:
-            return asked
+    def is_asked(self, here):
+        """Whether any process was asked to stop, this one or not, as far as all know of it."""
         self.calls += 1
         if self.calls < self.soonest:
             return False
         now = time.monotonic()
-        told = torch.tensor([asked, now - self.start, (now - self.last) / self.calls], dtype=torch.float64)
+        told = torch.tensor([here is not None, now - self.start, (now - self.last) / self.calls], dtype=torch.float64)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         asked, self.agreed, seconds = told.tolist()
         self.last, self.calls, self.soonest = time.monotonic(), 0, max(1, int(EXCHANGE / max(seconds, 1e-6)))

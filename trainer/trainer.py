@@ -170,7 +170,7 @@ class Trainer:
 
     def optimize(self, batch):
         """What a graph holds of a step; gives the mean loss, and the norm of the gradient where that is clipped."""
-        *shares, self.weight = parallel.shares(batches.size(batch), self.train_loader)
+        shares, self.weight = parallel.shares(batch, self.train_loader)
         loss, norm = self.micro_batch.work(self.accumulate, batch, self.module, self.undo_step, shares), None
         if self.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
@@ -212,7 +212,8 @@ class Trainer:
         """{"val/loss": ..., "val/acc": ...} over all samples of the loader; changes nothing in the training."""
         batch, loss_mean, loader = None, Mean(), parallel.dealt(loader)
         # What is random in an evaluation is a function of the step too: one that is done anew gives the same.
-        self.reseed(split)
+        seed = devices.mix_seed(self.seed, split, self.step, *self.stream)
+        devices.seed_generators(self.device, seed, self.replicas)
         for metric in self.metrics.values():
             metric.reset()
             if hasattr(metric, "to"):  # torchmetrics keep their sums on a device of their own
@@ -221,7 +222,8 @@ class Trainer:
             # Not inference_mode: sharded parameters cannot be copied in place under it.
             with self.evaluating(), torch.no_grad():
                 for batch in loader:
-                    if self.evaluation_due and self.is_interrupted():  # not one that a callback asks for
+                    if self.evaluation_due and self.agreement.is_asked(self.asked):  # none that a callback asks for
+                        self.heed()
                         raise Interrupted
                     batch = devices.move(batch, self.device)
                     for part, (loss, outputs) in self.eval_micro_batch.work(self.evaluate_parts, batch):
@@ -295,12 +297,10 @@ class Trainer:
         """
         self.asked = reason
 
-    def is_interrupted(self):
-        """Whether this process was asked to end the training, or another one; they agree on it."""
-        if not self.interrupted and self.agreement(self.asked is not None):
-            self.interrupted = True
-            self.stop(self.asked or "another process was asked to stop")
-        return self.interrupted
+    def heed(self):
+        """Ends the training where this process was asked to, or another one."""
+        self.interrupted = True
+        self.stop(self.asked or "another process was asked to stop")
 
     def is_time(self, every):
         """Whether what comes every so many steps comes after this one; the last step has all of it."""
@@ -318,16 +318,13 @@ class Trainer:
         if self.step % self.steps_per_epoch == 0:
             self.call("on_epoch_end")
         self.call("on_step_end")
-        self.is_interrupted()
+        if self.agreement.is_asked(self.asked):
+            self.heed()
 
     def begin_step(self):
         """Notes the rate of the step, and seeds it: what is random in it is a function of (seed, step)."""
         self.lr = self.scheduler.get_last_lr()[0]
-        self.reseed("step")
-
-    def reseed(self, what):
-        """Seeds the generators for a step or an evaluation; each process draws numbers of its own."""
-        seed = devices.mix_seed(self.seed, what, self.step, *self.stream)
+        seed = devices.mix_seed(self.seed, "step", self.step, *self.stream)
         devices.seed_generators(self.device, seed, self.replicas)
 
     def undo_step(self):
