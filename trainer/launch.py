@@ -3,6 +3,7 @@
 The processes are torchrun's; what they tell each other stands in its store. Without torch until one of them asks.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -395,6 +396,15 @@ def has_ended(other):
     except PermissionError:
         return False
     return False
+
+
+def end(code):
+    """Ends the process; one of several that has failed without its libraries' ends, which may wait for the others."""
+    if joined and code:
+        sys.stdout.flush()
+        atexit._run_exitfuncs()
+        os._exit(code)
+    sys.exit(code)
 
 
 def leave():
