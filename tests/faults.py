@@ -11,7 +11,7 @@ from trainer.errors import UserError
 
 
 class Fault(Callback):
-    """After `step`, `rank` does what `kind` says, once: in the first attempt of torchrun. None: all ranks do."""
+    """After `step`, `rank` does what `kind` says, once: in the first attempt of torchrun. -1: all ranks do."""
 
     def __init__(self, kind, step, rank=1):
         self.kind, self.step, self.rank = kind, step, rank
@@ -20,11 +20,7 @@ class Fault(Callback):
         if launch.is_first():
             Path("steps").write_text(str(trainer.step))
         again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        if (
-            trainer.step == self.step
-            and launch.rank() in (self.rank, launch.rank() if self.rank is None else -1)
-            and not again
-        ):
+        if trainer.step == self.step and self.rank in (-1, launch.rank()) and not again:
             getattr(self, self.kind)()
 
     def kill(self):

@@ -28,7 +28,7 @@ LATE = 3  # seconds after a signal, and then ANSWER, until a process ends that o
 BLOCKED = 25  # seconds after which it ends that has not heard the signal: torchrun kills it after 30
 # What gloo, NCCL and the store say where another process is gone, or does not answer.
 CONTACT = re.compile(
-    r"gloo|NCCL|nccl|TCPStore|ProcessGroup|[Cc]onnection (closed|reset|refused)|Broken pipe|recv, got 0"
+    r"gloo|NCCL|nccl|TCPStore|ProcessGroup|[Cc]onnection (closed|reset|refused)|Broken pipe|pair closure"
 )
 TIMEOUT = re.compile(r"[Tt]im(ed|e) ?out")
 opened = threading.local()  # `store`, the connection of a thread: one that waits would keep others waiting
