@@ -38,3 +38,12 @@ class Fault(Callback):
     def slow(self):
         time.sleep(0.1)
         self.step += 1
+
+
+def other():
+    """A data set that is another one on each rank."""
+    from data.datasets import synthetic
+
+    data = synthetic(n=190, split_seed=launch.rank())
+    data.name = "other"
+    return data
