@@ -134,7 +134,7 @@ def train_in(folder, cfg):
         except KeyboardInterrupt:
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
-            again = rundir.command(typed, f"run_dir={folder}")
+            again = rundir.command(typed, f"run_dir={folder}", start=launch.command())
             if in_sweep():
                 again = f"the same command with hydra.sweep.dir={folder.parent}"
             print(f"\ninterrupted at step {saver.saved}. To go on from there:\n{again}", file=sys.stderr)

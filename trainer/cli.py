@@ -51,7 +51,7 @@ def run(main):
         code = say_interrupted()
     finally:
         launch.leave()
-    sys.exit(code)
+    launch.end(code)
 
 
 def answered(main):

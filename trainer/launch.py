@@ -3,6 +3,7 @@
 The processes are torchrun's; what they tell each other stands in its store. Without torch until one of them asks.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -18,8 +19,9 @@ import time
 from pathlib import Path
 
 from trainer import stopping
-from trainer.errors import TrainingError, UserError, as_typed
+from trainer.errors import TrainingError, UserError
 
+SEVERAL = ("ddp", "fsdp")  # the strategies of several processes
 OWN = "train.py"  # the role of the processes that this program has started itself
 ANSWER = 5  # seconds that the others have to say why they end
 SAME = 2  # seconds in which rank 0 finds the mistake that another rank has found, if it is in both
@@ -27,7 +29,7 @@ LATE = 3  # seconds after a signal, and then ANSWER, until a process ends that o
 BLOCKED = 25  # seconds after which it ends that has not heard the signal: torchrun kills it after 30
 # What gloo, NCCL and the store say where another process is gone, or does not answer.
 CONTACT = re.compile(
-    r"gloo|NCCL|nccl|TCPStore|ProcessGroup|[Cc]onnection (closed|reset|refused)|Broken pipe|recv, got 0"
+    r"gloo|NCCL|nccl|TCPStore|ProcessGroup|[Cc]onnection (closed|reset|refused)|Broken pipe|pair closure"
 )
 TIMEOUT = re.compile(r"[Tt]im(ed|e) ?out")
 opened = threading.local()  # `store`, the connection of a thread: one that waits would keep others waiting
@@ -397,6 +399,15 @@ def has_ended(other):
     return False
 
 
+def end(code):
+    """Ends the process; one of several that has failed without its libraries' ends, which may wait for the others."""
+    if joined and code:
+        sys.stdout.flush()
+        atexit._run_exitfuncs()
+        os._exit(code)
+    sys.exit(code)
+
+
 def leave():
     """Says that this rank has ended, if it has not said so; the host of the store waits for the others."""
     if not joined:
@@ -412,30 +423,28 @@ def leave():
 
 
 def count(strategy, devices, device):
-    """How many processes `devices` means for this strategy, here and now; UserError where it cannot take effect."""
-    several = strategy in ("ddp", "fsdp")
-    if world_size() > 1 and os.environ.get("ROLE_NAME") != OWN:
-        if devices != "auto":
-            what = f"torchrun has started {world_size()} processes. Leave it out; their number is torchrun's"
-            raise UserError(f"devices={as_typed(devices)}: {what} --nproc-per-node.")
+    """How many processes this one has to start for `devices`; 1 is none. UserError where it cannot take effect."""
+    name, here = strategy.partition(":")[0], world_size()
+    if here > 1:
+        if name not in ("auto", *SEVERAL):
+            what = "and each would train by itself"
+            raise UserError(f"strategy={strategy}: torchrun has started {here} processes, {what}.\nType strategy=auto.")
+        if devices != "auto" and os.environ.get("ROLE_NAME") != OWN:
+            what = "Leave it out; how many there are says its --nproc-per-node"
+            raise UserError(f"devices={devices}: torchrun has started {here} processes. {what}.")
         return 1
-    if world_size() > 1:
+    if name not in SEVERAL:
+        if devices not in ("auto", 1):
+            ways = " or ".join(f"strategy={way} devices={devices}" for way in SEVERAL)
+            raise UserError(f"devices={devices}: with strategy={strategy}, one process is started. Type {ways}.")
         return 1
     if devices != "auto":
-        if devices > 1 and not several:
-            what = (
-                "one process trains with one device" if strategy in ("auto", "single") else f"{strategy} is one process"
-            )
-            raise UserError(
-                f"devices={devices}: with strategy={strategy}, {what}.\n"
-                f"Type strategy=ddp devices={devices}, or strategy=fsdp devices={devices}."
-            )
-        return devices if several else 1
-    if not several or device != "auto":
+        return devices
+    if device == "cpu" or ":" in device:
         return 1
     import torch
 
-    return max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
+    return max(1, torch.accelerator.device_count())
 
 
 def start(processes, arguments):

@@ -17,7 +17,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-from trainer import files, settings
+from trainer import files, launch, settings
 from trainer.cli import flat
 from trainer.errors import RunInUse, TrainingError, UserError, as_typed, log
 from trainer.saved_config import load_config
@@ -253,14 +253,14 @@ def check_same(what, before, now, also=()):
         raise UserError(f"{what} holds a run with other settings: {differences}.\n{what_to_type}")
 
 
-def command(overrides, *more):
+def command(overrides, *more, start=("python", "train.py")):
     """`python train.py ...` with these settings, as a shell takes them; of each key the last one.
 
     Without what has begun the run: the command goes on with it.
     """
     typed = {override.partition("=")[0]: override for override in [*overrides, *more]}
     typed = {key: override for key, override in typed.items() if key not in ("resume", "overwrite")}
-    return shlex.join(["python", "train.py", *typed.values()])
+    return shlex.join([*start, *typed.values()])
 
 
 def result_of(trainer, saver):
@@ -306,7 +306,7 @@ def closing_lines(folder, result, packages):
     trusted = [f"trusted=[{','.join(packages)}]"] if packages else []
     yield f"         {command(['task=evaluate', f'run={folder}', *trusted])}"
     if result["steps"] < result["total_steps"]:
-        yield f"         {command(result['overrides'], f'run_dir={folder}')}"
+        yield f"         {command(result['overrides'], f'run_dir={folder}', start=launch.command())}"
 
 
 def write_json(path, contents):

@@ -1,0 +1,49 @@
+"""A callback by which a test has one rank of several fail, at a step of its own choice."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from trainer import launch
+from trainer.callbacks import Callback
+from trainer.errors import UserError
+
+
+class Fault(Callback):
+    """After `step`, `rank` does what `kind` says, once: in the first attempt of torchrun. -1: all ranks do."""
+
+    def __init__(self, kind, step, rank=1):
+        self.kind, self.step, self.rank = kind, step, rank
+
+    def on_step_end(self, trainer):
+        if launch.is_first():
+            Path("steps").write_text(str(trainer.step))
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if trainer.step == self.step and self.rank in (-1, launch.rank()) and not again:
+            getattr(self, self.kind)()
+
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self):
+        time.sleep(600)
+
+    def mistake(self):
+        raise UserError("callbacks.fault: a mistake.")
+
+    def bug(self):
+        raise ZeroDivisionError("a bug")
+
+    def slow(self):
+        time.sleep(0.1)
+        self.step += 1
+
+
+def other():
+    """A data set that is another one on each rank."""
+    from data.datasets import synthetic
+
+    data = synthetic(n=190, split_seed=launch.rank())
+    data.name = "other"
+    return data

@@ -1,0 +1,307 @@
+"""Real processes that train together: who speaks, who is named, how all of them end, and what the exit code is.
+
+`pytest --large tests/test_launch.py` has each fault at more moments, with both strategies, and by torchrun too.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import assert_same
+from forks import Forks
+from test_cli import answers, run
+
+from trainer import checkpoint, launch
+from trainer.errors import UserError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
+
+HERE = Path(__file__).resolve().parent
+TRAIN = str(HERE.parent / "train.py")
+TORCHRUN = ["-m", "torch.distributed.run"]
+JOB = [
+    "dataset=synthetic",
+    "dataset.n=190",
+    "model.hidden=[16]",
+    "device=cpu",
+    "epochs=2",
+    "batch_size=8",
+    "log_every=4",
+]
+JOB += ["checkpoint.every=5", "model.dropout=0.2", "ema=0.9", "strategy=ddp"]
+STEPS = 34
+ENDS = 30  # seconds in which all end where one has failed
+
+
+def fault(kind, step=7, rank=1):
+    """The settings that have a rank fail after a step."""
+    return [f"+callbacks.fault.{key}={value}" for key, value in {"_target_": "faults.Fault", "kind": kind}.items()] + [
+        f"+callbacks.fault.step={step}",
+        f"+callbacks.fault.rank={rank}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def forks():
+    made = Forks(HERE, distributed=True)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def whole(forks, tmp_path_factory):
+    """What the undisturbed run on two processes leaves."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = forks.ranks(folder, 2, "run_dir=run", *JOB, *fault("slow", STEPS))
+    assert done.codes == [0, 0] and done.errs == ["", ""], done.errs
+    return last(folder / "run")
+
+
+def last(run):
+    """The last checkpoint of a run, but for what is said about it."""
+    states = checkpoint.files(run / "checkpoints")
+    assert max(states) == STEPS
+    return {name: part for name, part in checkpoint.load(states[STEPS]).items() if name != "about"}
+
+
+def start(folder, *command, **environment):
+    """A program in `folder`, with its output in files; in a group of its own, as a terminal has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    own |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **environment}
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+        command = [sys.executable, *map(str, command)]
+        return subprocess.Popen(command, cwd=folder, env=own, stdout=out, stderr=err, start_new_session=True)
+
+
+def end(process, folder, patience=120):
+    """Its exit code and output; nothing of it is left."""
+    try:
+        code = process.wait(patience)
+    finally:
+        process.kill()
+    return SimpleNamespace(code=code, **{name: (folder / name).read_text() for name in ("out", "err")})
+
+
+def steps_are(folder, count, patience=100):
+    """Waits until so many steps are done."""
+    limit = time.monotonic() + patience
+    while time.monotonic() < limit:
+        if (folder / "steps").exists() and int((folder / "steps").read_text() or 0) >= count:
+            return
+        time.sleep(0.01)
+    raise AssertionError((folder / "err").read_text())
+
+
+# faults
+
+
+def test_a_killed_rank_is_named_once_and_ends_all(forks, tmp_path, large):
+    for world, rank, strategy in [(2, 1, "ddp")] + [(4, 1, "ddp"), (4, 3, "fsdp"), (2, 1, "fsdp")] * large:
+        folder = tmp_path / f"{world}{rank}{strategy}"
+        begin = time.monotonic()
+        done = forks.ranks(folder, world, "run_dir=run", *JOB, f"strategy={strategy}", *fault("kill", rank=rank))
+        assert done.codes.pop(rank) == -9 and set(done.codes) == {3}, (done.codes, done.errs)
+        assert not done.late and time.monotonic() - begin < 2 * ENDS
+        said = "".join(done.errs)
+        assert said.startswith(f"error: rank {rank} (process {done.pids[rank]} on ") and "is gone" in said
+        assert said.count("error:") == 1 and "Traceback" not in said
+
+
+def test_a_rank_that_hangs_is_named_within_the_timeout(forks, tmp_path):
+    done = forks.ranks(tmp_path, 2, "run_dir=run", *JOB, "rank_timeout=3", *fault("hang"))
+    said = f"error: rank 1 (process {done.pids[1]} on "
+    assert done.codes[0] == 3 and done.errs[0].startswith(said) and "did not answer for 3 s" in done.errs[0], done.errs
+    assert done.errs[0].count("\n") == 2 and done.late == [1]  # by the agent, where there is one
+
+
+def test_a_mistake_is_said_once_with_the_rank_that_made_it(forks, tmp_path):
+    for kind, code, text in (("mistake", 2, "callbacks.fault: a mistake."), ("bug", 1, "ZeroDivisionError: a bug")):
+        done = forks.ranks(tmp_path / kind, 2, "run_dir=run", *JOB, *fault(kind))
+        assert done.codes == [code, code] and done.errs[0] == "", (done.codes, done.errs)
+        assert "rank 1:" in done.errs[1] and done.errs[1].strip().endswith(text)
+        assert done.errs[1].count(text) == 1 and "gloo" not in done.errs[1]
+    done = forks.ranks(tmp_path / "all", 2, "run_dir=run", *JOB, *fault("mistake", rank=-1))
+    assert done.codes == [2, 2] and done.errs == ["error: callbacks.fault: a mistake.\n", ""]
+
+
+def test_more_ranks_than_samples_is_an_error(forks, tmp_path):
+    done = forks.ranks(tmp_path, 4, "run_dir=run", *JOB, "batch_size=3")
+    assert set(done.codes) == {2} and done.errs[1:] == [""] * 3, (done.codes, done.errs)
+    assert "batch_size" in done.errs[0] and "4 processes" in done.errs[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_another_config_or_data_are_refused(forks, tmp_path):
+    cases = [(["monitor=${oc.env:RANK}"], "config than rank 0: callbacks.early_stopping.monitor, monitor.")]
+    cases += [(["dataset._target_=faults.other"], "data than rank 0: other.")]
+    for i, (typed, what) in enumerate(cases):
+        done = forks.ranks(tmp_path / str(i), 2, "run_dir=run", *JOB[2:], *typed)
+        assert done.codes == [2, 2] and done.errs[1] == "", (done.codes, done.errs)
+        assert re.match(r"error: rank 1 \(process \d+ on .*\) has other " + re.escape(what), done.errs[0]), done.errs
+        assert not (tmp_path / str(i) / "run").exists()
+
+
+def test_ranks_with_other_code_are_refused(forks, tmp_path):
+    script = tmp_path / "check.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os
+        from trainer import cli, launch
+        def main():
+            own = {"train.py": b"1", "mine.py": os.environ["RANK"].encode()}
+            launch.check_alike({"code": own if os.environ["RANK"] != "2" else {"train.py": b"1"}})
+        cli.run(main)
+    """)
+    )
+    done = forks.ranks(tmp_path / "run", 3, script=script)
+    assert done.codes == [2, 2, 2] and done.errs[1:] == ["", ""], done.errs
+    assert "error: rank 1 (" in done.errs[0] and "has other code than rank 0: mine.py.\n" in done.errs[0]
+
+
+def test_the_code_is_that_of_the_program_and_of_ones_own_packages():
+    files = launch.code(HERE.parent)
+    assert {"train.py", "trainer/launch.py", "data/loader.py", "models/mlp.py"} <= set(files)
+    assert "forks" not in files and "forks" in launch.code(HERE.parent, ["forks"])
+    assert files["train.py"] == Path(TRAIN).read_bytes()
+
+
+# signals
+
+
+def test_a_stopped_run_is_saved_at_one_step_and_continued_by_the_same_command(forks, whole, tmp_path, large):
+    """SIGTERM to python train.py, which hands it on; Ctrl-C on a terminal reaches it alone, too."""
+    cases = [(signal.SIGTERM, 143, [TRAIN, "devices=2"])]
+    if large:
+        cases += [(signal.SIGINT, 130, [TRAIN, "devices=2"])]
+        cases += [(signal.SIGTERM, 1, [*TORCHRUN, "--nproc-per-node", "2", TRAIN])]
+    for number, code, command in cases:
+        folder = tmp_path / f"{number}{code}"
+        typed = [*JOB, "run_dir=run", *fault("slow", 3)]
+        process = start(folder, *command, *typed)
+        steps_are(folder, 6)
+        os.killpg(process.pid, number)
+        done = end(process, folder)
+        assert done.code == code, done.err
+        step = int(re.search(r"^interrupted at step (\d+)\. To go on from there:$", done.err, re.MULTILINE)[1])
+        assert done.err.count("interrupted") == 1 and max(checkpoint.files(folder / "run" / "checkpoints")) == step
+        if code != 1:
+            assert done.err.count("\n") == 3 and "\npython train.py devices=2 dataset=synthetic" in done.err, done.err
+        else:
+            assert "\ntorchrun --nproc-per-node 2 train.py dataset=synthetic" in done.err
+        again = forks.ranks(folder, 2, *typed)
+        assert again.codes == [0, 0], again.errs
+        assert_same(last(folder / "run"), whole)
+
+
+def test_a_signal_that_comes_twice_is_one_and_later_ends_at_once(tmp_path):
+    script = tmp_path / "twice.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, signal, sys, time
+        from trainer import stopping
+        stopping.listen()
+        stopping.ready, stopping.gentle = True, print
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        print("alive", flush=True)
+        stopping.received_at -= float(sys.argv[1])
+        os.kill(os.getpid(), signal.SIGINT)
+        print("still alive", flush=True)
+    """)
+    )
+    environment = {"PYTHONPATH": str(HERE.parent), "RANK": "1"}
+    done = run(tmp_path / "a", "2", python=[str(script)], **environment)
+    assert (done.code, done.out, done.err) == (130, "SIGTERM\nalive\n", "")
+    done = run(tmp_path / "b", "0", python=[str(script)], **environment)
+    assert (done.code, done.out) == (0, "SIGTERM\nalive\nstill alive\n")
+
+
+# the agent
+
+
+def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been(whole, tmp_path, large):
+    for rank in (1, 0) if large else (1,):
+        folder = tmp_path / str(rank)
+        command = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", TRAIN]
+        done = end(start(folder, *command, *JOB, *fault("kill", 13, rank)), folder)
+        assert done.code == 0 and f"rank {rank} (process" in done.err, done.err
+        (run,) = (folder / "runs").iterdir()  # named by itself, and found again
+        assert_same(last(run), whole)
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path, large):
+    cases = [("kill", 0, 3, "error: rank 0 (process")]
+    cases += [("mistake", 1, 2, "error: rank 1: callbacks"), ("bug", 1, 1, "rank 1:\nTraceback")] * large
+    for kind, rank, code, said in cases:
+        folder = tmp_path / f"{kind}{rank}"
+        done = end(start(folder, TRAIN, *JOB, "devices=2", "run_dir=run", *fault(kind, rank=rank)), folder)
+        assert done.code == code and done.err.startswith(said), (done.code, done.err)
+        assert "torch.distributed" not in done.err and "closing signal" not in done.err
+
+
+def test_a_sweep_has_jobs_of_several_processes(tmp_path, large):
+    if not large:
+        pytest.skip("three starts of the agent: pytest --large")
+    done = run(tmp_path, "-m", "seed=0,1", "devices=2", "epochs=1", *JOB[:5], "strategy=ddp", "hydra.sweep.dir=sweep")
+    assert done.code == 0, done.err
+    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/result.json"))]
+    assert [result["steps"] for result in results] == [17, 17]
+
+
+REFUSED = [
+    ("devices=2", "error: devices=2: with strategy=auto, one process", "Type strategy=ddp devices=2 or strategy=fsdp"),
+    ("devices=0", "error: devices=0: give a whole number at least 1.", ""),
+    ("devices=atuo", "error: devices=atuo: give auto, or a whole number", "Did you mean 'auto'?"),
+    ("rank_timeout=0", "error: rank_timeout=0: give a number above 0", ""),
+    ("task=lr_find strategy=ddp devices=2", "error: task=lr_find is for one process.", "Leave out devices=2."),
+]
+REFUSED_AMONG_SEVERAL = [
+    ("strategy=ddp devices=3", "error: devices=3: torchrun has started 2 processes.", "--nproc-per-node"),
+    ("strategy=dp:0+1", "error: strategy=dp:0+1: torchrun has started 2 processes", "Type strategy=auto."),
+    ("-m seed=0,1", "error: -m: a sweep starts runs by itself.", "Type python train.py -m ... strategy=ddp devices=N."),
+    ("task=lr_find", "error: task=lr_find is for one process.", "Type python train.py"),
+    ("task=evaluate run=x", "error: task=evaluate is for one process.", "Type python train.py"),
+]
+
+
+def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, table, environment in (("one", REFUSED, {}), ("several", REFUSED_AMONG_SEVERAL, rank)):
+        (tmp_path / name).mkdir()
+        found = answers(tmp_path / name, table, "hydra", PYTHONPATH=str(tmp_path), **environment)
+        for typed, said, what_to_type in table:
+            done = found[typed]
+            assert done.code == 2 and done.err.startswith(said) and what_to_type in done.err, (typed, done.err)
+            assert done.files == []
+
+
+def test_how_many_processes_there_are():
+    assert launch.count("ddp", 4, "auto") == 4 and launch.count("fsdp", 2, "cpu") == 2
+    assert launch.count("single", 1, "auto") == 1 and launch.count("auto", "auto", "auto") == 1
+    assert launch.count("ddp", "auto", "cpu") == 1
+    with pytest.raises(UserError, match="Type strategy=ddp devices=2"):
+        launch.count("single", 2, "cpu")
+
+
+# two machines
+
+
+def test_two_hosts_train_what_one_does(forks, whole, tmp_path):
+    """Two network namespaces with addresses of their own, a cable between them, and torchrun on each."""
+    if subprocess.run(["unshare", "-rn", "ip", "link"], capture_output=True, check=False).returncode:
+        pytest.skip("network namespaces are not allowed here")
+    environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", HERE / "two_hosts.sh", "1", TRAIN, "run_dir=run", *JOB, *fault("slow", STEPS)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_same(last(tmp_path / "run"), whole)
