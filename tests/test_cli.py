@@ -177,7 +177,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: precision=fp8: there is no such choice.",
         "Type precision= one of: auto, fp32, bf16, fp16.",
     ),
-    ("strategy=ddp", "error: strategy=ddp: there is no such strategy. Did you mean 'dp'?", "Type strategy=single, dp"),
+    ("strategy=ddq", "error: strategy=ddq: there is no such strategy. Did you mean 'ddp'?", "Type strategy=auto, single"),
     ("monitor_mode=maxx", "error: monitor_mode=maxx: there is no such choice.", "Did you mean 'max'?"),
     ("dataset.resident=maybe", "error: dataset.resident=maybe:", "one of: auto, true, false"),
     ("task=evaluate", "error: task=evaluate needs a run directory.", "Type run=DIR."),
