@@ -449,6 +449,7 @@ def test_the_run_directory(default):
         "scheduler",
         "callbacks",
         "trainer",
+        "sweep",
     }
 
 

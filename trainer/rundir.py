@@ -27,7 +27,7 @@ MOST_JSON = 2**24  # bytes of a result.json: ours have 2 KB, and a confusion mat
 HARMLESS = (
     "run_dir", "resume", "overwrite", "device", "strategy", "log_every", "eval_every", "task", "run", "trusted",
     "max_minutes", "rank_timeout", "eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident",
-    "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download",
+    "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download", "sweep.",
 )  # fmt: skip
 LENGTHS = ("epochs", "max_steps", "patience")  # these too where another run begins with a checkpoint of this one
 LOCK = ".lock"
