@@ -20,6 +20,7 @@ except ImportError:  # Windows
 from trainer import files, settings
 from trainer.cli import flat
 from trainer.errors import RunInUse, TrainingError, UserError, as_typed, log
+from trainer.readable import number, numbers, seconds
 from trainer.saved_config import load_config
 
 MOST_JSON = 2**24  # bytes of a result.json: ours have 2 KB, and a confusion matrix of 1,000 classes 8 MB
@@ -294,8 +295,6 @@ def is_numbers(name, value):
 
 def closing_lines(folder, result, packages):
     """The lines that end a run: the best, the test, the time, and what to type next."""
-    from trainer.summary import number, numbers, seconds
-
     if best := result["best"]:
         yield f"best     {best['name']} {number(best['value'])} at step {best['step']:,}"
     if shown := numbers({name: value for name, value in result.items() if name.startswith("test/")}):
