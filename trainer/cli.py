@@ -91,7 +91,9 @@ def answered(main):
 
 def say_interrupted():
     """Says what to do after a signal, and gives its exit code."""
-    text, code = "\ninterrupted. The same command begins again, or goes on.", stopping.exit_code()
+    sweep = {"-m", "--multirun"} & set(sys.argv)  # which has said how to go on
+    text = "\ninterrupted." + " The same command begins again, or goes on." * (not sweep)
+    code = stopping.exit_code()
     if launch.world_size() > 1:
         text, code = launch.last_words("signal", text, code)
     if text:
@@ -156,6 +158,13 @@ def message(error):
     lines = [line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}" for line in lines]
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
     return "\n".join(map(printable, lines)).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def reason(error):
+    """Why a job of a sweep has failed, as its result.json says it."""
+    if exit_code(error) == BUG:
+        return cause(error)
+    return "\n".join(map(printable, explanation(error).removeprefix("error: ").split("\n")))
 
 
 def explanation(error):
