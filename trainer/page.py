@@ -1,5 +1,6 @@
 """Pages of HTML that stand alone: no script, no network, light and dark; tables, and parallel coordinates in SVG."""
 
+import itertools
 import math
 from collections import Counter
 from html import escape
@@ -17,13 +18,13 @@ body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.5 sy
 main { max-width: 1200px; margin: 0 auto; padding: 24px 20px 60px }
 h1 { font-size: 24px; margin: 0 0 4px; overflow-wrap: anywhere } h2 { font-size: 17px; margin: 32px 0 8px }
 p { margin: 4px 0 } .soft { color: var(--soft) } .bad { color: var(--bad) }
-pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 8px 12px; overflow-x: auto;
-  margin: 4px 0 12px }
+pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 8px 12px;
+  margin: 4px 0 12px; white-space: pre-wrap; overflow-wrap: anywhere }
 code, pre { font: 13px/1.5 ui-monospace, monospace }
 .wide { overflow-x: auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }
 th, td { text-align: left; padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top;
-  max-width: 460px; overflow-wrap: anywhere }
+  max-width: 460px; overflow-wrap: break-word }
 th { color: var(--soft); font-weight: 500; white-space: nowrap } td.number, th.number { text-align: right }
 td.number { white-space: nowrap } tr.best td { font-weight: 600 }
 summary { cursor: pointer; margin: 8px 0 }
@@ -32,7 +33,9 @@ svg .axis { stroke: var(--soft); stroke-width: 1 } svg .key { font-weight: 600 }
 svg .tick { fill: var(--soft); paint-order: stroke; stroke: var(--back); stroke-width: 4px; stroke-linejoin: round }
 svg .job { fill: none; stroke: var(--best); stroke-width: 1.6; stroke-opacity: .85;
   stroke: color-mix(in oklab, var(--best) calc(var(--rank) * 1%), var(--worst)) }
-svg .job.best { stroke-width: 3.5; stroke-opacity: 1 } svg .job:hover { stroke-width: 5; stroke-opacity: 1 }
+svg.many .job { stroke-width: 1 }
+svg .job.best, svg.many .job.best { stroke-width: 3.5; stroke-opacity: 1 }
+svg .job:hover, svg.many .job:hover { stroke-width: 5; stroke-opacity: 1 }
 svg .job.failed { stroke: var(--bad); stroke-dasharray: 4 4 } svg .cross { fill: var(--bad) }
 """
 # Of the picture, in pixels: above and below the axes, their height, and the room for the letters of a value.
@@ -40,7 +43,7 @@ TOP, HEIGHT, BOTTOM, LETTER, LINE = 56, 320, 44, 7, 16
 MOST_LETTERS = 24  # of a name in the picture; the whole of it is in its tooltip
 MOST_AXES = 30
 MOST_SPREAD = 12  # pixels between the lines of jobs with the same value and its place
-FAR = 50  # a number that is so many times another one wants a logarithmic scale
+FAR = 10  # a number that is so many times another one wants a logarithmic scale
 
 
 def page(title, *parts):
@@ -131,13 +134,14 @@ def picture(sweep):
     The colour is the rank among the jobs that are done, since one result far away would leave one colour for all else.
     """
     done = sorted((job for job in sweep.of("done") if sweep.value(job) is not None), key=sweep.value)
-    done = done if sweep.high else done[::-1]  # the best is drawn last
+    done = done if sweep.high else done[::-1]
     failed = sweep.of("failed")
     keys = sweep.keys[:MOST_AXES]
     if not keys or not done + failed:
         return ""
     values = {job.name: sweep.value(job) for job in done}
-    typed = {key: [job.settings.get(key, "(default)") for job in done + failed] for key in keys}
+    jobs = failed + done  # the best is drawn last
+    typed = {key: [job.settings.get(key, "(default)") for job in jobs] for key in keys}
     axes = [axis(typed[key]) for key in keys]
     places = [spread([y_of(scale(value)) for value in typed[key]]) for key, (scale, _) in zip(keys, axes, strict=True)]
     result = number_axis([sweep.value(job) for job in done]) if done else (None, [])
@@ -147,32 +151,33 @@ def picture(sweep):
     width = left + step * len(keys) + max(90, LETTER * min(len(names[-1]), MOST_LETTERS) // 2 + 20)
     x = [left + step * i for i in range(len(names))]
     lines = []
-    for i, job in enumerate(done + failed):
+    for i, job in enumerate(jobs):
         points = [(x[a], places[a][i]) for a in range(len(keys))]
         if job.name in values:
             height = result[0](values[job.name])
             points.append((x[-1], y_of(height if sweep.high else 1 - height)))
-            rank = 100 * i / max(1, len(done) - 1) if len(done) > 1 else 100
-            kind, style = " best" * (i == len(done) - 1), f' style="--rank:{rank:.0f}"'
+            better_than = (i - len(failed)) / (len(done) - 1) if len(done) > 1 else 1
+            drawn = f'class="job{" best" * (i == len(jobs) - 1)}" style="--rank:{100 * better_than**2:.0f}"'
             what = f"{sweep.name} {number(values[job.name])}"
         else:
             points.append((x[-1], TOP + HEIGHT + 26))
-            kind, style, what = " failed", "", "failed"
+            drawn, what = 'class="job failed"', "failed"
         shown = " ".join(f"{key}={job.settings[key]}" for key in sweep.keys if key in job.settings)
         title = f"<title>{safe(f'job {job.name}: {what}, {shown}')}</title>"
-        lines.append(f'<path class="job{kind}"{style} d="{curve(points)}">{title}</path>')
+        lines.append(f'<path {drawn} d="{curve(points)}">{title}</path>')
     ticks = [shown for _, shown in axes]
     ticks.append([(height if sweep.high else 1 - height, text) for height, text in result[1]])
-    drawn = [one for i, name in enumerate(names) for one in drawn_axis(x[i], name, ticks[i])]
+    lines += [part for i, name in enumerate(names) for part in drawn_axis(x[i], name, ticks[i])]
     if failed:
-        drawn.append(f'<text class="cross" x="{x[-1] + 8}" y="{TOP + HEIGHT + 30}">✕ failed</text>')
-    size = f'width="{width}" height="{TOP + HEIGHT + BOTTOM}"'
+        lines.append(f'<text class="cross" x="{x[-1] + 8}" y="{TOP + HEIGHT + 30}">✕ failed</text>')
+    size = f'width="{width}" height="{TOP + HEIGHT + BOTTOM}"' + ' class="many"' * (len(jobs) > 60)
     more = f" Of {len(sweep.keys)} keys the first {MOST_AXES} are drawn." if len(sweep.keys) > MOST_AXES else ""
-    label = f"A line for each job, through its settings to its {sweep.name or 'result'}: the stronger its colour, the better.{more}"
+    what = f"A line for each job, through its settings to its {sweep.name or 'result'}"
+    label = f"{what}: the stronger its colour, the better.{more}"
     return (
         '<div class="wide">\n'
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{safe(label)}">\n'
-        + "\n".join(lines + drawn)
+        + "\n".join(lines)
         + f'\n</svg>\n</div>\n<p class="soft">{safe(label)}</p>'
     )
 
@@ -185,7 +190,7 @@ def y_of(height):
 def curve(points):
     """An SVG path from axis to axis, which leaves each of them at a right angle."""
     parts = [f"M{points[0][0]:.0f} {points[0][1]:.1f}"]
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
         middle = (x0 + x1) / 2
         parts.append(f"C{middle:.0f} {y0:.1f} {middle:.0f} {y1:.1f} {x1:.0f} {y1:.1f}")
     return "".join(parts)
@@ -193,7 +198,7 @@ def curve(points):
 
 def drawn_axis(x, name, ticks):
     """The SVG of an axis: its line, its name above it, and the ticks that have room."""
-    short = name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS // 2]}…{name[-MOST_LETTERS // 2 + 1 :]}"
+    short = name if len(name) <= MOST_LETTERS else f"{name[:9]}…{name[10 - MOST_LETTERS :]}"
     yield f'<line class="axis" x1="{x}" y1="{TOP}" x2="{x}" y2="{TOP + HEIGHT}"/>'
     yield (
         f'<text class="key" x="{x}" y="{TOP - 28}" text-anchor="middle">{safe(short)}<title>{safe(name)}</title></text>'
@@ -201,10 +206,9 @@ def drawn_axis(x, name, ticks):
     last = None
     for height, text in sorted(ticks):
         if last is None or (height - last) * HEIGHT >= LINE:
-            short = text if len(text) <= MOST_LETTERS // 2 + 3 else f"{text[: MOST_LETTERS // 2 + 2]}…"
-            yield (
-                f'<text class="tick" x="{x + 7}" y="{y_of(height) + 4:.1f}">{safe(short)}<title>{safe(text)}</title></text>'
-            )
+            short = safe(text if len(text) <= 14 else f"{text[:13]}…")
+            place = f'x="{x + 7}" y="{y_of(height) + 4:.1f}"'
+            yield f'<text class="tick" {place}>{short}<title>{safe(text)}</title></text>'
             last = height
 
 
@@ -226,7 +230,7 @@ def spread(places):
     """The places of the jobs on an axis, in their order: those at the same place a little apart, later ones higher."""
     same = Counter(places)
     distinct = sorted(same)
-    gap = min((b - a for a, b in zip(distinct, distinct[1:], strict=False)), default=HEIGHT)
+    gap = min((b - a for a, b in itertools.pairwise(distinct)), default=HEIGHT)
     most, before, apart = min(MOST_SPREAD, 0.3 * gap), Counter(), []
     for place in places:
         apart.append(place + most * (1 - 2 * before[place] / (same[place] - 1)) if same[place] > 1 else place)
@@ -258,5 +262,5 @@ def number_axis(values, texts=None):
         between = [low + (high - low) * i / 4 for i in range(1, 4)]
         between = [math.exp(value) if logarithmic else value for value in between]
         distinct = sorted({least, most, *(between if high > low else ())})
-    text = texts or {}
-    return scale, [(scale(value), text.get(value) or f"{value:.4g}") for value in distinct]
+    shown = {value: text for value, text in (texts or {}).items() if len(text) <= 8}
+    return scale, [(scale(value), shown.get(value) or f"{value:.4g}") for value in distinct]

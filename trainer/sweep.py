@@ -389,9 +389,8 @@ def report(folder, jobs):
     lines.append(f"sweep    {folder}: {said}; also in sweep.csv, and drawn in sweep.html")
     lines += [f"go on    {again}"] * bool(again)
     print("\n".join(map(printable, lines)), flush=True)
-    with files.replacing(sweep.folder / "sweep.csv") as partial:
-        with open(partial, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(csv_rows(sweep))
+    with files.replacing(sweep.folder / "sweep.csv") as partial, open(partial, "w", newline="", encoding="utf-8") as f:
+        csv.writer(f).writerows(csv_rows(sweep))
     with files.replacing(sweep.folder / "sweep.html") as partial:
         Path(partial).write_text(page.of_sweep(sweep, said, best, again), encoding="utf-8")
 
