@@ -141,9 +141,10 @@ def picture(sweep):
         return ""
     values = {job.name: sweep.value(job) for job in done}
     jobs = failed + done  # the best is drawn last
-    typed = {key: [job.settings.get(key, "(default)") for job in jobs] for key in keys}
-    axes = [axis(typed[key]) for key in keys]
-    places = [spread([y_of(scale(value)) for value in typed[key]]) for key, (scale, _) in zip(keys, axes, strict=True)]
+    axes = [axis([typed(job, key) for job in sweep.jobs]) for key in keys]
+    places = [
+        spread([y_of(scale(typed(job, key))) for job in jobs]) for key, (scale, _) in zip(keys, axes, strict=True)
+    ]
     result = number_axis([sweep.value(job) for job in done]) if done else (None, [])
     names = [*keys, sweep.name or "result"]
     step = max(130, min(260, 1000 // len(names)), *(LETTER * min(len(name), MOST_LETTERS) + 20 for name in names))
@@ -182,6 +183,10 @@ def picture(sweep):
     )
 
 
+def typed(job, key):
+    return job.settings.get(key, "(default)")
+
+
 def y_of(height):
     """The place on an axis of a height from 0, its foot, to 1."""
     return TOP + HEIGHT * (1 - height)
@@ -206,7 +211,7 @@ def drawn_axis(x, name, ticks):
     last = None
     for height, text in sorted(ticks):
         if last is None or (height - last) * HEIGHT >= LINE:
-            short = safe(text if len(text) <= 14 else f"{text[:13]}…")
+            short = safe(text if len(text) <= 18 else f"{text[:17]}…")
             place = f'x="{x + 7}" y="{y_of(height) + 4:.1f}"'
             yield f'<text class="tick" {place}>{short}<title>{safe(text)}</title></text>'
             last = height

@@ -121,6 +121,14 @@ def finished(folder):
     return result if is_whole(result) and "error" not in result else None
 
 
+def pass_over(folder, job):
+    """Says that the job is done, and gives what it gave."""
+    result = finished(folder)
+    best = f", {result['best']['name']} {number(result['best']['value'])}" if result.get("best") else ""
+    print(printable(f"job {job}    {' '.join(cli.typed())}: done{best}"), flush=True)
+    return value_of(result)
+
+
 def fail(folder, error, code):
     """Leaves in the job's directory why it failed, and the exit code; a result stays one."""
     if finished(folder) is None:
