@@ -281,6 +281,7 @@ def building(cfg, more_callbacks=(), state=None):
     from trainer import device as devices
     from trainer.metrics import default_metrics
 
+    devices.leave_imports()
     device = devices.choose(cfg.device)
     parallel.start(cfg.strategy, device, cfg.rank_timeout)
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)

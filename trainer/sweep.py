@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hydra.experimental.callback import Callback
 
-from trainer import cli, files, rundir, settings
+from trainer import cli, files, launch, rundir, settings
 from trainer.errors import UserError, as_typed, did_you_mean, printable
 from trainer.readable import number, numbers
 
@@ -41,6 +41,8 @@ class Table(Callback):
     def on_multirun_start(self, config, **_):
         folder = Path(config.hydra.sweep.dir)
         try:
+            if launch.world_size() > 1:
+                raise UserError("-m: a sweep is one process. Type python train.py -m ... devices=N, without torchrun.")
             settings.check("sweep.on_error", config.sweep.on_error)
             jobs = planned(config)
             check_goes_on(folder, jobs)
@@ -107,7 +109,8 @@ def matters(key):
 
 
 def begin(folder, number):
-    """Writes what was typed for the job into its directory, which is held; a failure of an earlier start goes."""
+    """Writes what was typed for the job into its directory; a failure of an earlier start goes."""
+    folder = Path(folder)
     if "error" in (rundir.read_result(folder / "result.json") or {}):
         (folder / "result.json").unlink()
     typed = {"number": number, "overrides": cli.typed()}
@@ -126,7 +129,7 @@ def pass_over(folder, job):
     result = finished(folder)
     best = f", {result['best']['name']} {number(result['best']['value'])}" if result.get("best") else ""
     print(printable(f"job {job}    {' '.join(cli.typed())}: done{best}"), flush=True)
-    return value_of(result)
+    return value(folder)
 
 
 def fail(folder, error, code):
@@ -137,9 +140,10 @@ def fail(folder, error, code):
             rundir.write_json(Path(folder) / "result.json", contents)
 
 
-def value_of(result):
-    """The number that a job gives to a sweeper: what is monitored at its best, None without an evaluation."""
-    return result["best"]["value"] if result.get("best") else None
+def value(folder):
+    """The number that a job gives to a sweeper: what is monitored at its best; None where there is none."""
+    best = (finished(folder) or {}).get("best")
+    return best["value"] if best else None
 
 
 @dataclass
