@@ -16,7 +16,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from trainer import cli, launch, rundir, saved_config, settings
+from trainer import cli, launch, rundir, saved_config, settings, sweep
 from trainer.build import (
     TRUSTED,
     build,
@@ -38,11 +38,17 @@ LOADING = {"augment": [], "resident": "auto", "workers": "auto", "timeout": 300}
 
 @hydra.main(config_path="configs", config_name="train", execution_whitelist=cli.trusted(TRUSTED, sys.argv[1:]))
 def main(cfg):
-    """Checks the config, which needs no torch, and does `task`. A job of a sweep that fails does not end the sweep."""
+    """Checks the config, which needs no torch, and does `task`.
+
+    A job of a sweep gives what is monitored at its best, for Hydra's sweepers. One that fails gives nan, which they
+    take for a trial that failed, and ends the sweep only with sweep.on_error=stop.
+    """
     job = HydraConfig.get()
+    folder = job.runtime.output_dir  # of a job of a sweep
     try:
         if in_sweep():
-            print(f"\njob {job.job.num}    {' '.join(cli.typed())}", flush=True)
+            if not is_finished(cfg):
+                print(f"\njob {job.job.num}    {' '.join(cli.typed())}", flush=True)
             if cfg.run_dir is not None:
                 raise UserError("run_dir names one run. For a sweep, type hydra.sweep.dir=DIR.")
         cli.check_config(cfg)
@@ -52,19 +58,27 @@ def main(cfg):
         retarget(cfg, keep=LOADING)
         if cfg.task != "train" and launch.world_size() > 1:
             raise UserError(f"task={cfg.task} is for one process. Type python train.py, without torchrun.")
+        if in_sweep() and cfg.task == "train":
+            if is_finished(cfg):
+                rundir.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
+                return sweep.pass_over(folder, job.job.num)
+            sweep.begin(folder, job.job.num)
         if (processes := launch.count(cfg.strategy, cfg.devices, cfg.device)) > 1:
             start(processes, cfg)
         else:
             TASKS[cfg.task](cfg)
+        return sweep.value(folder) if in_sweep() else None
     except Exception as error:
         if cli.is_interruption(error):
             raise KeyboardInterrupt from None
         code = cli.report(error)
-        if not in_sweep() or code == cli.BUG:
+        if not in_sweep() or isinstance(error, BrokenPipeError):
             raise SystemExit(code) from error  # not the error itself: Hydra would print a line of its own above it
-        path = Path(job.runtime.output_dir) / "result.json"
-        if not isinstance(error, RunInUse) and "best" not in (rundir.read_result(path) or {}):  # a result stays one
-            rundir.write_json(path, {"overrides": cli.typed(), "error": str(error)})
+        if not isinstance(error, RunInUse):
+            sweep.fail(folder, error, code)
+        if OmegaConf.select(cfg, "sweep.on_error") == "stop":
+            raise SystemExit(code) from error
+        return float("nan")
 
 
 def start(processes, cfg):
@@ -73,7 +87,7 @@ def start(processes, cfg):
         raise UserError(f"task={cfg.task} is for one process. Leave out devices={cfg.devices}.")
     if not in_sweep():
         raise SystemExit(launch.start(processes, sys.argv[1:]))
-    code = launch.start(processes, [*cli.typed(), f"run_dir={run_directory(cfg)}"])
+    code = launch.start(processes, [*cli.typed(), rundir.setting("run_dir", run_directory(cfg))])
     if code > 128:
         stopping.received = code - 128
         raise KeyboardInterrupt
@@ -134,10 +148,11 @@ def train_in(folder, cfg):
         except KeyboardInterrupt:
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
-            again = rundir.command(typed, f"run_dir={folder}", start=launch.command())
-            if in_sweep():
-                again = f"the same command with hydra.sweep.dir={folder.parent}"
-            print(f"\ninterrupted at step {saver.saved}. To go on from there:\n{again}", file=sys.stderr)
+            again = rundir.command(typed, rundir.setting("run_dir", folder), start=launch.command())
+            again = "" if in_sweep() else f" To go on from there:
+{again}"
+            print(f"
+interrupted at step {saver.saved}.{again}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
     if launch.is_first():
         print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
@@ -269,6 +284,7 @@ def building(cfg, more_callbacks=(), state=None):
     from trainer import device as devices
     from trainer.metrics import default_metrics
 
+    devices.leave_imports()
     device = devices.choose(cfg.device)
     parallel.start(cfg.strategy, device, cfg.rank_timeout)
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
@@ -323,6 +339,13 @@ def has_target(item):
 
 def in_sweep():
     return HydraConfig.get().mode.name == "MULTIRUN"
+
+
+def is_finished(cfg):
+    """Whether this is a job of a sweep that came to its end when the same sweep was started before."""
+    job = HydraConfig.get()
+    again = cfg.task == "train" and cfg.resume != "never"
+    return in_sweep() and again and sweep.finished(job.runtime.output_dir) is not None
 
 
 def run_directory(cfg):

@@ -466,7 +466,7 @@ HARMLESS = {"a file's name", "rows elsewhere", "checkpoints elsewhere", "in a li
     + ['{"overrides": [], "seconds": 1, "best": {"name": "\\u001b[31m", "value": 1e400, "mode": "max"}}', '{"job": 3}']
     + ['{"overrides": ["\\u001b[2J"], "error": "\\n\\n"}', '{"overrides": [], "seconds": NaN}'],
 )
-def test_a_sweep_with_somebodys_results_has_its_table(tmp_path, content):
+def test_a_sweep_with_somebodys_results_has_its_table(tmp_path, content, capsys):
     for job in ("0", "1", "2\x1b[31m"):
         (tmp_path / job).mkdir()
     (tmp_path / "0" / "result.json").write_text(content, encoding="utf-8")
@@ -478,9 +478,9 @@ def test_a_sweep_with_somebodys_results_has_its_table(tmp_path, content):
     }
     (tmp_path / "1" / "result.json").write_text(json.dumps(good), encoding="utf-8")
     (tmp_path / "2\x1b[31m" / "result.json").symlink_to("/dev/zero")
-    lines = sweep.table(tmp_path)
+    lines = sweep.table(sweep.read(tmp_path))
     assert len(lines) == 4 and lines[1].split() == ["1", "0.5000", "0.5000", "1.0", "a=1"]
-    assert all(line.isprintable() for line in lines)
+    assert sweep.main([str(tmp_path)]) == 0 and all(line.isprintable() for line in capsys.readouterr().out.splitlines())
 
 
 # Secrets.

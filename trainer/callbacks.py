@@ -9,6 +9,7 @@ import torch
 
 from trainer import checkpoint, launch, parallel, settings, summary
 from trainer.errors import TrainingError, UserError, as_typed, check_number, did_you_mean
+from trainer.readable import number
 from trainer.state import ANYTHING, check_like, refuse
 
 
@@ -468,8 +469,8 @@ class Progress(Callback):
         epochs = math.ceil(trainer.total_steps / trainer.steps_per_epoch)
         done = trainer.step / trainer.steps_per_epoch
         width = len(str(epochs))
-        loss = f"  loss {summary.number(self.loss / self.samples)}" if self.samples else ""
-        values = "".join(f"  {name} {summary.number(value)}" for name, value in self.validation.items())
+        loss = f"  loss {number(self.loss / self.samples)}" if self.samples else ""
+        values = "".join(f"  {name} {number(value)}" for name, value in self.validation.items())
         speed = f"  {self.samples / self.seconds:,.0f} samples/s" if self.seconds else ""
         epoch = f"{done:{width}g}" if done.is_integer() else f"{done:.2f}"
         text = f"epoch {epoch}/{epochs}{loss}{values}{speed}"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from trainer import checkpoint, parallel
 from trainer.files import replacing
+from trainer.readable import numbers
 from trainer.rundir import command
-from trainer.summary import numbers
 
 CARD = """# {name}
 

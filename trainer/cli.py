@@ -1,6 +1,7 @@
 """The command line before torch is imported: trusted targets, help, the config's check, errors and exit codes."""
 
 import argparse
+import copy
 import errno
 import logging
 import os
@@ -26,6 +27,7 @@ BUG = 1
 # What Hydra, and OmegaConf below it, raise for mistakes that they have no words for.
 HYDRAS = (ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError, RecursionError)
 codes = []  # of the errors reported so far
+composed = {}  # the defaults of this process's runs
 LONGEST = 500  # letters of a line that a user sees: a value or a path may have any number
 # What a disk or a file system does to a training, as it were: everything else that it refuses is a mistake in a path.
 FAILING = {getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE", "ENOMEM")}
@@ -91,7 +93,9 @@ def answered(main):
 
 def say_interrupted():
     """Says what to do after a signal, and gives its exit code."""
-    text, code = "\ninterrupted. The same command begins again, or goes on.", stopping.exit_code()
+    sweep = {"-m", "--multirun"} & set(sys.argv)  # which has said how to go on
+    text = "\ninterrupted." + " The same command begins again, or goes on." * (not sweep)
+    code = stopping.exit_code()
     if launch.world_size() > 1:
         text, code = launch.last_words("signal", text, code)
     if text:
@@ -156,6 +160,13 @@ def message(error):
     lines = [line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}" for line in lines]
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
     return "\n".join(map(printable, lines)).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def reason(error):
+    """Why a job of a sweep has failed, as its result.json says it."""
+    if exit_code(error) == BUG:
+        return cause(error)
+    return "\n".join(map(printable, explanation(error).removeprefix("error: ").split("\n")))
 
 
 def explanation(error):
@@ -309,12 +320,16 @@ def typed():
 def defaults():
     """The config of this job's choices without any setting typed, its interpolations unresolved."""
     import hydra
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
     choices = HydraConfig.get().runtime.choices.items()
     wanted = [f"{group}={choice}" for group, choice in choices if choice is not None and not group.startswith("hydra/")]
-    return OmegaConf.to_container(hydra.compose(HydraConfig.get().job.config_name, wanted), resolve=False)
+    key = (GlobalHydra.instance().config_loader(), HydraConfig.get().job.config_name, *wanted)
+    if key not in composed:  # the jobs of a sweep have the same choices, and Hydra takes 50 ms
+        composed[key] = OmegaConf.to_container(hydra.compose(key[1], wanted), resolve=False)
+    return copy.deepcopy(composed[key])
 
 
 def put(config, values):

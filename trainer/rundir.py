@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 from pathlib import Path
 
@@ -20,6 +21,7 @@ except ImportError:  # Windows
 from trainer import files, launch, settings
 from trainer.cli import flat
 from trainer.errors import RunInUse, TrainingError, UserError, as_typed, log
+from trainer.readable import number, numbers, seconds
 from trainer.saved_config import load_config
 
 MOST_JSON = 2**24  # bytes of a result.json: ours have 2 KB, and a confusion matrix of 1,000 classes 8 MB
@@ -27,7 +29,7 @@ MOST_JSON = 2**24  # bytes of a result.json: ours have 2 KB, and a confusion mat
 HARMLESS = (
     "run_dir", "resume", "overwrite", "device", "strategy", "log_every", "eval_every", "task", "run", "trusted",
     "max_minutes", "rank_timeout", "eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident",
-    "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download",
+    "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download", "sweep.",
 )  # fmt: skip
 LENGTHS = ("epochs", "max_steps", "patience")  # these too where another run begins with a checkpoint of this one
 LOCK = ".lock"
@@ -44,7 +46,7 @@ def claim(model, dataset):
             return str(path)
 
 
-def make(folder):
+def make(folder, key="run_dir"):
     """Makes the folder, and gives whether it was not there; UserError where nothing can be written into it.
 
     What is still empty of it at the end is removed: a mistake that is found before the training leaves nothing behind.
@@ -59,9 +61,9 @@ def make(folder):
         above = [part for part in folder.parents if os.path.isfile(part)]
         why = f"{above[0]} is a file" if above else getattr(error, "strerror", None) or error
         reason = f"it cannot be made ({why})"
-        raise UserError(f"run_dir={folder}: {reason}. Type another run_dir.") from None
+        raise UserError(f"{key}={folder}: {reason}. Type another {key}.") from None
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"run_dir={folder}: this is a file or cannot be written. Type another run_dir.")
+        raise UserError(f"{key}={folder}: this is a file or cannot be written. Type another {key}.")
     atexit.register(remove_empty, parts)
     return bool(parts)
 
@@ -108,6 +110,18 @@ def held(folder):
             path.unlink()
         locks.discard(file)
         file.close()
+
+
+def is_held(folder):
+    """Whether a process is at work in the folder, this one among them."""
+    try:
+        with files.open_plain(Path(folder) / LOCK) as file:
+            lock(file)  # which the end of this block lets go of
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def lock(file):
@@ -162,7 +176,7 @@ def to_resume(folder, resume, overwrite, cfg):
     if overwrite and resume != "never":
         raise UserError("overwrite=true: this is for a run that starts anew. Type resume=never as well.")
     if resume == "never":
-        there = sorted({path.name for path in folder.iterdir()} - {LOCK})
+        there = sorted({path.name for path in folder.iterdir()} - {LOCK, "job.json"})
         if there and not overwrite:
             what = "Type another run_dir, or overwrite=true to replace it"
             raise UserError(f"run_dir={folder}: resume=never starts anew, and {there[0]} is in there. {what}.")
@@ -263,6 +277,12 @@ def command(overrides, *more, start=("python", "train.py")):
     return shlex.join([*start, *typed.values()])
 
 
+def setting(key, value):
+    """'key=value' as Hydra takes it: a value with unusual characters in quotes."""
+    plain = re.fullmatch(r"[A-Za-z0-9_/.:+-][A-Za-z0-9_/.:+ -]*(?<! )", str(value))
+    return f"{key}={value}" if plain else "{}='{}'".format(key, str(value).replace("'", "\\'"))
+
+
 def result_of(trainer, saver):
     """What result.json says of a finished fit, beside its metrics."""
     from trainer import summary
@@ -294,8 +314,6 @@ def is_numbers(name, value):
 
 def closing_lines(folder, result, packages):
     """The lines that end a run: the best, the test, the time, and what to type next."""
-    from trainer.summary import number, numbers, seconds
-
     if best := result["best"]:
         yield f"best     {best['name']} {number(best['value'])} at step {best['step']:,}"
     if shown := numbers({name: value for name, value in result.items() if name.startswith("test/")}):
@@ -304,9 +322,9 @@ def closing_lines(folder, result, packages):
     yield f"time     {seconds(result['seconds'])}{f', with {speed:,} samples/s in training' if speed else ''}"
     yield f"run      {folder}"
     trusted = [f"trusted=[{','.join(packages)}]"] if packages else []
-    yield f"         {command(['task=evaluate', f'run={folder}', *trusted])}"
+    yield f"         {command(['task=evaluate', setting('run', folder), *trusted])}"
     if result["steps"] < result["total_steps"]:
-        yield f"         {command(result['overrides'], f'run_dir={folder}', start=launch.command())}"
+        yield f"         {command(result['overrides'], setting('run_dir', folder), start=launch.command())}"
 
 
 def write_json(path, contents):

@@ -1,80 +1,427 @@
-"""The table of a sweep, best first, made from the result.json of each job."""
+"""A sweep, as what is in its job directories says: the table, sweep.csv, sweep.html; `python -m trainer.sweep DIR`.
 
+Its Hydra callback looks before the first job whether the sweep goes with what is in the directory, and writes all of
+this at the end. A job is a folder with a job.json, which has what was typed for it, or a result.json. They may be
+anybody's.
+"""
+
+import contextlib
+import csv
+import json
+import math
+import os
 import re
+import shlex
+import statistics
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra.experimental.callback import Callback
 
-from trainer.errors import printable
-from trainer.rundir import read_result
+from trainer import cli, files, launch, rundir, settings
+from trainer.errors import UserError, as_typed, did_you_mean, printable
+from trainer.readable import number, numbers
+
+JOB, SWEEP = "job.json", "sweep.json"  # what was typed for a job, and for the whole sweep
+STATUSES = ("done", "running", "unfinished", "failed")
+MOST_SETTINGS = 1000  # of a job, and of letters in each
+MOST_ROWS = 40  # of the table on a screen
+MOST_PROGRESS = 2**16  # bytes of a metrics.jsonl, from its end
+GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
 class Table(Callback):
-    """Hydra's callback that prints the table when a sweep has ended."""
+    """Hydra's callback of a sweep. Only a SystemExit ends one from here: of an Exception Hydra makes a warning."""
+
+    def __init__(self):
+        self.refused = False
+
+    def on_multirun_start(self, config, **_):
+        folder = Path(config.hydra.sweep.dir)
+        try:
+            if launch.world_size() > 1:
+                raise UserError("-m: a sweep is one process. Type python train.py -m ... devices=N, without torchrun.")
+            settings.check("sweep.on_error", config.sweep.on_error)
+            jobs = planned(config)
+            check_goes_on(folder, jobs)
+            rundir.make(folder, "hydra.sweep.dir")
+            rundir.write_json(folder / SWEEP, {"typed": sys.argv[1:], "jobs": jobs and len(jobs)})
+        except (UserError, OSError) as error:
+            self.refused = True
+            raise SystemExit(cli.report(error)) from None
 
     def on_multirun_end(self, config, **_):
         folder = Path(config.hydra.sweep.dir)
-        if lines := table(folder):
-            print("\n" + "\n".join(lines) + f"\nsweep    {folder}")
-        elif [path.name for path in folder.glob("*")] == ["multirun.yaml"]:
-            # Nothing was run: a mistake leaves nothing behind.
-            (folder / "multirun.yaml").unlink()
-            folder.rmdir()
-            if folder.parent == Path("runs") and not any(folder.parent.iterdir()):
-                folder.parent.rmdir()
+        if self.refused:
+            return
+        if jobs := read_jobs(folder):
+            cli.codes += [job.code for job in jobs if job.code]
+            print()
+            try:
+                report(folder, jobs)
+            except Exception as error:
+                cli.report(error)
+        elif {path.name for path in folder.glob("*")} <= {"multirun.yaml", SWEEP}:
+            for name in ("multirun.yaml", SWEEP):  # nothing was run: a mistake leaves nothing behind
+                (folder / name).unlink(missing_ok=True)
 
 
-def results(folder):
-    """The results of all jobs in a sweep's folder, best first, failed ones last; each has its directory under "job"."""
-    found = []
-    for path in sorted(
-        Path(folder).glob("*/result.json"),
-        key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.parent.name)],
-    ):
-        result = read_result(path)
-        unknown = {"overrides": [], "error": "its result.json is none of a run's"}
-        found.append({**(result if is_whole(result) else unknown), "job": path.parent.name})
-    done = [result for result in found if result.get("best")]
-    sign = -1 if done and done[0]["best"].get("mode") == "max" else 1
-    done.sort(key=lambda result: sign * result["best"]["value"])
-    return done + [result for result in found if not result.get("best")]
+def planned(config):
+    """[[what is typed for a job]] of a grid in the order of the jobs; None for a search, which finds them as it goes.
+
+    None also where the directories are not named by the jobs' numbers.
+    """
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    sweep = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    if config.hydra.sweeper.get("_target_") != GRID or sweep["subdir"] != "${hydra.job.num}":
+        return None
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    more = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    typed = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    [jobs] = BasicSweeper.split_arguments(parser.parse_overrides([*more, *typed]), None)
+    return [[override for override in job if not override.startswith("hydra.")] for job in jobs]
+
+
+def check_goes_on(folder, jobs):
+    """UserError where a directory of these jobs is another job's. One in which nothing was trained yet is free."""
+    for name, typed in enumerate(jobs or ()):
+        begun = is_list(before := rundir.read_result(folder / str(name) / JOB)) and before["overrides"]
+        if begun is False or not any((folder / str(name) / part).exists() for part in ("config.yaml", "checkpoints")):
+            continue
+        was, now = ({key: value for key, value in setting_of(job).items() if matters(key)} for job in (begun, typed))
+        if other := [key for key in {**now, **was} if was.get(key) != now.get(key)]:
+            differences = ", ".join(
+                f"{key}={as_typed(now.get(key, '(default)'))} (was {was.get(key, '(default)')})" for key in other[:3]
+            )
+            again = f"Type another hydra.sweep.dir, or to go on with that one:\n{command(folder)}"
+            raise UserError(f"hydra.sweep.dir={folder}: job {name} in it has other settings: {differences}.\n{again}")
+
+
+def matters(key):
+    return not key.startswith(rundir.HARMLESS)
+
+
+def begin(folder, number):
+    """Writes what was typed for the job into its directory; a failure of an earlier start goes."""
+    folder = Path(folder)
+    if "error" in (rundir.read_result(folder / "result.json") or {}):
+        (folder / "result.json").unlink()
+    typed = {"number": number, "overrides": cli.typed()}
+    if rundir.read_result(folder / JOB) != typed:
+        rundir.write_json(folder / JOB, typed)
+
+
+def finished(folder):
+    """The result of a job that has come to its end, else None."""
+    result = rundir.read_result(Path(folder) / "result.json")
+    return result if is_whole(result) and "error" not in result else None
+
+
+def pass_over(folder, job):
+    """Says that the job is done, and gives what it gave."""
+    result = finished(folder)
+    best = f", {result['best']['name']} {number(result['best']['value'])}" if result.get("best") else ""
+    print(printable(f"job {job}    {' '.join(cli.typed())}: done{best}"), flush=True)
+    return value(folder)
+
+
+def fail(folder, error, code):
+    """Leaves in the job's directory why it failed, and the exit code; a result stays one."""
+    if finished(folder) is None:
+        with contextlib.suppress(OSError):  # a full disk may be why
+            contents = {"overrides": cli.typed(), "error": cli.reason(error), "code": code}
+            rundir.write_json(Path(folder) / "result.json", contents)
+
+
+def value(folder):
+    """The number that a job gives to a sweeper: what is monitored at its best; None where there is none."""
+    best = (finished(folder) or {}).get("best")
+    return best["value"] if best else None
+
+
+@dataclass
+class Job:
+    """What a job's directory says of it. `best` is result.json's, `note` why it failed or how far it is."""
+
+    name: str
+    overrides: list
+    status: str
+    best: dict | None = None
+    test: dict = field(default_factory=dict)
+    seconds: float | None = None
+    note: str = ""
+    code: int = 0
+
+    def __post_init__(self):
+        self.settings = setting_of(self.overrides)
+
+
+def read_jobs(folder):
+    """The jobs of a sweep's directory in the order of their names, numbers as numbers."""
+    paths = {path.parent for name in (JOB, "result.json") for path in Path(folder).glob(f"*/{name}")}
+    parts = {path: re.split(r"(\d+)", path.name) for path in paths}
+    order = {path: [(0, int(part)) if part.isdecimal() else (1, part) for part in parts[path]] for path in paths}
+    return [read_job(path) for path in sorted(paths, key=order.get)]
+
+
+def read_job(folder):
+    result, begun = (rundir.read_result(folder / name) for name in ("result.json", JOB))
+    typed = next((said["overrides"] for said in (begun, result) if is_list(said)), [])
+    job = Job(folder.name, typed, "done")
+    if finished(folder):
+        job.best, job.seconds = result.get("best"), result["seconds"]
+        job.test = {name: value for name, value in result.items() if name.startswith("test/") and is_number(value)}
+    elif rundir.is_held(folder):
+        job.status, job.note, job.code = "running", progress(folder), 75
+    elif result is None and begun is not None:
+        job.status, job.note, job.code = "unfinished", progress(folder), 3
+    else:
+        code = result.get("code") if is_whole(result) else None
+        job.status, job.code = "failed", code if code in (1, 2, 3) else 3
+        job.note = result["error"] if is_whole(result) else "its result.json is none of a run's"
+    return job
+
+
+def progress(folder):
+    """'at step 140, loss 0.2546  acc 0.9330': the last rows of a job's metrics.jsonl."""
+    try:
+        with files.open_plain(folder / "metrics.jsonl") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_PROGRESS))
+            lines = file.read(MOST_PROGRESS).splitlines()
+    except OSError:
+        return "no row yet"
+    step, values = 0, ""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                found = {name: value for name, value in row.items() if name.startswith("val/") and is_number(value)}
+                step, values = row["step"], numbers(found) or values
+    return f"at step {step}{', ' * bool(values)}{values}"[:MOST_SETTINGS]
 
 
 def is_whole(result):
-    """Whether what a result.json holds has what the table needs: the file may be anybody's."""
-    if not isinstance(result, dict) or not isinstance(result.get("overrides"), list):
-        return False
-    if not all(isinstance(typed, str) for typed in result["overrides"]):
+    """Whether what a result.json holds has what the table needs."""
+    if not is_list(result):
         return False
     if "error" in result:
-        return isinstance(result.get("error"), str) and not result.get("best")
-    best = result.get("best") or {"name": "", "value": 0}
-    numbers = (result.get("seconds"), best.get("value")) if isinstance(best, dict) else (None,)
-    return all(isinstance(value, (int, float)) and abs(value) < 1e300 for value in numbers) and isinstance(
-        best.get("name"), str
-    )
+        return isinstance(result["error"], str) and not result.get("best")
+    best = result.get("best")
+    ok = best is None or (isinstance(best, dict) and isinstance(best.get("name"), str) and is_number(best.get("value")))
+    return ok and is_number(result.get("seconds"))
 
 
-def table(folder):
-    """The lines of the table: what is monitored, a test metric, the time, and what was typed."""
-    if not (found := results(folder)):
-        return []
-    from trainer.summary import number  # it imports torch, which a mistake on the command line need not wait for
+def is_list(said):
+    """Whether it has what was typed for a job."""
+    typed = said.get("overrides") if isinstance(said, dict) else None
+    ok = isinstance(typed, list) and len(typed) <= MOST_SETTINGS
+    return ok and all(isinstance(override, str) and len(override) <= MOST_SETTINGS for override in typed)
 
-    rows, header = [], None
-    for result in found:
-        typed = " ".join(result["overrides"])
-        if "error" in result:
-            rows.append([result["job"], "failed", "", "", f"{typed}: {result['error'].partition(chr(10))[0]}"])
-            continue
-        best = result.get("best") or {"name": "best", "value": float("nan")}
-        test = {name: value for name, value in result.items() if name.startswith("test/") and isinstance(value, float)}
-        name = f"test/{best['name'].partition('/')[2]}"
-        name = name if name in test else next(iter(test), "test")
-        header = header or ["job", best["name"], name, "seconds", "settings"]
-        shown = number(test[name]) if name in test else ""
-        rows.append([result["job"], number(best["value"]), shown, f"{result['seconds']:.1f}", typed])
-    rows = [header or ["job", "best", "test", "seconds", "settings"], *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
-    return [printable(line) for line in lines]
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
+
+
+def setting_of(overrides):
+    """{key: value as it was typed}, without what is the sweep's own."""
+    pairs = (override.partition("=") for override in overrides)
+    typed = {key.lstrip("+"): value for key, _, value in pairs}
+    return {key: value for key, value in typed.items() if not re.match(r"(sweep|hydra)(\.|$)", key)}
+
+
+def swept(jobs):
+    """The keys that are not the same in all jobs, in the order typed."""
+    keys = dict.fromkeys(key for job in jobs for key in job.settings)
+    return [key for key in keys if len({job.settings.get(key) for job in jobs}) > 1]
+
+
+@dataclass
+class Sweep:
+    """The jobs of a directory. `name` is the number that decides, and `high` whether more of it is better.
+
+    `groups` are the jobs that are done, best first; those that differ only in their seed are one group. Behind them
+    stand those with another number than the most jobs have, or none. `planned` is how many jobs there are to be, None
+    where nobody knows.
+    """
+
+    folder: Path
+    jobs: list
+    keys: list
+    name: str
+    high: bool
+    groups: list
+    planned: int | None
+
+    def of(self, status):
+        return [job for job in self.jobs if job.status == status]
+
+    def value(self, job):
+        """What decides of this job, None where it has none."""
+        return job.best["value"] if job.best and job.best["name"] == self.name else None
+
+    def to_run(self):
+        """How many jobs the same command would run: those that failed, those left off, and those not begun."""
+        missing = max(0, (self.planned or 0) - len(self.jobs))
+        return len(self.of("failed")) + len(self.of("unfinished")) + missing
+
+
+def read(folder, jobs=None):
+    """The Sweep of a directory."""
+    jobs = read_jobs(folder) if jobs is None else jobs
+    names = Counter((job.best["name"], job.best.get("mode") == "max") for job in jobs if job.best)
+    name, high = max(names, key=names.get, default=("", True))
+    keys, groups = swept(jobs), {}
+    sweep = Sweep(Path(folder), jobs, keys, name, high, [], None)
+    for job in sweep.of("done"):
+        same = (sweep.value(job) is None, *(job.settings.get(key) for key in keys if key != "seed"))
+        groups.setdefault(same, []).append(job)
+
+    def order(group):
+        mean = mean_of(map(sweep.value, group))
+        return (mean is None, -mean if high and mean is not None else mean or 0)
+
+    sweep.groups = sorted(groups.values(), key=order)
+    planned = (rundir.read_result(sweep.folder / SWEEP) or {}).get("jobs")
+    sweep.planned = planned if isinstance(planned, int) else None
+    return sweep
+
+
+def mean_of(values):
+    values = [value for value in values if value is not None]
+    return math.fsum(values) / len(values) if values else None
+
+
+def shown(values, sign="+-"):
+    """'0.9888 +- 0.0012', the mean and the deviation; one value alone, and '' for none."""
+    values = [value for value in values if value is not None]
+    deviation = f" {sign} {number(statistics.stdev(values))}" if len(values) > 1 else ""
+    return f"{number(mean_of(values))}{deviation}" if values else ""
+
+
+def test_name(sweep):
+    """The test metric of the same name as the one that decides, or the first that there is; '' for none."""
+    names = dict.fromkeys(name for job in sweep.jobs for name in job.test)
+    wanted = f"test/{sweep.name.partition('/')[2]}"
+    return wanted if wanted in names else next(iter(names), "")
+
+
+def table(sweep):
+    """The lines of the table: a group of jobs each, best first, and then each job that is not done."""
+    test, grouped = test_name(sweep), any(len(group) > 1 for group in sweep.groups)
+    keys = [key for key in sweep.keys if not grouped or key != "seed"]
+    rows = [
+        ["jobs" if grouped else "job", *["n"] * grouped, sweep.name or "best", test or "test", "seconds", "settings"]
+    ]
+    for group in sweep.groups:
+        means = [shown(map(sweep.value, group)), shown([job.test.get(test) for job in group])]
+        typed = typed_for(group[0], keys)
+        if sweep.value(group[0]) is None and (other := group[0].best):
+            typed = f"{typed}: {other['name']} {number(other['value'])}"
+        seconds = f"{mean_of(job.seconds for job in group):.1f}"
+        rows.append([ranges(group), *[str(len(group))] * grouped, *means, seconds, typed])
+    others = [job for status in STATUSES[1:] for job in sweep.of(status)]
+    for job in others:
+        why = job.note.partition("\n")[0]
+        rows.append([job.name, *[""] * grouped, job.status, "", "", f"{typed_for(job, sweep.keys)}: {why}"])
+    if (hidden := len(rows) - 1 - MOST_ROWS) > 0:  # the best and some of those that are not done
+        keep = max(MOST_ROWS - len(others), MOST_ROWS // 2)
+        rows[keep + 1 : keep + 1 + hidden] = [["...", *[""] * (4 + grouped), f"{hidden} more: see sweep.csv"]]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+
+
+def typed_for(job, keys):
+    """What was typed for a job of these keys; of a job that is alone, all."""
+    typed = {key: job.settings[key] for key in keys if key in job.settings} or job.settings
+    return " ".join(f"{key}={value}" if value or key[:1] != "~" else key for key, value in typed.items())
+
+
+def ranges(jobs):
+    """'0-2,5' of the jobs 0, 1, 2 and 5; any other names one after the other."""
+    names = [job.name for job in jobs]
+    if not all(name.isascii() and name.isdecimal() and len(name) < 10 for name in names):
+        return ",".join(names)
+    runs = []
+    for i in sorted(map(int, names)):
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
+
+
+def csv_rows(sweep):
+    """The rows of sweep.csv, the header first: a job each, in their order."""
+    names = list(dict.fromkeys(job.best["name"] for job in sweep.jobs if job.best))
+    tests = list(dict.fromkeys(name for job in sweep.jobs for name in job.test))
+    yield ["job", "status", *sweep.keys, *names, *tests, "seconds", "error"]
+    for job in sweep.jobs:
+        best = {job.best["name"]: job.best["value"]} if job.best else {}
+        values = [best.get(name) for name in names] + [job.test.get(name) for name in tests] + [job.seconds]
+        yield [job.name, job.status, *(job.settings.get(key) for key in sweep.keys), *values, job.note]
+
+
+def best_command(sweep):
+    """The command of the best configuration, without the seed where that is one of the settings swept; or None."""
+    if not sweep.groups or sweep.value(sweep.groups[0][0]) is None:
+        return None
+    left_out = {"sweep", *["seed"] * ("seed" in sweep.keys)}
+    typed = sweep.groups[0][0].overrides
+    return rundir.command([one for one in typed if re.split(r"[.=]", one.lstrip("+"))[0] not in left_out])
+
+
+def command(folder):
+    """The command that goes on with a sweep."""
+    typed = (rundir.read_result(Path(folder) / SWEEP) or {}).get("typed")
+    if not isinstance(typed, list) or not all(isinstance(one, str) for one in typed):
+        return f"the same command with {rundir.setting('hydra.sweep.dir', folder)}"
+    typed = [one for one in typed if not one.startswith("hydra.sweep.dir=")]
+    return shlex.join(["python", "train.py", *typed, rundir.setting("hydra.sweep.dir", folder)])
+
+
+def report(folder, jobs):
+    """Prints the lines that end a sweep, and writes its sweep.csv and sweep.html."""
+    from trainer import page
+
+    sweep = read(folder, jobs)
+    counts = Counter(job.status for job in jobs)
+    said = [f"{counts[status]} {status}" for status in STATUSES if counts[status]]
+    if sweep.planned and sweep.planned > len(jobs):
+        said.append(f"{sweep.planned - len(jobs)} not begun")
+    said = ", ".join(said)
+    best, again = best_command(sweep), command(folder) if sweep.to_run() and not counts["running"] else None
+    lines = table(sweep) + [f"best     {best}"] * bool(best)
+    lines.append(f"sweep    {folder}: {said}; also in sweep.csv, and drawn in sweep.html")
+    lines += [f"go on    {again}"] * bool(again)
+    print("\n".join(map(printable, lines)), flush=True)
+    with files.replacing(sweep.folder / "sweep.csv") as partial, open(partial, "w", newline="", encoding="utf-8") as f:
+        csv.writer(f).writerows(csv_rows(sweep))
+    with files.replacing(sweep.folder / "sweep.html") as partial:
+        Path(partial).write_text(page.of_sweep(sweep, said, best, again), encoding="utf-8")
+
+
+def main(arguments):
+    """`python -m trainer.sweep DIR`: gives the exit code."""
+    try:
+        if len(arguments) != 1 or arguments[0].startswith("-"):
+            raise UserError("Type python -m trainer.sweep DIR, the directory of a sweep.")
+        folder = Path(arguments[0])
+        if not folder.is_dir():
+            raise UserError(f"{folder}: there is no such folder.{did_you_mean(folder, folder.parent.glob('*'))}")
+        if not (jobs := read_jobs(folder)):
+            raise UserError(f"{folder}: there is no job in it. Type the directory of a sweep.")
+        report(folder, jobs)
+    except (UserError, OSError) as error:
+        return cli.report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,383 @@
+"""Sweeps: what is in the table is what the jobs left, each job is the run that it would be alone, none is run twice.
+
+`pytest --large -n 0 tests/test_sweep.py` kills a sweep of 24 jobs 40 times.
+"""
+
+import csv
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import statistics
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from forks import Forks
+from hydra.experimental.callback import Callback
+from safetensors.torch import load_file
+
+from trainer import cli, rundir, sweep
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
+JOB = ("dataset=synthetic", "dataset.n=100", "batch_size=8", "epochs=2", "model.hidden=[8]")  # 10 steps an epoch
+FILES = {"job.json", "result.json", "config.yaml", "metrics.jsonl", "checkpoints", "model.safetensors", "model.md"}
+
+
+class Returned(Callback):
+    """Appends what each job gives to Hydra, and so to a sweeper, to the file `returned`."""
+
+    def on_job_end(self, config, job_return, **_):
+        with open("returned", "a") as file:
+            file.write(f"{job_return.return_value}\n")
+
+
+class Broken(torch.nn.Module):
+    """A model of the user's own with a bug for some of its settings."""
+
+    def __init__(self, in_shape, num_classes, width):
+        super().__init__()
+        self.layer = torch.nn.Linear(in_shape[0], num_classes if width else 1 / 0)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+@pytest.fixture(scope="module")
+def forks():
+    forks = Forks(os.path.dirname(__file__))
+    yield forks
+    forks.close()
+
+
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def rows_of(out):
+    """The cells of the table at the end of a sweep's output, the header first."""
+    lines = out.rpartition("\n\n")[2].splitlines()
+    end = next(i for i, line in enumerate(lines) if re.match(r"(best|sweep) {4}", line))
+    return [re.split(" {2,}", line) for line in lines[:end]]
+
+
+def line_of(out, name):
+    """What stands behind `name` in the lines after the table."""
+    [line] = [line for line in out.rpartition("\n\n")[2].splitlines() if line.startswith(f"{name:<9}")]
+    return line[9:]
+
+
+def arguments_of(command):
+    python, script, *arguments = shlex.split(command)
+    assert (python, script) == ("python", "train.py")
+    return arguments
+
+
+def identities(folder):
+    """{job: (inode, time of its last change)} of each result: what is run again to its end has another."""
+    found = {path.parent.name: path.stat() for path in folder.glob("*/result.json")}
+    return {job: (status.st_ino, status.st_mtime_ns) for job, status in found.items()}
+
+
+def weights(folder):
+    return {name: tensor.tolist() for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+@pytest.fixture(scope="module")
+def swept(forks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("swept")
+    returned = "+hydra.callbacks.returned._target_=test_sweep.Returned"
+    grid = ("optimizer.lr=1e-3,1e-2", "seed=0,1,2", "model.dropout=0.0,2.0")
+    done = forks.run(folder, "-m", *JOB, *grid, "hydra.sweep.dir=all", returned)
+    assert done.code == 2 and "Callback" not in done.err, done.err
+    assert done.err.splitlines() == ["error: model.dropout=2.0: give a number at least 0 and at most 0.95."] * 6
+    done.folder = folder / "all"
+    done.jobs = [read_json(done.folder / str(i) / "result.json") for i in range(12)]
+    return done
+
+
+def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
+    header, *rows = rows_of(swept.out)
+    assert header == ["jobs", "n", "val/acc", "test/acc", "seconds", "settings"]
+    expected = []
+    for first, lr in ((0, "0.001"), (6, "0.01")):
+        jobs = [swept.jobs[first + i] for i in (0, 2, 4)]
+        assert [job["overrides"][-3:] for job in jobs] == [
+            [f"optimizer.lr={lr}", f"seed={i}", "model.dropout=0.0"] for i in range(3)
+        ]
+        parts = [[job["best"]["value"] for job in jobs], [job["test/acc"] for job in jobs]]
+        shown = [f"{statistics.mean(part):.4f} +- {statistics.stdev(part):.4f}" for part in parts]
+        seconds = f"{statistics.mean(job['seconds'] for job in jobs):.1f}"
+        names = ",".join(str(first + i) for i in (0, 2, 4))
+        row = [names, "3", *shown, seconds, f"optimizer.lr={lr} model.dropout=0.0"]
+        expected.append((statistics.mean(parts[0]), row))
+    expected.sort(reverse=True)
+    assert rows[:2] == [row for _, row in expected]
+    assert [row[:2] for row in rows[2:]] == [[str(i), "failed"] for i in (1, 3, 5, 7, 9, 11)]
+    why = "model.dropout=2.0: give a number at least 0 and at most 0.95."
+    assert rows[2][2] == f"optimizer.lr=0.001 seed=0 model.dropout=2.0: {why}"
+    assert line_of(swept.out, "sweep") == "all: 6 done, 6 failed; also in sweep.csv, and drawn in sweep.html"
+    assert line_of(swept.out, "best") == f"python train.py {shlex.join(JOB)} {expected[0][1][-1]}"
+
+
+def test_a_row_of_the_csv_is_a_job(swept):
+    with open(swept.folder / "sweep.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    keys = ["optimizer.lr", "seed", "model.dropout"]
+    assert list(rows[0]) == ["job", "status", *keys, "val/acc", "test/loss", "test/acc", "seconds", "error"]
+    for i, (row, job) in enumerate(zip(rows, swept.jobs, strict=True)):
+        assert row["job"] == str(i) and [f"{key}={row[key]}" for key in keys] == job["overrides"][-3:]
+        if "error" in job:
+            assert (row["status"], row["error"], row["val/acc"]) == ("failed", job["error"], "")
+        else:
+            numbers = [job["best"]["value"], job["test/loss"], job["test/acc"], job["seconds"]]
+            assert row["status"] == "done" and row["error"] == ""
+            assert [float(row[name]) for name in ("val/acc", "test/loss", "test/acc", "seconds")] == numbers
+
+
+class Page(HTMLParser):
+    """Counts what is in a page; each element that is opened has to be closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.seen, self.text = [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append((tag, dict(attributes)))
+        if tag not in ("meta", "line"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.seen.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+    def kinds(self, tag):
+        return [attributes.get("class") for name, attributes in self.seen if name == tag]
+
+
+def test_the_page_has_a_line_for_each_job_and_stands_alone(swept):
+    text = (swept.folder / "sweep.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert sorted(page.kinds("path")) == ["job"] * 5 + ["job best"] + ["job failed"] * 6
+    assert page.kinds("text").count("key") == 4  # three keys and the result
+    assert not {"script", "link", "img", "iframe", "a"} & {tag for tag, _ in page.seen}
+    assert "url(" not in text and re.findall(r"https?://\S+", text) == ['http://www.w3.org/2000/svg"']
+    assert "prefers-color-scheme: dark" in text and line_of(swept.out, "best") in page.text
+
+
+def test_all_of_it_is_built_again_from_the_directories(swept, tmp_path, capsys):
+    shutil.copytree(swept.folder, tmp_path / "all")
+    for name in ("sweep.csv", "sweep.html", "multirun.yaml"):
+        (tmp_path / "all" / name).unlink()
+    assert sweep.main([str(tmp_path / "all")]) == 0
+    assert rows_of("\n\n" + capsys.readouterr().out) == rows_of(swept.out)
+    assert (tmp_path / "all" / "sweep.csv").read_bytes() == (swept.folder / "sweep.csv").read_bytes()
+    before, now = ((folder / "sweep.html").read_text().splitlines() for folder in (swept.folder, tmp_path / "all"))
+    assert [
+        line for line, other in zip(now, before, strict=True) if line != other and "hydra.sweep.dir" not in line
+    ] == []
+
+
+def test_a_job_gives_its_result_to_the_sweeper_and_one_that_failed_nan(swept):
+    given = [float(line) for line in (swept.folder.parent / "returned").read_text().splitlines()]
+    for value, job in zip(given, swept.jobs, strict=True):
+        assert value == job["best"]["value"] if "best" in job else value != value
+
+
+def test_a_job_is_the_run_that_it_would_be_alone(forks, tmp_path):
+    """Whatever the jobs before it have left in the process: a mode, threads, a compiled optimizer, an error."""
+    job = ("dataset=synthetic", "dataset.n=100", "dataset.in_shape=[1,8,8]", "epochs=1", "precision=bf16")
+    grid = ("model=cnn,mlp", "ema=0.9,2", "deterministic=true,false", "hydra.sweep.dir=all")  # ema=2 is a mistake
+    done = forks.run(tmp_path, "-m", *job, *grid)
+    assert done.code == 2 and line_of(done.out, "sweep").startswith("all: 4 done, 4 failed;"), done.err
+    for job in (1, 5):
+        alone = read_json(tmp_path / "all" / str(job) / "job.json")["overrides"]
+        assert forks.run(tmp_path, *alone, f"run_dir=alone{job}").code == 0
+        assert weights(tmp_path / "all" / str(job)) == weights(tmp_path / f"alone{job}")
+
+
+def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(forks, tmp_path, large, capsys):
+    kills, jobs, generator = 40 if large else 2, 24, random.Random(0)
+    arguments = (
+        "-m",
+        *JOB[:-1],
+        "model=linear,mlp",
+        "optimizer.lr=1e-3,1e-2,1e-1",
+        "seed=0,1,2,3",
+        "hydra.sweep.dir=all",
+    )
+    killed, seen = 0, {}
+    while killed < kills:
+        what = "checkpoints/step_*.ckpt" if killed % 2 == 0 else generator.choice(("result.json", "job.json"))
+        moment = {"watch": f"all/*/{what}", "count": generator.randint(1, 9), "delay": generator.uniform(0, 0.02)}
+        done = forks.run(tmp_path, *arguments, signals=[{"signal": signal.SIGKILL, **moment}])
+        now = identities(tmp_path / "all")
+        assert seen.items() <= now.items()
+        killed, seen = killed + (done.code == -9), now
+        if done.code != -9:  # it came to its end first
+            assert done.code == 0 and len(now) == jobs
+            shutil.rmtree(tmp_path / "all")
+            seen = {}
+    done = forks.run(tmp_path, *arguments)
+    assert done.code == 0, done.err
+    assert seen.items() <= identities(tmp_path / "all").items() and len(identities(tmp_path / "all")) == jobs
+    assert line_of(done.out, "sweep").startswith("all: 24 done;") and "go on" not in done.out
+    assert len(re.findall(r": done, val/acc ", done.out)) == len(seen)
+    for job in range(jobs):
+        assert {path.name for path in (tmp_path / "all" / str(job)).iterdir()} == FILES
+    begun = re.findall(r"^job (\d+) .*\n(?:.*\n){0,5}plan .*continued at step", done.out, re.MULTILINE)
+    for job in {*begun, "23"}:
+        alone = read_json(tmp_path / "all" / job / "job.json")["overrides"]
+        assert forks.run(tmp_path, *alone, f"run_dir=alone{job}").code == 0
+        assert weights(tmp_path / "all" / job) == weights(tmp_path / f"alone{job}")
+    with capsys.disabled():
+        print(f"\n{killed} kills, {len(seen)} of {jobs} jobs done at the last one, {len(begun)} begun")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_sweep_that_is_stopped_says_how_to_go_on(forks, tmp_path, number, code):
+    folder = "hydra.sweep.dir='mit ä = b'"
+    job = ("-m", *JOB, "seed=0,1,2", "log_every=1", "+callbacks.marks._target_=marks.Marks", folder)
+    moment = {"signal": number, "watch": "mit*/1/metrics.jsonl", "delay": 0}
+    stopped = forks.run(tmp_path, *job, signals=[moment])
+    assert stopped.code == code and "Traceback" not in stopped.err, stopped.err
+    assert re.search(r"^interrupted at step \d+\.$", stopped.err, re.MULTILINE)
+    assert [row[1] for row in rows_of(stopped.out)[2:]] == ["unfinished"]
+    assert line_of(stopped.out, "sweep").startswith("mit ä = b: 1 done, 1 unfinished, 1 not begun;")
+    before = identities(tmp_path / "mit ä = b")
+    on = arguments_of(line_of(stopped.out, "go on"))
+    assert sorted(on) == sorted(job)
+    done = forks.run(tmp_path, *on)
+    assert done.code == 0 and line_of(done.out, "sweep").startswith("mit ä = b: 3 done;"), done.err
+    assert before.items() <= identities(tmp_path / "mit ä = b").items()
+    assert re.search(r"continued at step [1-9]", done.out)
+
+
+def test_a_failed_job_is_run_again_and_the_others_are_not(forks, tmp_path):
+    sweep_of = ("-m", "dataset=csv", "dataset.path=table.csv", "dataset.target=y", "batch_size=4", "epochs=1")
+    sweep_of += ("loss=mse,l1", "hydra.sweep.dir=all")
+    failed = forks.run(tmp_path, *sweep_of)
+    assert failed.code == 2 and line_of(failed.out, "sweep").startswith("all: 2 failed;")
+    (tmp_path / "table.csv").write_text("a,y\n" + "".join(f"{i},{i * 0.5 + 0.25}\n" for i in range(40)))
+    done = forks.run(tmp_path, *sweep_of)
+    assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 2 done;"), done.err
+    before = identities(tmp_path / "all")
+    (tmp_path / "all" / "1" / "result.json").write_text('{"overrides": [], "error": "x", "code": 3}')
+    assert forks.run(tmp_path, *sweep_of).code == 0
+    now = identities(tmp_path / "all")
+    assert now["0"] == before["0"] and now["1"] != before["1"]
+    assert not any("error" in read_json(tmp_path / "all" / job / "result.json") for job in "01")
+
+
+def test_a_bug_in_a_model_of_ones_own_does_not_end_the_sweep(forks, tmp_path):
+    models = ("dataset=synthetic", "dataset.n=100", "max_steps=2", "model._target_=test_sweep.Broken")
+    done = forks.run(tmp_path, "-m", *models, "+model.width=0,1", "hydra.sweep.dir=all")
+    assert done.code != 0 and "division by zero" in done.err
+    assert [row[:2] for row in rows_of(done.out)[2:]] == [["0", "failed"]]
+    assert "division by zero" in rows_of(done.out)[2][2]
+    assert read_json(tmp_path / "all" / "1" / "result.json")["steps"] == 2
+
+
+def test_a_sweep_can_stop_at_the_first_failure(forks, tmp_path):
+    grid = ("-m", *JOB, "seed=0,-1,1", "sweep.on_error=stop", "hydra.sweep.dir=all")
+    done = forks.run(tmp_path, *grid)
+    assert done.code == 2 and line_of(done.out, "sweep").startswith("all: 1 done, 1 failed, 1 not begun;")
+    assert not (tmp_path / "all" / "2").exists()
+    typo = forks.run(tmp_path, *JOB, "-m", "seed=0,1", "sweep.on_error=stopp", "hydra.sweep.dir=new")
+    assert typo.code == 2 and "Did you mean 'stop'?" in typo.err and not (tmp_path / "new").exists()
+
+
+def test_another_sweep_in_the_directory_is_refused_before_its_first_job(forks, tmp_path):
+    assert forks.run(tmp_path, "-m", *JOB, "seed=0,1", "hydra.sweep.dir=all").code == 0
+    before = {
+        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("out", "err")
+    }
+    done = forks.run(tmp_path, "-m", *JOB, "seed=2,1", "hydra.sweep.dir=all")
+    first, second, third = done.err.splitlines()
+    assert done.code == 2 and done.out == ""
+    assert first == "error: hydra.sweep.dir=all: job 0 in it has other settings: seed=2 (was 0)."
+    assert second.startswith("Type another hydra.sweep.dir") and arguments_of(third)[-2:] == [
+        "seed=0,1",
+        "hydra.sweep.dir=all",
+    ]
+    assert {path: path.read_bytes() for path in before} == before
+    # More values behind the ones that are there, and what changes no result, are the same sweep.
+    done = forks.run(tmp_path, "-m", *JOB, "seed=0,1,2", "log_every=7", "hydra.sweep.dir=all")
+    assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 3 done;")
+    # A directory in which no training has begun is nobody's.
+    assert forks.run(tmp_path, "-m", *JOB, "seed=-1,-2", "hydra.sweep.dir=typo").code == 2
+    assert forks.run(tmp_path, "-m", *JOB, "seed=1,2", "hydra.sweep.dir=typo").code == 0
+
+
+def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):
+    for job in "012":
+        rundir.write_json(tmp_path / job / "job.json", {"number": int(job), "overrides": [f"seed={job}", "epochs=9"]})
+        row = {"step": 20, "epoch": 1.0, "val/loss": 0.5, "val/acc": 0.75}
+        (tmp_path / job / "metrics.jsonl").write_text(f'{json.dumps(row)}\n{{"step": 30, "train/loss": 1')
+    (tmp_path / "2" / "metrics.jsonl").unlink()
+    rundir.write_json(tmp_path / "sweep.json", {"typed": ["-m", "seed=0,1,2,3", "epochs=9"], "jobs": 4})
+    with rundir.held(tmp_path / "1"):
+        assert sweep.main([str(tmp_path)]) == 0
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert [re.split(" {2,}", row)[:2] for row in rows[1:]] == [
+        ["1", "running"],
+        ["0", "unfinished"],
+        ["2", "unfinished"],
+    ]
+    assert "seed=1: at step 20, loss 0.5000  acc 0.7500" in rows[1] and "seed=2: no row yet" in rows[3]
+    assert "1 running, 2 unfinished, 1 not begun" in last
+    assert sweep.main([str(tmp_path)]) == 0  # nobody is at work any more
+    go_on = arguments_of(line_of(capsys.readouterr().out, "go on"))
+    assert go_on == ["-m", "seed=0,1,2,3", "epochs=9", rundir.setting("hydra.sweep.dir", tmp_path)]
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_the_page_of_a_large_sweep_of_anybody_has_only_text_of_theirs(tmp_path, mode, capsys):
+    evil = "</svg></title><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x1b[31m"
+    for i in range(500):
+        typed = [f"optimizer.lr=1e-{i % 9}", f"model={evil if i % 7 else 'mlp'}", f"{evil}.a={i % 3}", f"b=[{i},1]"]
+        best = {"name": f"val/{evil}", "mode": mode, "value": (i * 37 % 101) / 10}
+        result = {"overrides": typed, "best": best, "seconds": 1.0, f"test/{evil}": 1.0}
+        result = {"overrides": typed, "error": evil} if i % 50 == 49 else result
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "result.json").write_text(json.dumps(result))
+    (tmp_path / "sweep.json").write_text(json.dumps({"typed": ["-m", evil], "jobs": evil}))
+    assert sweep.main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert all(line.isprintable() for line in out.splitlines()) and len(out.splitlines()) < 50
+    page = Page((tmp_path / "sweep.html").read_text(encoding="utf-8"))
+    assert not {"script", "img"} & {tag for tag, _ in page.seen}
+    assert not any(name.startswith("on") for _, attributes in page.seen for name in attributes)
+    assert len(page.kinds("path")) == 500 and page.kinds("path").count("job failed") == 10
+    values = {str(i): (i * 37 % 101) / 10 for i in range(500) if i % 50 != 49}
+    best = (max if mode == "max" else min)(values.values())
+    assert values[rows_of("\n\n" + out)[1][0]] == best
+    assert page.kinds("path")[-1] == "job best"
+
+
+def test_what_is_typed_in_quotes_is_what_hydra_reads():
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    for value in ("runs/a", "mit ä = b", "it's", "a,b", "x(1)", "C:\\runs", "~", "a#b", "[1]", "trailing ", "100%"):
+        assert str(OverridesParser.create().parse_override(rundir.setting("run_dir", value)).value()) == value
+
+
+def test_a_reason_has_no_traceback():
+    try:
+        raise ZeroDivisionError("division by zero")
+    except ZeroDivisionError as error:
+        assert re.fullmatch(r"ZeroDivisionError: division by zero \(.*test_sweep\.py:\d+\)", cli.reason(error))
+    assert cli.reason(FileNotFoundError(2, "No such file", "a.csv")) == "a.csv: no such file.\n"
+    assert Path(sweep.__file__).is_file()

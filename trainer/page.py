@@ -1,0 +1,271 @@
+"""Pages of HTML that stand alone: no script, no network, light and dark; tables, and parallel coordinates in SVG."""
+
+import itertools
+import math
+from collections import Counter
+from html import escape
+
+from trainer.errors import printable
+from trainer.readable import number
+
+STYLE = """
+:root { color-scheme: light dark; --text: #1c2330; --soft: #5d6878; --line: #d9dee6; --back: #ffffff; --panel: #f5f7fa;
+  --worst: #c3cedb; --best: #0a4fa8; --bad: #b3261e }
+@media (prefers-color-scheme: dark) { :root { --text: #e4e8ee; --soft: #98a3b3; --line: #333c49; --back: #14181e;
+  --panel: #1c222a; --worst: #3c4858; --best: #8cc4ff; --bad: #ff8a80 } }
+* { box-sizing: border-box }
+body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif }
+main { max-width: 1200px; margin: 0 auto; padding: 24px 20px 60px }
+h1 { font-size: 24px; margin: 0 0 4px; overflow-wrap: anywhere } h2 { font-size: 17px; margin: 32px 0 8px }
+p { margin: 4px 0 } .soft { color: var(--soft) } .bad { color: var(--bad) }
+pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 8px 12px;
+  margin: 4px 0 12px; white-space: pre-wrap; overflow-wrap: anywhere }
+code, pre { font: 13px/1.5 ui-monospace, monospace }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }
+th, td { text-align: left; padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top;
+  max-width: 460px; overflow-wrap: break-word }
+th { color: var(--soft); font-weight: 500; white-space: nowrap } td.number, th.number { text-align: right }
+td.number { white-space: nowrap } tr.best td { font-weight: 600 }
+summary { cursor: pointer; margin: 8px 0 }
+svg { display: block; font: 12px system-ui, sans-serif; fill: var(--text) }
+svg .axis { stroke: var(--soft); stroke-width: 1 } svg .key { font-weight: 600 }
+svg .tick { fill: var(--soft); paint-order: stroke; stroke: var(--back); stroke-width: 4px; stroke-linejoin: round }
+svg .job { fill: none; stroke: var(--best); stroke-width: 1.6; stroke-opacity: .85;
+  stroke: color-mix(in oklab, var(--best) calc(var(--rank) * 1%), var(--worst)) }
+svg.many .job { stroke-width: 1 }
+svg .job.best, svg.many .job.best { stroke-width: 3.5; stroke-opacity: 1 }
+svg .job:hover, svg.many .job:hover { stroke-width: 5; stroke-opacity: 1 }
+svg .job.failed { stroke: var(--bad); stroke-dasharray: 4 4 } svg .cross { fill: var(--bad) }
+"""
+# Of the picture, in pixels: above and below the axes, their height, and the room for the letters of a value.
+TOP, HEIGHT, BOTTOM, LETTER, LINE = 56, 320, 44, 7, 16
+MOST_LETTERS = 24  # of a name in the picture; the whole of it is in its tooltip
+MOST_AXES = 30
+MOST_SPREAD = 12  # pixels between the lines of jobs with the same value and its place
+FAR = 10  # a number that is so many times another one wants a logarithmic scale
+
+
+def page(title, *parts):
+    """A whole document. What the parts are made of has been escaped by what follows here."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{safe(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in parts if part)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def safe(text):
+    """The text as HTML shows it, whatever is in it."""
+    return escape(printable(text))
+
+
+def of_sweep(sweep, counts, best, again):
+    """The page of a trainer.sweep.Sweep, with its `counts` in words and the commands of the best job and to go on."""
+    better = f", best first by {sweep.name} ({'higher' if sweep.high else 'lower'} is better)" if sweep.name else ""
+    return page(
+        f"Sweep {sweep.folder.name}",
+        f"<h1>Sweep {safe(sweep.folder.name)}</h1>",
+        f'<p class="soft">{safe(f"{len(sweep.jobs)} jobs: {counts}{better}")}</p>',
+        f"<p>The best</p>\n<pre>{safe(best)}</pre>" if best else "",
+        f"<p>To go on</p>\n<pre>{safe(again)}</pre>" if again else "",
+        picture(sweep),
+        "<h2>Results</h2>" if sweep.groups else "",
+        of_groups(sweep) if sweep.groups else "",
+        "<h2>Jobs</h2>",
+        of_jobs(sweep),
+    )
+
+
+def of_groups(sweep):
+    """The table of the jobs that are done, those that differ only in their seed in one row."""
+    from trainer.sweep import mean_of, ranges, shown
+
+    grouped = any(len(group) > 1 for group in sweep.groups)
+    keys = [key for key in sweep.keys if not grouped or key != "seed"]
+    tests = list(dict.fromkeys(name for group in sweep.groups for job in group for name in job.test))
+    numbers = [sweep.name] * bool(sweep.name) + tests + ["seconds"]
+    rows = []
+    for group in sweep.groups:
+        settings = [group[0].settings.get(key, "") for key in keys]
+        values = [shown(map(sweep.value, group), "±")] * bool(sweep.name)
+        values += [shown([job.test.get(test) for job in group], "±") for test in tests]
+        values.append(f"{mean_of(job.seconds for job in group):.1f}")
+        rows.append([*settings, *([str(len(group))] if grouped else []), *values, ranges(group)])
+    return table([*keys, *["n"] * grouped, *numbers, "jobs"], rows, {*numbers, "n"}, best=bool(sweep.name))
+
+
+def of_jobs(sweep):
+    """The table of all jobs, in their order."""
+    tests = list(dict.fromkeys(name for job in sweep.jobs for name in job.test))
+    numbers = ["best" if not sweep.name else sweep.name, *tests, "seconds"]
+    rows = []
+    for job in sweep.jobs:
+        best = "" if not job.best else number(job.best["value"])
+        other = job.best["name"] if job.best and sweep.value(job) is None else ""
+        tested = [number(job.test[name]) if name in job.test else "" for name in tests]
+        seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
+        settings = [job.settings.get(key, "") for key in sweep.keys]
+        rows.append([job.name, job.status, *settings, f"{other} {best}".strip(), *tested, seconds, job.note])
+    return table(["job", "status", *sweep.keys, *numbers, "note"], rows, set(numbers))
+
+
+def table(header, rows, numbers, best=False):
+    """A table whose columns of `numbers` are on the right; of its first row it says that it is the best."""
+
+    def cells(kind, row):
+        classes = (' class="number"' if name in numbers else "" for name in header)
+        return "".join(f"<{kind}{c}>{safe(cell)}</{kind}>" for c, cell in zip(classes, row, strict=True))
+
+    lines = [f"<tr>{cells('th', header)}</tr>"]
+    for i, row in enumerate(rows):
+        bad = ' class="bad"' if "failed" in row[1:2] else ' class="best"' if best and i == 0 else ""
+        lines.append(f"<tr{bad}>{cells('td', row)}</tr>")
+    return '<div class="wide">\n<table>\n' + "\n".join(lines) + "\n</table>\n</div>"
+
+
+def picture(sweep):
+    """Parallel coordinates: an axis for each key and for the result, and a line for each job; '' where nothing differs.
+
+    The colour is the rank among the jobs that are done, since one result far away would leave one colour for all else.
+    """
+    done = sorted((job for job in sweep.of("done") if sweep.value(job) is not None), key=sweep.value)
+    done = done if sweep.high else done[::-1]
+    failed = sweep.of("failed")
+    keys = sweep.keys[:MOST_AXES]
+    if not keys or not done + failed:
+        return ""
+    values = {job.name: sweep.value(job) for job in done}
+    jobs = failed + done  # the best is drawn last
+    axes = [axis([typed(job, key) for job in sweep.jobs]) for key in keys]
+    places = [
+        spread([y_of(scale(typed(job, key))) for job in jobs]) for key, (scale, _) in zip(keys, axes, strict=True)
+    ]
+    result = number_axis([sweep.value(job) for job in done]) if done else (None, [])
+    names = [*keys, sweep.name or "result"]
+    step = max(130, min(260, 1000 // len(names)), *(LETTER * min(len(name), MOST_LETTERS) + 20 for name in names))
+    left = 20 + LETTER * min(len(names[0]), MOST_LETTERS) // 2
+    width = left + step * len(keys) + max(90, LETTER * min(len(names[-1]), MOST_LETTERS) // 2 + 20)
+    x = [left + step * i for i in range(len(names))]
+    lines = []
+    for i, job in enumerate(jobs):
+        points = [(x[a], places[a][i]) for a in range(len(keys))]
+        if job.name in values:
+            height = result[0](values[job.name])
+            points.append((x[-1], y_of(height if sweep.high else 1 - height)))
+            better_than = (i - len(failed)) / (len(done) - 1) if len(done) > 1 else 1
+            drawn = f'class="job{" best" * (i == len(jobs) - 1)}" style="--rank:{100 * better_than**2:.0f}"'
+            what = f"{sweep.name} {number(values[job.name])}"
+        else:
+            points.append((x[-1], TOP + HEIGHT + 26))
+            drawn, what = 'class="job failed"', "failed"
+        shown = " ".join(f"{key}={job.settings[key]}" for key in sweep.keys if key in job.settings)
+        title = f"<title>{safe(f'job {job.name}: {what}, {shown}')}</title>"
+        lines.append(f'<path {drawn} d="{curve(points)}">{title}</path>')
+    ticks = [shown for _, shown in axes]
+    ticks.append([(height if sweep.high else 1 - height, text) for height, text in result[1]])
+    lines += [part for i, name in enumerate(names) for part in drawn_axis(x[i], name, ticks[i])]
+    if failed:
+        lines.append(f'<text class="cross" x="{x[-1] + 8}" y="{TOP + HEIGHT + 30}">✕ failed</text>')
+    size = f'width="{width}" height="{TOP + HEIGHT + BOTTOM}"' + ' class="many"' * (len(jobs) > 60)
+    more = f" Of {len(sweep.keys)} keys the first {MOST_AXES} are drawn." if len(sweep.keys) > MOST_AXES else ""
+    what = f"A line for each job, through its settings to its {sweep.name or 'result'}"
+    label = f"{what}: the stronger its colour, the better.{more}"
+    return (
+        '<div class="wide">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{safe(label)}">\n'
+        + "\n".join(lines)
+        + f'\n</svg>\n</div>\n<p class="soft">{safe(label)}</p>'
+    )
+
+
+def typed(job, key):
+    return job.settings.get(key, "(default)")
+
+
+def y_of(height):
+    """The place on an axis of a height from 0, its foot, to 1."""
+    return TOP + HEIGHT * (1 - height)
+
+
+def curve(points):
+    """An SVG path from axis to axis, which leaves each of them at a right angle."""
+    parts = [f"M{points[0][0]:.0f} {points[0][1]:.1f}"]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        middle = (x0 + x1) / 2
+        parts.append(f"C{middle:.0f} {y0:.1f} {middle:.0f} {y1:.1f} {x1:.0f} {y1:.1f}")
+    return "".join(parts)
+
+
+def drawn_axis(x, name, ticks):
+    """The SVG of an axis: its line, its name above it, and the ticks that have room."""
+    short = name if len(name) <= MOST_LETTERS else f"{name[:9]}…{name[10 - MOST_LETTERS :]}"
+    yield f'<line class="axis" x1="{x}" y1="{TOP}" x2="{x}" y2="{TOP + HEIGHT}"/>'
+    yield (
+        f'<text class="key" x="{x}" y="{TOP - 28}" text-anchor="middle">{safe(short)}<title>{safe(name)}</title></text>'
+    )
+    last = None
+    for height, text in sorted(ticks):
+        if last is None or (height - last) * HEIGHT >= LINE:
+            short = safe(text if len(text) <= 18 else f"{text[:17]}…")
+            place = f'x="{x + 7}" y="{y_of(height) + 4:.1f}"'
+            yield f'<text class="tick" {place}>{short}<title>{safe(text)}</title></text>'
+            last = height
+
+
+def axis(values):
+    """(a function from a value to its height, [(height, text)] of the ticks) for the values of a key, as typed.
+
+    Numbers have their places on a linear or a logarithmic scale, all else the order in which it comes.
+    """
+    numbers = [as_number(value) for value in values]
+    if None not in numbers:
+        scale, ticks = number_axis(numbers, {as_number(value): value for value in values})
+        return (lambda value: scale(as_number(value))), ticks
+    names = list(dict.fromkeys(values))
+    heights = {name: 1 - (i + 0.5) / len(names) for i, name in enumerate(names)}
+    return heights.get, [(height, name) for name, height in heights.items()]
+
+
+def spread(places):
+    """The places of the jobs on an axis, in their order: those at the same place a little apart, later ones higher."""
+    same = Counter(places)
+    distinct = sorted(same)
+    gap = min((b - a for a, b in itertools.pairwise(distinct)), default=HEIGHT)
+    most, before, apart = min(MOST_SPREAD, 0.3 * gap), Counter(), []
+    for place in places:
+        apart.append(place + most * (1 - 2 * before[place] / (same[place] - 1)) if same[place] > 1 else place)
+        before[place] += 1
+    return apart
+
+
+def as_number(text):
+    """The number that was typed, None for what is none, or one that has no place on an axis."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if abs(value) < 1e100 else None
+
+
+def number_axis(values, texts=None):
+    """(a function from a number to its height, the ticks) from the least of the values, at 0, to the most, at 1."""
+    least, most = min(values), max(values)
+    logarithmic = least > 0 and most / least >= FAR
+    put = math.log if logarithmic else float
+    low, high = put(least), put(most)
+
+    def scale(value):
+        return (put(value) - low) / (high - low) if high > low else 0.5
+
+    distinct = sorted(set(values))
+    if texts is None or len(distinct) > 12:  # round ones between the ends would say less than the ends themselves
+        between = [low + (high - low) * i / 4 for i in range(1, 4)]
+        between = [math.exp(value) if logarithmic else value for value in between]
+        distinct = sorted({least, most, *(between if high > low else ())})
+    shown = {value: text for value, text in (texts or {}).items() if len(text) <= 8}
+    return scale, [(scale(value), shown.get(value) or f"{value:.4g}") for value in distinct]

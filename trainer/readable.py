@@ -1,0 +1,26 @@
+"""Numbers as people read them: 0.9861, 1,234.5, 4 min 10 s."""
+
+import math
+
+
+def number(value):
+    """'0.9861', '1,234.5', '51,920,131': four decimals or five digits, whichever is shorter."""
+    if abs(value) < 100:
+        return f"{value:.4f}"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.{max(0, 4 - int(math.log10(abs(value))))}f}"
+
+
+def numbers(results):
+    """'loss 0.0707  acc 0.9861' of {"test/loss": ..., "test/acc": ...}; what is not one number is left out."""
+    shown = {name.partition("/")[2]: value for name, value in results.items() if isinstance(value, float)}
+    return "  ".join(f"{name} {number(value)}" for name, value in shown.items())
+
+
+def seconds(value):
+    """'3.2 s', '4 min 10 s', '2 h 5 min'."""
+    if value < 100:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest} s" if minutes < 100 else f"{math.floor(minutes / 60)} h {minutes % 60} min"
