@@ -149,10 +149,8 @@ def train_in(folder, cfg):
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
             again = rundir.command(typed, rundir.setting("run_dir", folder), start=launch.command())
-            again = "" if in_sweep() else f" To go on from there:
-{again}"
-            print(f"
-interrupted at step {saver.saved}.{again}", file=sys.stderr)
+            again = "" if in_sweep() else f" To go on from there:\n{again}"
+            print(f"\ninterrupted at step {saver.saved}.{again}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
     if launch.is_first():
         print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
