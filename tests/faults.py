@@ -29,6 +29,9 @@ class Fault(Callback):
     def hang(self):
         time.sleep(600)
 
+    def nap(self):
+        time.sleep(12)
+
     def mistake(self):
         raise UserError("callbacks.fault: a mistake.")
 

@@ -364,11 +364,11 @@ def not_own(kind, message, code):
 
 
 def ends(limit, others):
-    """The ranks among `others` that have said why they end, after at most `limit` seconds."""
+    """The ranks among `others` that have said why they end, after at most `limit` seconds; the killed never will."""
     end = time.monotonic() + limit
     while True:
         present = [other for other in others if store().check([f"end/{other}"])]
-        if len(present) == len(others) or time.monotonic() > end:
+        if time.monotonic() > end or all(other in present or has_ended(other) for other in others):
             return present
         time.sleep(0.1)
 
