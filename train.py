@@ -1,5 +1,6 @@
 """The one entry point, and the only file that knows the config's keys: `python train.py --help` shows them."""
 
+import signal
 import sys
 import time
 
@@ -142,7 +143,8 @@ def train_in(folder, cfg):
         try:
             with stopping.gently(trainer.interrupt):
                 trainer.fit(*loaders[:2], resume=state)
-            if stopping.received:
+            if parallel.add_up(int(stopping.received is not None)):
+                stopping.received = stopping.received or signal.SIGTERM  # it came to another process
                 raise stopping.Interrupted
             result = finish(folder, trainer, saver, data, loaders[2], start)
         except KeyboardInterrupt:

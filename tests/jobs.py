@@ -75,24 +75,24 @@ class Scaled(Recording):
 
 
 class StopAt(Callback):
-    """Stops after a step: all ranks, or one of them."""
+    """Stops after a step: `stop` on all ranks, `interrupt` on one."""
 
-    def __init__(self, step, rank=None):
+    def __init__(self, step, rank=-1):
         self.step, self.rank = step, rank
 
     def on_step_end(self, trainer):
-        if trainer.step == self.step and self.rank in (None, RANK):
-            trainer.stop(f"{self.step} steps are enough")
+        if trainer.step == self.step and self.rank in (-1, RANK):
+            (trainer.stop if self.rank == -1 else trainer.interrupt)(f"{self.step} steps are enough")
 
 
 class Slow(Callback):
-    """Waits so many seconds after each step: all ranks, or one of them."""
+    """Waits so many seconds after each step, on all ranks or on one."""
 
-    def __init__(self, seconds, rank=None):
+    def __init__(self, seconds, rank=-1):
         self.seconds, self.rank = seconds, rank
 
     def on_step_end(self, trainer):
-        if self.rank in (None, RANK):
+        if self.rank in (-1, RANK):
             time.sleep(self.seconds)
 
 
