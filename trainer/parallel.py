@@ -82,6 +82,12 @@ def wrap(module, strategy, device):
     if ranks() == 1:
         log.warning("strategy=%s: one process, so it changes nothing.", name)
         return module
+    unwrap(module)  # of a Trainer before this one
+    if any(map(is_shard, module.parameters())):
+        raise UserError(
+            f"strategy={strategy}: a Trainer before this one has cut the model up.\n"
+            "Build it anew, and give it the weights of a checkpoint if it is to have them."
+        )
     for child in module.modules():
         if any(torch.nn.parameter.is_lazy(tensor) for tensor in [*child.parameters(False), *child.buffers(False)]):
             what = f"{type(child).__name__} has no weights yet that could be the same on all processes"

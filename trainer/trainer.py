@@ -258,7 +258,8 @@ class Trainer:
         """
         batch, outputs, sizes, loader = None, [], [], parallel.dealt(loader)
         try:
-            with self.evaluating(), torch.inference_mode():
+            # Not inference_mode here either: what it leaves in sharded parameters cannot be trained.
+            with self.evaluating(), torch.no_grad():
                 for batch in loader:
                     sizes.append(getattr(loader, "global_size", None))
                     batch = devices.move(batch, self.device)
