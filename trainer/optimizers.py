@@ -11,6 +11,8 @@ from trainer import device as devices
 from trainer import parallel
 from trainer.errors import UserError, check_number
 
+OF_MATRICES = ("Muon", "Adafactor")  # of torch's optimizers; what the others do, they do to each number by itself
+
 
 def build(factory, groups, device, module=None, compiled=False):
     """`factory(groups)`, in its fused form where there is one and neither `fused` nor `foreach` was chosen.
@@ -23,8 +25,8 @@ def build(factory, groups, device, module=None, compiled=False):
     open_choice = all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
     dense = not any(getattr(child, "sparse", False) for child in (module.modules() if module else ()))
     floating = all(p.is_floating_point() for group in groups for p in group["params"])
-    # For sharded ones torch has no fused SGD.
-    plain = dense and floating and not any(parallel.is_shard(p) for group in groups for p in group["params"])
+    cut_up = any(parallel.is_shard(p) for group in groups for p in group["params"])
+    plain = dense and floating and not cut_up  # for sharded ones torch has no fused SGD
     fused = {"fused": True} if open_choice and plain and device.type in devices.FUSED else {}
     try:
         optimizer = factory(groups, **fused)
@@ -34,11 +36,15 @@ def build(factory, groups, device, module=None, compiled=False):
         raise UserError(refusal(str(error), settings)) from error
     merge(optimizer.param_groups, groups)
     if isinstance(optimizer, torch.optim.SGD):
-        begin_momentum(optimizer)
+        begin_momentum(optimizer, cut_up)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UserError(f"optimizer: {type(optimizer).__name__} evaluates a step many times. Type optimizer=adamw.")
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    kind = type(optimizer)
+    if cut_up and kind.__module__.startswith("torch.optim") and kind.__name__ in OF_MATRICES:
+        what = f"{kind.__name__} looks at whole matrices, and each process has a part of them"
+        raise UserError(f"strategy=fsdp: {what}. Type optimizer=adamw, or strategy=ddp.")
+    is_torchs = kind.__module__.startswith("torch.optim.")
     if is_torchs and not compiled and not optimizer.defaults.get("differentiable"):
         make_lean(optimizer)
     return optimizer
@@ -65,12 +71,14 @@ def merge(built, given):
             built[0]["params"] += built.pop()["params"]
 
 
-def begin_momentum(optimizer):
+def begin_momentum(optimizer, cut_up=False):
     """Gives a fused SGD its momentum, 0 before the first step: the same numbers as torch's, which makes it in the step.
 
-    Where the fp16 scaler skips that step, torch (2.15) takes unwritten memory for the momentum from then on.
+    Where the fp16 scaler skips that step, torch (2.15) takes unwritten memory for the momentum from then on. One of
+    shards has it too, or a fused one could not go on from it where a parameter had no gradient yet.
     """
-    groups = [group for group in optimizer.param_groups if group["fused"] and group["momentum"]]
+    groups = [group for group in optimizer.param_groups if group["momentum"]]
+    groups = [group for group in groups if group["fused"] or (cut_up and not group["dampening"])]
     if any(group["dampening"] for group in groups):  # torch's first step has none, and one from 0 would have it
         optimizer._step_supports_amp_scaling = False
         for group in optimizer.param_groups:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from trainer import batch as batches
 from trainer import launch
-from trainer.errors import UserError, log
+from trainer.errors import TrainingError, UserError, log
 from trainer.settings import check_strategy
 
 NOTHING = contextlib.nullcontext()
@@ -20,6 +20,8 @@ NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 # Parameters of a block that fsdp gathers by itself, at least: smaller ones are gathered with what is around them.
 BLOCK = 2**20
 joined = 1  # processes that train together, once `start` has joined them
+# By how much the norm of a weight may differ between processes, which may be of different machines.
+DRIFT = 1e-4
 EXCHANGE = 0.25  # seconds between two exchanges of what the ranks were asked
 
 
@@ -80,6 +82,16 @@ def wrap(module, strategy, device):
     if ranks() == 1:
         log.warning("strategy=%s: one process, so it changes nothing.", name)
         return module
+    unwrap(module)  # of a Trainer before this one
+    if any(map(is_shard, module.parameters())):
+        raise UserError(
+            f"strategy={strategy}: a Trainer before this one has cut the model up.\n"
+            "Build it anew, and give it the weights of a checkpoint if it is to have them."
+        )
+    for child in module.modules():
+        if any(torch.nn.parameter.is_lazy(tensor) for tensor in [*child.parameters(False), *child.buffers(False)]):
+            what = f"{type(child).__name__} has no weights yet that could be the same on all processes"
+            raise UserError(f"strategy={strategy}: {what}.\nCall the model with a batch before the Trainer gets it.")
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), 0)
     spread = sharded(module, device) if name == "fsdp" else copied(module, device)
@@ -95,8 +107,6 @@ def copied(module, device):
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     ids = None if device.type == "cpu" else [device.index]
-    # Those of BatchNorm are the same on all processes. Others may not be: then rank 0 has its way, as in a checkpoint.
-    other = [b for child in module.modules() if not isinstance(child, NORMS) for b in child.buffers(recurse=False)]
     # With find_unused_parameters the buckets stay what they are after the first step. Otherwise a run that goes on adds
     # gradients up in another order: off by 7e-9 from three processes on.
     with warnings.catch_warnings():  # torch 2.15 has a new name for broadcast_buffers, which 2.10 does not know
@@ -104,7 +114,7 @@ def copied(module, device):
         return torch.nn.parallel.DistributedDataParallel(
             module,
             device_ids=ids,
-            broadcast_buffers=any(buffer.is_floating_point() for buffer in other),
+            broadcast_buffers=bool(own_buffers(module)),  # rank 0 has its way, as in a checkpoint
             gradient_as_bucket_view=True,
             find_unused_parameters=True,
         )
@@ -142,8 +152,7 @@ def sharded(module, device):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if module._compiled_call_impl is not None:
-        raise UserError("strategy=fsdp: sharded parameters are not compiled. Type compile=false or strategy=ddp.")
+    check_shardable(module)
     module.to(memory_format=torch.contiguous_format)  # it takes no other
     mesh = init_device_mesh(device.type, (launch.world_size(),))
     lists = [child for child in module.modules() if isinstance(child, (torch.nn.Sequential, torch.nn.ModuleList))]
@@ -152,9 +161,38 @@ def sharded(module, device):
             if sum(p.numel() for p in part.parameters() if not is_shard(p)) >= BLOCK:
                 fully_shard(part, mesh=mesh, reshard_after_forward=True)
         # The root too, or it would stay gathered after an evaluation, and what EMA puts into its shards be ignored.
-        return fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        root = fully_shard(module, mesh=mesh, reshard_after_forward=True)
     except (ValueError, NotImplementedError) as error:
-        raise UserError(f"strategy=fsdp: {error}. Type strategy=ddp.") from error
+        raise UserError(f"strategy=fsdp: {str(error).rstrip('.')}.\nType strategy=ddp.") from error
+    if own_buffers(module):
+        root.register_forward_pre_hook(follow_first)
+    return root
+
+
+def check_shardable(module):
+    """UserError for a module that fully_shard would refuse later, without a word on what to do."""
+    if module._compiled_call_impl is not None:
+        raise UserError("strategy=fsdp: sharded parameters are not compiled. Type compile=false or strategy=ddp.")
+    types = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad}
+    if len(types) > 1:
+        what = f"{type(module).__name__} has weights of {' and '.join(sorted(types))}, and shards are of one type"
+        raise UserError(f"strategy=fsdp: {what}. Type strategy=ddp.")
+    for child in module.modules():
+        if getattr(child, "sparse", False):
+            what = f"{type(child).__name__}(sparse=True) has gradients that cannot be cut up"
+            raise UserError(f"strategy=fsdp: {what}. Leave out sparse, or type strategy=ddp.")
+
+
+def own_buffers(module):
+    """The floating-point buffers that may come to differ between processes: those of BatchNorm do not."""
+    children = [child for child in module.modules() if not isinstance(child, NORMS)]
+    return [buffer for child in children for buffer in child.buffers(recurse=False) if buffer.is_floating_point()]
+
+
+def follow_first(module, _):
+    """Gives all processes the buffers of rank 0 before a forward, as DistributedDataParallel does."""
+    for buffer in own_buffers(module):
+        dist.broadcast(buffer.detach(), 0)
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -251,6 +289,45 @@ def same_weights(model):
         with torch.no_grad():
             for tensor in [*model.module.parameters(), *model.module.buffers()]:
                 dist.broadcast(tensor.detach(), 0)
+
+
+def check_same_weights(model):
+    """TrainingError where the processes have other weights than each other, although each has all of them.
+
+    What bypasses the model that is called in a step, such as a loss of `self.module(inputs)`, has gradients of its own
+    on each process, and nothing else would ever say so.
+    """
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return
+    names, weights = zip(*model.module.named_parameters(), strict=True)
+    with torch.no_grad():
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(weights)]).cpu()
+    extremes = torch.cat([norms, -norms])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    most, least = extremes[: len(names)], -extremes[len(names) :]
+    for name, apart in zip(names, (most - least > DRIFT * most).tolist(), strict=True):
+        if apart:
+            raise TrainingError(
+                f"The weights of {name} are not the same on all processes: their gradients were not exchanged.\n"
+                "A step has to call self.model, the whole of it and once for each backward(), not self.module."
+            )
+
+
+def explain(error):
+    """A UserError for what torch cannot do with sharded parameters, or for a step that DistributedDataParallel cannot
+    follow; None for anything else."""
+    text = str(error)
+    if ranks() > 1 and ("DTensor" in text or "sharding strategy" in text or "Sharding propagation" in text):
+        return UserError(
+            f"strategy=fsdp: torch cannot do this with sharded parameters ({text.splitlines()[0][:150]}).\n"
+            "Type strategy=ddp, or another optimizer if it is that. A step has to call self.model, not parts of it."
+        )
+    if "mark a variable ready only once" in text or "marked as ready twice" in text:
+        return UserError(
+            "strategy=ddp: a parameter has had two gradients in one backward().\n"
+            "A step has to call self.model, the whole of it and once for each backward(), not self.module."
+        )
+    return None
 
 
 def add_up(value):

@@ -57,8 +57,8 @@ def optimizer_tensors(optimizer):
 
 
 def mib(tensors):
-    """The MiB of tensors, `element_size() * nelement()` each."""
-    return sum(tensor.element_size() * tensor.nelement() for tensor in tensors) / MIB
+    """The MiB of tensors, `element_size() * nelement()` each; of shards, what this process has."""
+    return sum(tensor.element_size() * tensor.nelement() for tensor in parallel.local(tensors)) / MIB
 
 
 def layout(tensors):

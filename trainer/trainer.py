@@ -74,6 +74,12 @@ class Trainer:
             devices.check_compiler(self.device)
             self.module.compile()  # in place, so the names stay as they are
         self.model = parallel.wrap(self.module, strategy, self.device)  # what is called in a step
+        if any(map(parallel.is_shard, self.module.parameters())):
+            if channels_last is True:
+                raise UserError(
+                    "channels_last=true: shards have no such order. Type channels_last=auto, or strategy=ddp."
+                )
+            self.layout_is_open = False
         self.replicas = parallel.replicas(self.model)
         self.stream = (launch.rank(),) if launch.rank() else ()  # which random numbers are this process's own
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
@@ -252,7 +258,8 @@ class Trainer:
         """
         batch, outputs, sizes, loader = None, [], [], parallel.dealt(loader)
         try:
-            with self.evaluating(), torch.inference_mode():
+            # Not inference_mode here either: what it leaves in sharded parameters cannot be trained.
+            with self.evaluating(), torch.no_grad():
                 for batch in loader:
                     sizes.append(getattr(loader, "global_size", None))
                     batch = devices.move(batch, self.device)
@@ -359,6 +366,7 @@ class Trainer:
 
     def log_training(self, batch):
         """Logs the window since the last row: the mean loss and how fast it went."""
+        parallel.check_same_weights(self.model)
         window = self.train_loss.over_ranks()
         loss = window.compute().item()  # the one transfer; it waits for the device, so the clock is right
         norms = self.grad_norm.over_ranks()
@@ -504,7 +512,7 @@ class Trainer:
         """Raises the error as the user should see it where it is a wrong device or too little memory; else returns."""
         if devices.is_out_of_memory(error):
             raise micro_batch.explain(batch) from error
-        if explained := devices.explain(error, self.module, batch, self.device):
+        if explained := devices.explain(error, self.module, batch, self.device) or parallel.explain(error):
             raise explained from error
 
     def release(self):
