@@ -218,14 +218,15 @@ def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(forks
         "seed=0,1,2,3",
         "hydra.sweep.dir=all",
     )
-    killed, seen = 0, {}
+    killed, seen, cut = 0, {}, {"23"}
     while killed < kills:
         what = "checkpoints/step_*.ckpt" if killed % 2 == 0 else generator.choice(("result.json", "job.json"))
-        moment = {"watch": f"all/*/{what}", "count": generator.randint(1, 9), "delay": generator.uniform(0, 0.02)}
+        moment = {"watch": f"all/*/{what}", "count": generator.randint(1, 9), "delay": 0}
         done = forks.run(tmp_path, *arguments, signals=[{"signal": signal.SIGKILL, **moment}])
         now = identities(tmp_path / "all")
         assert seen.items() <= now.items()
         killed, seen = killed + (done.code == -9), now
+        cut |= {path.parent.parent.name for path in tmp_path.glob("all/*/checkpoints/*.ckpt")} - set(now)
         if done.code != -9:  # it came to its end first
             assert done.code == 0 and len(now) == jobs
             shutil.rmtree(tmp_path / "all")
@@ -237,13 +238,12 @@ def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(forks
     assert len(re.findall(r": done, val/acc ", done.out)) == len(seen)
     for job in range(jobs):
         assert {path.name for path in (tmp_path / "all" / str(job)).iterdir()} == FILES
-    begun = re.findall(r"^job (\d+) .*\n(?:.*\n){0,5}plan .*continued at step", done.out, re.MULTILINE)
-    for job in {*begun, "23"}:
+    for job in sorted(cut)[:6]:
         alone = read_json(tmp_path / "all" / job / "job.json")["overrides"]
         assert forks.run(tmp_path, *alone, f"run_dir=alone{job}").code == 0
         assert weights(tmp_path / "all" / job) == weights(tmp_path / f"alone{job}")
     with capsys.disabled():
-        print(f"\n{killed} kills, {len(seen)} of {jobs} jobs done at the last one, {len(begun)} begun")
+        print(f"\n{killed} kills, {len(seen)} of {jobs} jobs done at the last one, jobs cut in two: {len(cut) - 1}")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

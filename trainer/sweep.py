@@ -313,23 +313,28 @@ def test_name(sweep):
 
 
 def table(sweep):
-    """The lines of the table: a group of jobs each, best first, and then each job that is not done."""
-    test, grouped = test_name(sweep), any(len(group) > 1 for group in sweep.groups)
-    keys = [key for key in sweep.keys if not grouped or key != "seed"]
+    """The lines of the table: a group of jobs each, best first, and then each job that is not done.
+
+    Shown are the settings that differ, or all where none does.
+    """
+    test, grouped, first = test_name(sweep), any(len(group) > 1 for group in sweep.groups), sweep.jobs[0]
+    swept, all_keys = (
+        [key for key in keys if not (grouped and key == "seed")] for keys in (sweep.keys, first.settings)
+    )
     rows = [
         ["jobs" if grouped else "job", *["n"] * grouped, sweep.name or "best", test or "test", "seconds", "settings"]
     ]
     for group in sweep.groups:
         means = [shown(map(sweep.value, group)), shown([job.test.get(test) for job in group])]
-        typed = typed_for(group[0], keys)
+        typed = typed_for(group[0], swept or all_keys)
         if sweep.value(group[0]) is None and (other := group[0].best):
             typed = f"{typed}: {other['name']} {number(other['value'])}"
         seconds = f"{mean_of(job.seconds for job in group):.1f}"
         rows.append([ranges(group), *[str(len(group))] * grouped, *means, seconds, typed])
     others = [job for status in STATUSES[1:] for job in sweep.of(status)]
     for job in others:
-        why = job.note.partition("\n")[0]
-        rows.append([job.name, *[""] * grouped, job.status, "", "", f"{typed_for(job, sweep.keys)}: {why}"])
+        typed, why = typed_for(job, sweep.keys or job.settings), job.note.partition("\n")[0]
+        rows.append([job.name, *[""] * grouped, job.status, "", "", f"{typed}: {why}"])
     if (hidden := len(rows) - 1 - MOST_ROWS) > 0:  # the best and some of those that are not done
         keep = max(MOST_ROWS - len(others), MOST_ROWS // 2)
         rows[keep + 1 : keep + 1 + hidden] = [["...", *[""] * (4 + grouped), f"{hidden} more: see sweep.csv"]]
@@ -338,16 +343,16 @@ def table(sweep):
 
 
 def typed_for(job, keys):
-    """What was typed for a job of these keys; of a job that is alone, all."""
-    typed = {key: job.settings[key] for key in keys if key in job.settings} or job.settings
+    """What was typed for a job of these keys."""
+    typed = {key: job.settings[key] for key in keys if key in job.settings}
     return " ".join(f"{key}={value}" if value or key[:1] != "~" else key for key, value in typed.items())
 
 
 def ranges(jobs):
-    """'0-2,5' of the jobs 0, 1, 2 and 5; any other names one after the other."""
+    """'0-2,5' of the jobs 0, 1, 2 and 5; the first of other names."""
     names = [job.name for job in jobs]
     if not all(name.isascii() and name.isdecimal() and len(name) < 10 for name in names):
-        return ",".join(names)
+        return f"{names[0]} +{len(names) - 1}" if len(names) > 1 else names[0]
     runs = []
     for i in sorted(map(int, names)):
         if runs and i == runs[-1][1] + 1:
