@@ -66,7 +66,7 @@ def train(forks, folder, world, *job):
 
 
 def saved(folder):
-    """{step: state} of the checkpoints in a folder, without the way in which the optimizer works and what is about it."""
+    """{step: state} of a folder's checkpoints, without what is about them and the way in which an optimizer works."""
     states = {step: checkpoint.load(path) for step, path in checkpoint.files(folder).items()}
     for state in states.values():
         state.pop("about", None)
