@@ -149,6 +149,8 @@ def told(key, by=0):
         except RuntimeError as error:
             if not TIMEOUT.search(str(error)):
                 raise
+        if stopping.received is not None:  # its exception was lost in a library's code
+            raise stopping.Interrupted
         if store().check([f"end/{by}"]) and not store().check([key]):
             raise LostContact(f"rank {by} has ended.")
         if time.monotonic() > end:
