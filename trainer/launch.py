@@ -489,9 +489,8 @@ def start(processes, arguments):
 
 def code_of(error):
     """The exit code for a ChildFailedError, the agent's: it says which ranks failed, and how."""
-    failures = list(error.failures.items())
     first, failure = error.get_first_failure()
-    if all(failure.exitcode < 0 for _, failure in failures):  # nobody was left to say it
+    if failure.exitcode < 0 and all(other.exitcode != 3 for other in error.failures.values()):  # nobody has named it
         name = signal.Signals(-failure.exitcode).name
         print(f"error: rank {first} (process {failure.pid}) was ended by {name}.", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 3
