@@ -3,8 +3,10 @@
 `pytest --large tests/test_launch.py` has each fault at more moments, with both strategies, and by torchrun too.
 """
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -38,6 +40,7 @@ JOB = [
 ]
 JOB += ["checkpoint.every=5", "model.dropout=0.2", "ema=0.9", "strategy=ddp"]
 STEPS = 38
+SEED = int(os.environ.get("KILL_SEED", "0"))
 ENDS = 30  # seconds in which all end where one has failed
 
 
@@ -231,6 +234,40 @@ def test_a_signal_that_comes_twice_is_one_and_later_ends_at_once(tmp_path):
     assert (done.code, done.out) == (0, "SIGTERM\nalive\nstill alive\n")
 
 
+def test_a_kill_or_a_signal_at_any_moment_ends_all_and_the_run_goes_on(forks, whole, tmp_path, large, capsys):
+    if not large:
+        pytest.skip("20 starts of the agent: pytest --large")
+    slowest = 0.0
+    for number in range(20):
+        draw, folder = random.Random(f"launch {SEED} {number}"), tmp_path / str(number)
+        typed = [*JOB, "run_dir=run", *fault("slow", 3)]
+        process = start(folder, TRAIN, "devices=2", *typed)
+        kind, ranks = draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]), []
+        while not ranks:
+            found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
+            ranks = [int(pid) for pid in found.stdout.split()]
+            time.sleep(0.05)
+        time.sleep(draw.uniform(0, 12))
+        with contextlib.suppress(ProcessLookupError):
+            if kind == signal.SIGKILL:
+                os.kill(draw.choice(ranks), kind)
+            else:
+                os.killpg(process.pid, kind)
+        begin = time.monotonic()
+        done = end(process, folder)
+        slowest = max(slowest, time.monotonic() - begin)
+        what = f"KILL_SEED={SEED}, {number}: {kind.name}, {done.code}, {done.err}"
+        assert done.code in (0, {signal.SIGKILL: 3}.get(kind, 128 + kind)), what
+        assert "Traceback" not in done.err and done.err.count("error:") == (done.code == 3), what
+        assert done.err.count("interrupted") <= 1 and done.err.count("\n") <= 3, what
+        again = forks.ranks(folder, 2, *typed)
+        assert again.codes == [0, 0], (what, again.errs)
+        assert_same(last(folder / "run"), whole)
+    with capsys.disabled():
+        print(f"\n20 kills and signals: the slowest end took {slowest:.1f} s")
+    assert slowest < ENDS
+
+
 # the agent
 
 
@@ -257,10 +294,10 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path, large):
 def test_a_sweep_has_jobs_of_several_processes(tmp_path, large):
     if not large:
         pytest.skip("three starts of the agent: pytest --large")
-    done = run(tmp_path, "-m", "seed=0,1", "devices=2", "epochs=1", *JOB[:5], "strategy=ddp", "hydra.sweep.dir=sweep")
+    done = run(tmp_path, "-m", "seed=0,1", "devices=2", "epochs=1", *JOB[:4], "strategy=ddp", "hydra.sweep.dir=sweep")
     assert done.code == 0, done.err
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/result.json"))]
-    assert [result["steps"] for result in results] == [17, 17]
+    assert [result["steps"] for result in results] == [3, 3]
 
 
 REFUSED = [

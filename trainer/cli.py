@@ -51,6 +51,8 @@ def run(main):
         code = answered(main)
     except KeyboardInterrupt:
         code = say_interrupted()
+    except SystemExit as end:
+        code = end.code
     finally:
         launch.leave()
     launch.end(code)

@@ -127,9 +127,8 @@ def connect(timeout):
             timeout=datetime.timedelta(seconds=timeout),
         )
     except RuntimeError as error:
-        raise LostContact(
-            f"rank 0 at {address}:{port} cannot be reached ({str(error).partition(chr(10))[0]})."
-        ) from None
+        reason = str(error).partition("\n")[0]
+        raise LostContact(f"rank 0 at {address}:{port} cannot be reached ({reason}).") from None
 
 
 def tell(key, value):
@@ -149,6 +148,8 @@ def told(key, by=0):
         except RuntimeError as error:
             if not TIMEOUT.search(str(error)):
                 raise
+        if stopping.received is not None:  # its exception was lost in a library's code
+            raise stopping.Interrupted
         if store().check([f"end/{by}"]) and not store().check([key]):
             raise LostContact(f"rank {by} has ended.")
         if time.monotonic() > end:
@@ -197,19 +198,19 @@ def check_alike(parts):
     """
     if world_size() == 1:
         return
-    kind_of = "/".join(parts)
+    kinds = "/".join(parts)
     digests = {kind: {name: digest(what) for name, what in items.items()} for kind, items in parts.items()}
     store(seconds)
-    tell(f"parts/{kind_of}/{rank()}", digests)
-    verdict = agreed(f"alike/{kind_of}", lambda: difference(kind_of, digests))
+    tell(f"parts/{kinds}/{rank()}", digests)
+    verdict = agreed(f"alike/{kinds}", lambda: difference(kinds, digests))
     if verdict is not None:
         raise UserError(verdict)
 
 
-def difference(kind_of, own):
+def difference(kinds, own):
     """What to say of the first rank that differs from this one, None where none does."""
     for other in range(world_size()):
-        theirs = told(f"parts/{kind_of}/{other}", by=other)
+        theirs = told(f"parts/{kinds}/{other}", by=other)
         for kind, items in own.items():
             names = [name for name in sorted({*items, *theirs[kind]}) if items.get(name) != theirs[kind].get(name)]
             if names:
@@ -228,11 +229,8 @@ def digest(what):
 
 def code(root, packages=()):
     """{file: its bytes} of this program, and of the modules of `packages` that are imported."""
-    places = [
-        root / "train.py",
-        *(path for part in ("trainer", "data", "models") for path in (root / part).glob("*.py")),
-    ]
-    files = {path.relative_to(root).as_posix(): path for path in places}
+    parts = [path for part in ("trainer", "data", "models") for path in (root / part).glob("*.py")]
+    files = {path.relative_to(root).as_posix(): path for path in [root / "train.py", *parts]}
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if name.split(".")[0] in packages and path and path.endswith(".py"):
@@ -283,7 +281,7 @@ def guard(receiver, sender, parent):
             if code is not None:
                 end_now(text, code)
         time.sleep(max(0, start + BLOCKED - time.monotonic()))
-        if stopping.received is None:
+        if stopping.received is None or (stopping.gentle is None and not said):  # or its exception was lost
             os._exit(128 + number)
 
 
@@ -491,9 +489,8 @@ def start(processes, arguments):
 
 def code_of(error):
     """The exit code for a ChildFailedError, the agent's: it says which ranks failed, and how."""
-    failures = list(error.failures.items())
     first, failure = error.get_first_failure()
-    if all(failure.exitcode < 0 for _, failure in failures):  # nobody was left to say it
+    if failure.exitcode < 0 and all(other.exitcode != 3 for other in error.failures.values()):  # nobody has named it
         name = signal.Signals(-failure.exitcode).name
         print(f"error: rank {first} (process {failure.pid}) was ended by {name}.", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 3
