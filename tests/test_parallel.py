@@ -66,7 +66,7 @@ def train(forks, folder, world, *job):
 
 
 def saved(folder):
-    """{step: state} of a folder's checkpoints, without what is about them and the way in which an optimizer works."""
+    """{step: state} of the checkpoints in a folder; not how the optimizer works there, nor what is about them."""
     states = {step: checkpoint.load(path) for step, path in checkpoint.files(folder).items()}
     for state in states.values():
         state.pop("about", None)
