@@ -1,0 +1,114 @@
+"""Unusual models, optimizers and uses of the Trainer on several processes: the same numbers, or a plain word."""
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from corners import ALIKE, REFUSED, SAME
+from forks import Forks
+from test_parallel import assert_close
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
+SCRIPT = Path(__file__).with_name("corners.py")
+FEW = [(2, "ddp"), (2, "fsdp")]
+MANY = [*FEW, (3, "ddp"), (3, "fsdp"), (4, "ddp"), (4, "fsdp")]
+BYPASSED = "A step has to call self.model, the whole of it and once for each backward(), not self.module."
+SHARDS = "Type strategy=ddp, or another optimizer if it is that. A step has to call self.model, not parts of it."
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """What each rank gives in each corner, {corner: [that of rank 0, ...]}: a function of (world, strategy)."""
+    forks = Forks(Path(__file__).parent, distributed=True)
+
+    @functools.cache
+    def by(world, strategy):
+        folder = tmp_path_factory.mktemp("corners")
+        names = [*SAME, *ALIKE, *(REFUSED if world > 1 else ()), "memory"]
+        done = forks.ranks(folder, world, strategy, str(folder), *names, script=SCRIPT)
+        assert done.codes == [0] * world, (done.codes, done.late, done.errs)
+        ranks = range(world)
+        return {name: [torch.load(folder / f"{name}.{rank}", weights_only=False) for rank in ranks] for name in names}
+
+    yield by
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def worlds(large):
+    return MANY if large else FEW
+
+
+@pytest.mark.parametrize("corner", SAME)
+def test_its_numbers_are_those_of_one_process_also_after_a_resume(given, worlds, corner):
+    (one,) = given(1, "single")[corner]
+    for world, strategy in worlds:
+        several = given(world, strategy)[corner][0]
+        for state, results in several:
+            for group, own in zip(
+                state["optimizer"]["param_groups"], one[0][0]["optimizer"]["param_groups"], strict=True
+            ):
+                group |= {way: own[way] for way in ("foreach", "fused") if way in own}
+            assert_close([state, results], one[0], f"{world} {strategy}", 1e-9)
+
+
+@pytest.mark.parametrize("corner", ALIKE)
+def test_it_is_the_same_on_all_ranks(given, worlds, corner):
+    for world, strategy in worlds:
+        first, *others = given(world, strategy)[corner]
+        assert not isinstance(first, str), first
+        for other in others:
+            assert_close(other, first, f"{world} {strategy}", 0)
+
+
+def test_in_fp16_a_step_is_skipped_by_all_where_one_shard_is_not_finite(given, worlds):
+    for world, strategy in worlds:
+        seen = given(world, strategy)["skipped steps"][0]
+        assert seen[0] == [2**15, seen[-1][1]]
+        assert seen[-1][0] <= 2**8
+
+
+def test_what_is_predicted_and_evaluated_before_a_fit_is_that_of_one_process(given, worlds):
+    for name in ("predicted first", "twice"):
+        (one,) = given(1, "single")[name]
+        for world, strategy in worlds:
+            assert_close(given(world, strategy)[name][0], one, f"{world} {strategy}", 1e-9)
+
+
+def test_fsdp_has_its_part_of_parameters_gradients_and_optimizer_state(given, worlds):
+    """4 MiB of weights (and 8 KiB of biases), as many of gradients, and twice as many of AdamW's means."""
+    (one,) = given(1, "single")["memory"]
+    assert one == pytest.approx([4.008, 4.008, 8.016], abs=0.001)
+    for world, strategy in worlds:
+        parts = world if strategy == "fsdp" else 1
+        for rank in given(world, strategy)["memory"]:
+            assert rank == pytest.approx([mib / parts for mib in one], rel=0.01)
+
+
+REASONS = {
+    ("bypassing", "ddp"): f"not the same on all processes: their gradients were not exchanged.\n{BYPASSED}",
+    ("bypassing", "fsdp"): SHARDS,
+    ("gan", "ddp"): f"a parameter has had two gradients in one backward().\n{BYPASSED}",
+    ("gan", "fsdp"): SHARDS,
+    ("lazy", "ddp"): "LazyLinear has no weights yet",
+    ("lazy", "fsdp"): "LazyLinear has no weights yet",
+    ("diverging", "ddp"): "in steps 1 to 3 (learning rate",
+    ("diverging", "fsdp"): "in steps 1 to 3 (learning rate",
+    ("two types", "fsdp"): "Scaled has weights of float32 and float64",
+    ("0-dim", "fsdp"): "doesn't support scalar parameters",
+    ("sparse", "fsdp"): "Embedding(sparse=True) has gradients that cannot be cut up",
+    ("Adafactor", "fsdp"): "Adafactor looks at whole matrices",
+    ("fused SGD", "fsdp"): SHARDS,
+    ("channels_last", "fsdp"): "channels_last=true: shards have no such order",
+    ("again", "fsdp"): "a Trainer before this one has cut the model up",
+}
+
+
+@pytest.mark.parametrize("corner", REFUSED)
+def test_what_cannot_be_done_is_said_on_all_ranks_and_done_where_it_can(given, worlds, corner):
+    for world, strategy in worlds:
+        reason = REASONS.get((corner, strategy))
+        for said in given(world, strategy)[corner]:
+            assert said is None if reason is None else reason in said, (world, strategy, said)
