@@ -318,15 +318,15 @@ def table(sweep):
     Shown are the settings that differ, or all where none does.
     """
     test, grouped, first = test_name(sweep), any(len(group) > 1 for group in sweep.groups), sweep.jobs[0]
-    swept, all_keys = (
-        [key for key in keys if not (grouped and key == "seed")] for keys in (sweep.keys, first.settings)
+    keys, all_keys = (
+        [key for key in those if not (grouped and key == "seed")] for those in (sweep.keys, first.settings)
     )
     rows = [
         ["jobs" if grouped else "job", *["n"] * grouped, sweep.name or "best", test or "test", "seconds", "settings"]
     ]
     for group in sweep.groups:
         means = [shown(map(sweep.value, group)), shown([job.test.get(test) for job in group])]
-        typed = typed_for(group[0], swept or all_keys)
+        typed = typed_for(group[0], keys or all_keys)
         if sweep.value(group[0]) is None and (other := group[0].best):
             typed = f"{typed}: {other['name']} {number(other['value'])}"
         seconds = f"{mean_of(job.seconds for job in group):.1f}"
