@@ -1,5 +1,6 @@
 """The benchmarks: the contestants do the same work, and the table is right. Nothing is timed."""
 
+import json
 import os
 import struct
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from benchmarks import by_hand, run, saving, work
+from benchmarks import by_hand, run, saving, scale, work
 from benchmarks.ours import ours
 from data.loader import make_loaders
 from trainer import checkpoint
@@ -222,3 +223,23 @@ def test_missing_data_is_said_at_once(tmp_path):
 def test_what_cannot_be_measured_is_said_before_anything_is(arguments, words):
     done = subprocess.run([sys.executable, str(RUN), *arguments], capture_output=True, text=True)
     assert done.returncode == 2 and words in done.stderr
+
+
+def test_the_tables_of_the_costs_are_those_of_the_formulas():
+    text = Path(RUN).parents[1].joinpath("docs", "scale.md").read_text(encoding="utf-8")
+    for model in scale.MODELS.values():
+        assert "\n".join(scale.table(model, scale.Cluster())) in text
+    four = 4 * 1000  # bytes of 1,000 numbers
+    assert scale.sent("ddp", 1000, 1) == scale.sent("fsdp", 1000, 1) == 0
+    assert scale.sent("ddp", 1000, 2) == four and scale.sent("ddp", 1000, 4, parts=3) == 1.5 * four
+    assert scale.sent("fsdp", 1000, 2) == 1.5 * four and scale.sent("fsdp", 1000, 2, parts=3) == 3.5 * four
+    assert scale.held("ddp", 1000, 8, 10) == 4 * four and scale.held("fsdp", 1000, 8, 10) == 0.5 * four + 0.3 * four
+    one, two = (scale.seconds("ddp", scale.MODELS["7 B"], world, scale.Cluster()) for world in (1, 2))
+    assert one[0] == 2 * two[0] and one[1] == 0 < two[1]
+
+
+@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="the bytes are counted by Linux")
+def test_a_job_of_the_costs_counts_steps_and_bytes(capsys):
+    scale.run_job("mlp", "single", 16, 8, 0)
+    result = json.loads(capsys.readouterr().out)
+    assert result["parameters"] == 269322 and result["seconds"] > 0 and result["bytes"] >= 0

@@ -3,6 +3,9 @@
 import copy
 import functools
 import gc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from trainer.device import choose, move
 from trainer.errors import TrainingError, UserError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 
@@ -188,3 +192,29 @@ def test_data_parallel_gives_what_one_gpu_gives():
         results.append(trainer.module.state_dict())
     for name, tensor in results[0].items():
         torch.testing.assert_close(results[1][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@two_gpus
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_gpus_train_what_one_does(tmp_path, strategy):
+    """With NCCL, the statistics of BatchNorm over both, accumulation, clipping, EMA, and an exact resume."""
+    job = ["model=cnn", "model.channels=[8,16]", "dataset=synthetic", "dataset.in_shape=[1,8,8]", "device=cuda"]
+    job += ["precision=fp32", "deterministic=true", "optimizer=sgd", "batch_size=30", "max_steps=24", "eval_every=10"]
+    job += ["max_grad_norm=1", "ema=0.9", "checkpoint.every=12", "checkpoint.keep=9", "dataset.n=400"]
+
+    def train(name, *command):
+        command = [*command, str(TRAIN), f"run_dir={tmp_path / name}", *job]
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return checkpoint.load(checkpoint.path_of(tmp_path / name / "checkpoints", 24))
+
+    several = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    job.append(f"strategy={strategy}")
+    whole = train("several", *several)
+    checkpoint.path_of(tmp_path / "several" / "checkpoints", 24).unlink()
+    again = train("several", *several)
+    assert_same(again["model"], whole["model"])
+    job[-1] = "strategy=single"
+    one = train("one")
+    for name, tensor in one["model"].items():
+        torch.testing.assert_close(whole["model"][name], tensor, rtol=1e-3, atol=1e-4)
