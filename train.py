@@ -17,7 +17,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from trainer import cli, launch, rundir, saved_config, settings, sweep
+from trainer import cli, launch, launchers, rundir, saved_config, settings, sweep
 from trainer.build import (
     TRUSTED,
     build,
@@ -77,7 +77,7 @@ def main(cfg):
             raise SystemExit(code) from error  # not the error itself: Hydra would print a line of its own above it
         if not isinstance(error, RunInUse):
             sweep.fail(folder, error, code)
-        if OmegaConf.select(cfg, "sweep.on_error") == "stop":
+        if OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart:
             raise SystemExit(code) from error
         return float("nan")
 
@@ -285,7 +285,7 @@ def building(cfg, more_callbacks=(), state=None):
     from trainer.metrics import default_metrics
 
     devices.leave_imports()
-    device = devices.choose(cfg.device)
+    device = devices.choose(launchers.device(cfg.device, devices.available()))
     parallel.start(cfg.strategy, device, cfg.rank_timeout)
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
     loading = {key: dataset.pop(key, default) for key, default in LOADING.items()}

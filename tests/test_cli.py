@@ -364,8 +364,9 @@ def test_help_has_every_group_and_every_key(tmp_path, no_torch):
     text = asked[0].out
     keys = [key for key in OmegaConf.load(CONFIGS / "train.yaml") if key not in ("defaults", "hydra")]
     assert "task" in keys and [key for key in keys if not re.search(rf"^ *{key}:", text, re.MULTILINE)] == []
-    for folder in (path for path in CONFIGS.iterdir() if path.is_dir()):
-        line = next(line for line in text.splitlines() if line.split()[:1] == [folder.name])
+    for folder in {path.parent for path in CONFIGS.rglob("*/*.yaml")}:
+        name = folder.relative_to(CONFIGS).as_posix()
+        line = next(line for line in text.splitlines() if line.split()[:1] == [name])
         assert [path.stem for path in folder.glob("*.yaml") if path.stem not in line] == []
     assert "hydra:" not in text and max(map(len, text.splitlines())) <= 150
 

@@ -12,7 +12,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = {
     folder.name: {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))}
     for folder in sorted(CONFIGS.iterdir())
-    if folder.is_dir() and folder.name not in ("trainer", "experiment", "callbacks")
+    if folder.is_dir() and folder.name not in ("trainer", "experiment", "callbacks", "hydra")
 }
 TOP = yaml.safe_load((CONFIGS / "train.yaml").read_text(encoding="utf-8"))
 KEYS = [key for key in TOP if key not in ("defaults", "hydra", "checkpoint", "metrics")]

@@ -26,6 +26,7 @@ from trainer.errors import (
 BUG = 1
 # What Hydra, and OmegaConf below it, raise for mistakes that they have no words for.
 HYDRAS = (ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError, RecursionError)
+LAUNCHERS = ("joblib", "submitit", "ray")  # which start the processes of a sweep's jobs, and miss them
 codes = []  # of the errors reported so far
 composed = {}  # the defaults of this process's runs
 LONGEST = 500  # letters of a line that a user sees: a value or a path may have any number
@@ -83,6 +84,9 @@ def answered(main):
     except Exception as error:
         if is_interruption(error):
             raise KeyboardInterrupt from None
+        if type(error).__module__.partition(".")[0] in LAUNCHERS:
+            what = f"a job's process was lost: killed, or out of memory ({type(error).__name__})"
+            return report(TrainingError(f"{what}.\nThe same command with hydra.sweep.dir=DIR goes on."))
         from hydra.core.hydra_config import HydraConfig
 
         ours = isinstance(error, UserError)
@@ -266,6 +270,10 @@ def check_typed(configs, arguments):
             raise UserError(f"{argument}: there is no key in front of the =. Settings are key=value, as in epochs=3.")
         if key == "run_dir" and sweep and value != "null":
             raise UserError(f"{argument}: this names one run. For a sweep, type hydra.sweep.dir=DIR.")
+        if key == "hydra/launcher" and not sweep:
+            raise UserError(
+                f"{argument}: this is for the jobs of a sweep. Type -m as well, as in -m {argument} seed=0,1."
+            )
         if not key.strip("+~") or not (configs / key.lstrip("+")).is_dir():
             continue
         if key.startswith("+"):
@@ -439,9 +447,9 @@ def help_text(configs):
         "",
         "Groups (group=option; the keys of an option, each with a comment, are in configs/<group>/<option>.yaml):",
     ]
-    for folder in sorted(path for path in configs.iterdir() if path.is_dir()):
+    for folder in sorted({path.parent for path in configs.rglob("*/*.yaml")}):
         options = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        lines.append(f"  {folder.name:<11}{options}")
+        lines.append(f"  {folder.relative_to(configs).as_posix():<16}{options}")
     text = (configs / "train.yaml").read_text(encoding="utf-8")
     keys = "task:" + text.split("\ntask:", 1)[1].split("\nhydra:")[0]
     indented = ("  " + line if line else "" for line in keys.splitlines())

@@ -33,8 +33,10 @@ NUMBERS = {
     "checkpoint.epochs": WHOLE | {"optional": True},
     "checkpoint.minutes": {"above": 0, "optional": True},
     "checkpoint.keep": {"whole": True, "least": 2},
+    "sweep.per_gpu": WHOLE,
 }
-KEYS = [*NUMBERS, *CHOICES]
+AUTO = {"sweep.at_once": WHOLE}  # or auto
+KEYS = [*NUMBERS, *AUTO, *CHOICES]
 AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")
 # Kinds of devices that torch has names for; which of them are there, only torch knows.
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla")
@@ -45,6 +47,10 @@ def check(key, value, **more):
     """`value`, if it is one that the table has for `key`; UserError otherwise. `more` are check_number's."""
     if key in NUMBERS:
         return check_number(key, value, **NUMBERS[key] | more)
+    if key in AUTO:
+        if isinstance(value, str) and value != "auto":
+            raise UserError(f"{key}={value}: give a whole number at least 1, or auto.{did_you_mean(value, ('auto',))}")
+        return value if value == "auto" else check_number(key, value, **AUTO[key])
     if key == "tune":
         if not isinstance(value, (list, tuple)):
             names = ", ".join(CHOICES[key])

@@ -10,6 +10,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 received = None  # the number of the first one
 received_at = 0.0  # when that was
 ready = False  # whether an exception would find somebody who answers it
+code = None  # what the process ends with then, in place of the signal's
 gentle = None  # what is called with its name instead of an exception
 
 
@@ -84,4 +85,4 @@ def later():
 
 def exit_code():
     """130 or 143, by the signal; 130 for a KeyboardInterrupt that came without one."""
-    return 128 + (received or signal.SIGINT)
+    return code or 128 + (received or signal.SIGINT)
