@@ -13,7 +13,7 @@ from optuna.trial import TrialState
 from trainer import rundir
 from trainer.callbacks import Callback, Monitor
 from trainer.device import mix_seed
-from trainer.errors import UserError, log
+from trainer.errors import UserError
 from trainer.search import check_mode, maximizes, outcome, search_space
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -90,7 +90,7 @@ class OptunaSearch(OptunaSweeper):
         return study
 
     def run(self, study, trials, typed):
-        """Runs the jobs of these trials, except where a killed search has left a result, and tells what became of them."""
+        """Runs the jobs of these trials, but for those with a result of a killed search, and tells what became of all."""
         todo = {trial.number: typed(trial) for trial in trials if outcome(self.folder / str(trial.number)) is None}
         # A launcher counts the jobs up from a number: one launch for those that follow one another.
         for _, group in itertools.groupby(enumerate(todo.items()), key=lambda pair: pair[1][0] - pair[0]):
@@ -107,7 +107,7 @@ class OptunaSearch(OptunaSweeper):
 
 
 def space_of(overrides):
-    """({key: distribution}, {key: value}, keys left out) of overrides, of each key the last; UserError for a bad one."""
+    """({key: distribution}, {key: value}, [~key]) of the overrides, of each key the last; UserError for a bad one."""
     space, fixed, deleted = {}, {}, []
     for override in overrides:
         try:
