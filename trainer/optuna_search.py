@@ -13,8 +13,8 @@ from optuna.trial import TrialState
 from trainer import rundir
 from trainer.callbacks import Callback, Monitor
 from trainer.device import mix_seed
-from trainer.errors import UserError
-from trainer.search import check_mode, maximizes, outcome, search_space
+from trainer.errors import UserError, check_number
+from trainer.search import check_mode, maximizes, outcome, space_of, trials_of
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -26,41 +26,46 @@ class OptunaSearch(OptunaSweeper):
     of (seed, number, the results before): a search that was killed and goes on proposes what it would have proposed.
     """
 
-    def __init__(self, sampler, direction, **settings):
-        self.sampler, self.n_trials, self.n_jobs = sampler, settings["n_trials"], settings["n_jobs"]
-        super().__init__(sampler, direction, **settings)
+    def __init__(self, sampler, **others):
+        super().__init__(sampler, **others)
+        self.sampler = sampler
 
     def sweep(self, arguments):
-        cfg, self.launcher = self.sweeper.config, self.sweeper.launcher
-        self.folder, self.maximize = Path(cfg.hydra.sweep.dir).resolve(), maximizes(cfg)
-        space, fixed, deleted = space_of(search_space(cfg, self.sweeper.params, arguments))
-        own_space = self.sweeper.custom_search_space_extender
-        if not space and own_space is None:
+        cfg = self.sweeper.config
+        self.folder, self.launcher = Path(cfg.hydra.sweep.dir).resolve(), self.sweeper.launcher
+        trials, at_once = trials_of(cfg), check_number("hydra.sweeper.n_jobs", self.sweeper.n_jobs, whole=True, least=1)
+        self.maximize = maximizes(cfg)
+        self.space, self.fixed, self.deleted = distributions(space_of(cfg, arguments, self.sweeper.params))
+        if not self.space and not self.sweeper.custom_search_space_extender:
             raise UserError(
-                "sweep=optuna: nothing is searched. Type the key and its range, as in "
+                "sweep=optuna: nothing is searched. Type a key and its range, as in "
                 "'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
             )
-
-        def typed(trial):
-            return [*(f"{name}={value}" for name, value in {**trial.params, **fixed}.items()), *deleted]
-
-        def ask(study, number):
-            study.sampler = self.make_sampler(number)
-            trial = study.ask(space)
-            if own_space is not None:
-                own_space(cfg, trial)
-            trial.set_user_attr("folder", str(self.folder))
-            return trial
-
         # A key that is not there is noticed before anything is written.
-        self.sweeper.validate_batch_is_legal([typed(ask(optuna.create_study(), 0))])
+        self.sweeper.validate_batch_is_legal([self.typed(self.ask(optuna.create_study(), 0))])
         with rundir.held(self.folder):
-            study = self.open_study(cfg)
-            own = [trial for trial in study.trials if trial.user_attrs.get("folder") == str(self.folder)]
-            self.run(study, [trial for trial in own if not trial.state.is_finished()], typed)
-            while (to_go := self.n_trials - sum(trial.state.is_finished() for trial in study.trials)) > 0:
-                number = len(study.trials)
-                self.run(study, [ask(study, number + i) for i in range(min(to_go, self.n_jobs))], typed)
+            study = self.open_study()
+            self.run(study, [trial for trial in study.trials if self.is_left_off(trial)])
+            while to_go := max(0, trials - sum(trial.state.is_finished() for trial in study.trials)):
+                first = len(study.trials)
+                self.run(study, [self.ask(study, first + i) for i in range(min(to_go, at_once))])
+
+    def ask(self, study, number):
+        """The trial of this number, its values drawn."""
+        study.sampler = self.make_sampler(number)
+        trial = study.ask(self.space)
+        if self.sweeper.custom_search_space_extender:
+            self.sweeper.custom_search_space_extender(self.sweeper.config, trial)
+        trial.set_user_attr("folder", str(self.folder))
+        return trial
+
+    def is_left_off(self, trial):
+        """Whether a search in this folder was killed while the trial ran. Other folders may be at work on the study."""
+        return trial.user_attrs.get("folder") == str(self.folder) and not trial.state.is_finished()
+
+    def typed(self, trial):
+        """What is typed for the job of a trial."""
+        return [*(f"{key}={value}" for key, value in {**trial.params, **self.fixed}.items()), *self.deleted]
 
     def make_sampler(self, number):
         """The sampler for the trial of this number."""
@@ -72,50 +77,50 @@ class OptunaSearch(OptunaSweeper):
         allowed = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")
         return instantiate(config, _execution_whitelist_=allowed)
 
-    def open_study(self, cfg):
+    def open_study(self):
         """The study in the storage, made where it is not there; UserError where it cannot be, or is another one."""
-        direction = "maximize" if self.maximize else "minimize"
-        place, name = place_of(cfg.hydra.sweeper, self.folder)
+        direction, sweeper = "maximize" if self.maximize else "minimize", self.sweeper.config.hydra.sweeper
         try:
+            place, name = place_of(sweeper, self.folder)
             study = optuna.create_study(
                 storage=open_storage(place), study_name=name, direction=direction, load_if_exists=True
             )
-            before = study.direction
+            before = study.direction.name.lower()
         except Exception as error:  # of SQLAlchemy, of a driver that is not installed, of Optuna
-            reason = str(error.__cause__ or error).splitlines()[0]
+            reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"hydra.sweeper.storage: it cannot be opened ({reason}).") from None
-        if before.name.lower() != direction:
-            what = f"it looks for the {'lowest' if self.maximize else 'highest'} value"
-            raise UserError(f"hydra.sweep.dir={cfg.hydra.sweep.dir} holds another search: {what}. Type another one.")
+        if before != direction:
+            what = f"holds a search for the {'lowest' if self.maximize else 'highest'} value"
+            raise UserError(f"hydra.sweep.dir={self.folder} {what}. Type another hydra.sweep.dir.")
         return study
 
-    def run(self, study, trials, typed):
-        """Runs the jobs of these trials, but for those with a result of a killed search, and tells what became of all."""
-        todo = {trial.number: typed(trial) for trial in trials if outcome(self.folder / str(trial.number)) is None}
+    def run(self, study, trials):
+        """Runs the jobs of these trials, where no killed search has left a result, and tells what became of all."""
+        folders = {trial.number: self.folder / str(trial.number) for trial in trials}
+        todo = [(trial.number, self.typed(trial)) for trial in trials if outcome(folders[trial.number]) is None]
         # A launcher counts the jobs up from a number: one launch for those that follow one another.
-        for _, group in itertools.groupby(enumerate(todo.items()), key=lambda pair: pair[1][0] - pair[0]):
-            numbers, overrides = zip(*(item for _, item in group), strict=True)
+        for _, group in itertools.groupby(enumerate(todo), key=lambda pair: pair[1][0] - pair[0]):
+            numbers, overrides = zip(*(job for _, job in group), strict=True)
             self.launcher.launch(overrides, initial_job_idx=numbers[0])
-        for trial in trials:
-            state, best = outcome(self.folder / str(trial.number)) or ("failed", None)
+        for number, folder in folders.items():
+            state, best = outcome(folder) or ("failed", None)
             if state == "complete":
-                study.tell(trial.number, best["value"])
+                study.tell(number, best["value"])
             else:  # the value of a pruned one is the last that it has reported
-                study.tell(trial.number, state=TrialState.PRUNED if state == "pruned" else TrialState.FAIL)
+                study.tell(number, state=TrialState.PRUNED if state == "pruned" else TrialState.FAIL)
         if "mode" in study.user_attrs:
             check_mode(self.maximize, study.user_attrs["monitor"], study.user_attrs["mode"])
 
 
-def space_of(overrides):
+def distributions(overrides):
     """({key: distribution}, {key: value}, [~key]) of the overrides, of each key the last; UserError for a bad one."""
     space, fixed, deleted = {}, {}, []
     for override in overrides:
         try:
             searched, values, without = create_params_from_overrides([override])
         except (ValueError, AssertionError, NotImplementedError) as error:
-            raise UserError(
-                f"{override}: {str(error).splitlines()[0] if str(error) else 'no space to search'}"
-            ) from None
+            reason = (str(error).splitlines() or ["this is no space to search"])[0]
+            raise UserError(f"{override}: {reason}") from None
         for key in {**searched, **values}:
             space.pop(key, None)
             fixed.pop(key, None)
@@ -176,7 +181,7 @@ class Pruning(Callback):
 
     def stop_if_hopeless(self, trainer):
         if self.trial.should_prune():
-            trainer.stop(f"pruned after {self.reported} evaluations")
+            trainer.stop(f"pruned at evaluation {self.reported}")
 
     def every(self, trainer):
         return trainer.eval_every or trainer.steps_per_epoch

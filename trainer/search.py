@@ -1,101 +1,103 @@
 """What the searches have in common: which end is good, what is searched, and what became of a trial."""
 
 import math
-from pathlib import Path
 
 from hydra.core.plugins import Plugins
-from hydra.experimental.callback import Callback as HydraCallback
+from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 
-from trainer import rundir
+from trainer import cli, rundir, settings, sweep
 from trainer.errors import UserError
 from trainer.metrics import default_metrics
 
-KNOWN_END = {
-    f"val/{name}": metric.higher_is_better
-    for kind in ("classification", "regression")
-    for name, metric in default_metrics(kind).items()
-} | {"val/loss": False, "train/loss": False}
+# Hydra's keys whose part ours have, and what to type instead.
+TAKEN = {
+    "direction": "monitor_mode=max or monitor_mode=min",
+    "ax_config.experiment.minimize": "monitor_mode=max or monitor_mode=min",
+    "ax_config.early_stop.minimize": "monitor_mode=max or monitor_mode=min",
+    "n_trials": "sweep.trials=N",
+    "ax_config.max_trials": "sweep.trials=N",
+    "max_failure_rate": "sweep.on_error=continue or sweep.on_error=stop",
+}
 
 
-class Sweepers(HydraCallback):
+class Sweepers(Callback):
     """Hydra's callback that makes our sweeper known to it, before it is looked for."""
 
     def on_multirun_start(self, config, **_):
-        if config.hydra.runtime.choices["hydra/sweeper"] == "ax":
-            from trainer.ax_search import AxSearch as Search
-        else:
-            from trainer.optuna_search import OptunaSearch as Search
+        try:
+            if config.hydra.runtime.choices["hydra/sweeper"] == "ax":
+                from trainer.ax_search import AxSearch as Search
+            else:
+                from trainer.optuna_search import OptunaSearch as Search
+        except ImportError as error:  # of an Exception Hydra would make a warning
+            raise SystemExit(cli.report(UserError(f"sweep: its sweeper cannot be imported ({error})."))) from None
         Plugins.instance().register(Search)
 
 
-def maximizes(cfg):
-    """Whether the search looks for the highest value. It has to know before the first trial builds any metric."""
+def trials_of(cfg):
+    """How many trials there are to be; UserError for that, or a setting of Hydra's sweeper that is ours to make."""
     for override in cfg.hydra.overrides.hydra:
-        key = override.partition("=")[0].lstrip("+")
-        if key in ("hydra.sweeper.direction", "hydra.sweeper.ax_config.experiment.minimize"):
-            raise UserError(
-                f"{override}: what is good follows from the monitored number. Type monitor_mode=max or min."
-            )
+        key = override.partition("=")[0].lstrip("+").removeprefix("hydra.sweeper.")
+        if key in TAKEN:
+            raise UserError(f"{override}: a search takes this from elsewhere. Type {TAKEN[key]}.")
+    return settings.check("sweep.trials", cfg.sweep.trials)
+
+
+def maximizes(cfg):
+    """Whether the search looks for the highest value. It has to know before the first trial has built any metric."""
     if cfg.monitor_mode != "auto":
-        return cfg.monitor_mode == "max"
+        return settings.check("monitor_mode", cfg.monitor_mode) == "max"
     if cfg.monitor == "auto":
-        return True  # val/acc or val/r2; a trial where it is another one ends the search
-    if cfg.monitor in KNOWN_END:
-        return KNOWN_END[cfg.monitor]
-    node = cfg.metrics.get(str(cfg.monitor).removeprefix("val/"))
-    if node is not None:
+        return True  # val/acc or val/r2; where it is another one, check_mode ends the search
+    higher = {"val/loss": False, "train/loss": False}
+    for kind in ("classification", "regression"):
+        higher |= {f"val/{name}": metric.higher_is_better for name, metric in default_metrics(kind).items()}
+    for name, node in cfg.metrics.items():
         from trainer.build import locate
 
-        higher = getattr(locate(f"metrics.{cfg.monitor}", node._target_), "higher_is_better", None)
-        if isinstance(higher, bool):
-            return higher
-    raise UserError(
-        f"monitor={cfg.monitor}: a search has to know whether high or low is good.\n"
-        "Type monitor_mode=max or monitor_mode=min."
-    )
+        higher[f"val/{name}"] = getattr(locate(f"metrics.{name}", node.get("_target_")), "higher_is_better", None)
+    if not isinstance(higher.get(cfg.monitor), bool):
+        raise UserError(
+            f"monitor={cfg.monitor}: a search has to know whether high or low is good.\n"
+            "Type monitor_mode=max or monitor_mode=min."
+        )
+    return higher[cfg.monitor]
 
 
 def check_mode(maximize, name, mode):
-    """UserError where the number that the trials monitor has its good end on the other side."""
+    """UserError where the number that a trial monitors has its good end on the other side."""
     if mode != ("max" if maximize else "min"):
-        side, other = ("lowest", "highest") if mode == "min" else ("highest", "lowest")
+        sides = ("lowest", "highest") if mode == "min" else ("highest", "lowest")
         raise UserError(
-            f"monitor: the trials look for the {side} {name}, and the search for the {other} value.\n"
-            f"Type monitor={name} monitor_mode={mode}."
+            f"monitor: the trials look for the {sides[0]} {name}, and the search for the {sides[1]} value.\n"
+            f"Type monitor={name} monitor_mode={mode}, and another hydra.sweep.dir."
         )
 
 
-def search_space(cfg, params, typed):
-    """The overrides to search over: those of the option's `params` that the config has a key for, then those typed."""
-    names = {override.partition("=")[0] for override in typed}
-    swept = {override.partition("=")[0] for override in typed if is_group(cfg, override)}
+def space_of(cfg, typed, own=None):
+    """The overrides to search over: those of `sweep.space` that the config has a key for, and then those typed."""
+    keys = {override.partition("=")[0] for override in typed}
+    several = {key for key, _, value in (override.partition("=") for override in typed) if "," in value}
     kept, left = [], []
-    for name, value in (params or {}).items():
-        there = OmegaConf.select(cfg, name, throw_on_missing=False) is not None and name.split(".")[0] not in swept
-        if name not in names:
-            (kept if there else left).append(f"{name}={value}")
+    for key, values in {**cfg.sweep.space, **(own or {})}.items():
+        of_one = key.partition(".")[0] in several & set(cfg.hydra.runtime.choices)  # of one option of a group
+        there = OmegaConf.select(cfg, key, throw_on_missing=False) is not None and not of_one
+        if key not in keys:
+            (kept if there else left).append(f"{key}={values}")
     if left:
         print(f"search   without {', '.join(item.partition('=')[0] for item in left)}: not every trial has such a key")
     return [*kept, *typed]
 
 
-def is_group(cfg, override):
-    """Whether this is several options of a group, which have keys of their own each."""
-    name, _, value = override.partition("=")
-    return name in cfg.hydra.runtime.choices and "," in value
-
-
 def outcome(folder):
-    """What became of a trial, by its result.json: ("failed", None), ("pruned", its best) or ("complete", its best).
+    """What became of a trial: ("complete" or "pruned", its best), or ("failed", None); None where it has no result.
 
-    The best is {"name", "mode", "step", "value"}. None for a trial that has no result yet.
+    The best is that of result.json: {"name", "mode", "step", "value"}.
     """
-    result = rundir.read_result(Path(folder) / "result.json")
+    result = sweep.finished(folder)
     if result is None:
-        return None
-    best = result.get("best")
-    ok = isinstance(best, dict) and isinstance(best.get("value"), (int, float)) and math.isfinite(best["value"])
-    if not ok or "error" in result:
+        return None if rundir.read_result(folder / "result.json") is None else ("failed", None)
+    if not result.get("best") or not math.isfinite(result["best"]["value"]):
         return "failed", None
-    return ("pruned" if str(result.get("stopped")).startswith("pruned") else "complete"), best
+    return "pruned" if sweep.is_pruned(result) else "complete", result["best"]

@@ -33,6 +33,7 @@ NUMBERS = {
     "checkpoint.epochs": WHOLE | {"optional": True},
     "checkpoint.minutes": {"above": 0, "optional": True},
     "checkpoint.keep": {"whole": True, "least": 2},
+    "sweep.trials": WHOLE,
 }
 KEYS = [*NUMBERS, *CHOICES]
 AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")

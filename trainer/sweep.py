@@ -25,7 +25,7 @@ from trainer.errors import UserError, as_typed, did_you_mean, printable
 from trainer.readable import number, numbers
 
 JOB, SWEEP = "job.json", "sweep.json"  # what was typed for a job, and for the whole sweep
-STATUSES = ("done", "running", "unfinished", "failed")
+STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 MOST_SETTINGS = 1000  # of a job, and of letters in each
 MOST_ROWS = 40  # of the table on a screen
 MOST_PROGRESS = 2**16  # bytes of a metrics.jsonl, from its end
@@ -132,6 +132,11 @@ def pass_over(folder, job):
     return value(folder)
 
 
+def is_pruned(result):
+    """Whether the search that it is of has ended a run early."""
+    return str(result.get("stopped")).startswith("pruned ")
+
+
 def fail(folder, error, code):
     """Leaves in the job's directory why it failed, and the exit code; a result stays one."""
     if finished(folder) is None:
@@ -178,6 +183,8 @@ def read_job(folder):
     if finished(folder):
         job.best, job.seconds = result.get("best"), result["seconds"]
         job.test = {name: value for name, value in result.items() if name.startswith("test/") and is_number(value)}
+        if is_pruned(result):
+            job.status, job.note = "pruned", result["stopped"]
     elif rundir.is_held(folder):
         job.status, job.note, job.code = "running", progress(folder), 75
     elif result is None and begun is not None:
@@ -233,7 +240,7 @@ def setting_of(overrides):
     """{key: value as it was typed}, without what is the sweep's own."""
     pairs = (override.partition("=") for override in overrides)
     typed = {key.lstrip("+"): value for key, _, value in pairs}
-    return {key: value for key, value in typed.items() if not re.match(r"(sweep|hydra)(\.|$)", key)}
+    return {key: value for key, value in typed.items() if not re.match(r"(sweep|hydra)([./]|$)", key)}
 
 
 def swept(jobs):
@@ -379,7 +386,7 @@ def best_command(sweep):
         return None
     left_out = {"sweep", *["seed"] * ("seed" in sweep.keys)}
     typed = sweep.groups[0][0].overrides
-    return rundir.command([one for one in typed if re.split(r"[.=]", one.lstrip("+"))[0] not in left_out])
+    return rundir.command([one for one in typed if re.split(r"[./=]", one.lstrip("+"))[0] not in left_out])
 
 
 def command(folder):
