@@ -14,12 +14,12 @@ from trainer import rundir
 from trainer.callbacks import Callback, Monitor
 from trainer.device import mix_seed
 from trainer.errors import UserError, check_number
-from trainer.search import check_mode, maximizes, outcome, space_of, trials_of
+from trainer.search import check_goes_on, check_mode, maximizes, nothing_to_search, outcome, space_of, trials_of
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-class OptunaSearch(OptunaSweeper):
+class Search(OptunaSweeper):
     """Hydra's Optuna sweeper, with a loop of its own: that one knows no pruned trials and does not go on after a kill.
 
     The job of a trial has the trial's number, and so has its folder. What the sampler draws for a trial is a function
@@ -37,13 +37,11 @@ class OptunaSearch(OptunaSweeper):
         self.maximize = maximizes(cfg)
         self.space, self.fixed, self.deleted = distributions(space_of(cfg, arguments, self.sweeper.params))
         if not self.space and not self.sweeper.custom_search_space_extender:
-            raise UserError(
-                "sweep=optuna: nothing is searched. Type a key and its range, as in "
-                "'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
-            )
+            raise nothing_to_search("optuna")
         # A key that is not there is noticed before anything is written.
         self.sweeper.validate_batch_is_legal([self.typed(self.ask(optuna.create_study(), 0))])
         with rundir.held(self.folder):
+            check_goes_on(self.folder, [f"{key}={value}" for key, value in self.fixed.items()], self.space)
             study = self.open_study()
             self.run(study, [trial for trial in study.trials if self.is_left_off(trial)])
             while to_go := max(0, trials - sum(trial.state.is_finished() for trial in study.trials)):
@@ -97,7 +95,10 @@ class OptunaSearch(OptunaSweeper):
     def run(self, study, trials):
         """Runs the jobs of these trials, where no killed search has left a result, and tells what became of all."""
         folders = {trial.number: self.folder / str(trial.number) for trial in trials}
-        todo = [(trial.number, self.typed(trial)) for trial in trials if outcome(folders[trial.number]) is None]
+        todo = [trial for trial in trials if outcome(folders[trial.number]) is None]
+        # Of a trial in a storage, which may be anybody's, nothing is typed that this search would not have drawn.
+        drawn = [trial for trial in todo if isinstance(trial, optuna.Trial) or trial.distributions == self.space]
+        todo = [(trial.number, self.typed(trial)) for trial in drawn]
         # A launcher counts the jobs up from a number: one launch for those that follow one another.
         for _, group in itertools.groupby(enumerate(todo), key=lambda pair: pair[1][0] - pair[0]):
             numbers, overrides = zip(*(job for _, job in group), strict=True)

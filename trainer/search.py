@@ -1,6 +1,8 @@
 """What the searches have in common: which end is good, what is searched, and what became of a trial."""
 
+import importlib
 import math
+import warnings
 
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
@@ -26,13 +28,12 @@ class Sweepers(Callback):
 
     def on_multirun_start(self, config, **_):
         try:
-            if config.hydra.runtime.choices["hydra/sweeper"] == "ax":
-                from trainer.ax_search import AxSearch as Search
-            else:
-                from trainer.optuna_search import OptunaSearch as Search
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the libraries below Ax
+                search = importlib.import_module(f"trainer.{config.hydra.runtime.choices['hydra/sweeper']}_search")
         except ImportError as error:  # of an Exception Hydra would make a warning
             raise SystemExit(cli.report(UserError(f"sweep: its sweeper cannot be imported ({error})."))) from None
-        Plugins.instance().register(Search)
+        Plugins.instance().register(search.Search)
 
 
 def trials_of(cfg):
@@ -88,6 +89,27 @@ def space_of(cfg, typed, own=None):
     if left:
         print(f"search   without {', '.join(item.partition('=')[0] for item in left)}: not every trial has such a key")
     return [*kept, *typed]
+
+
+def nothing_to_search(name):
+    example = "'optimizer.lr=tag(log, interval(1e-4, 1e-1))'"
+    return UserError(f"sweep={name}: nothing is searched. Type a key and its range, as in {example}.")
+
+
+def check_goes_on(folder, fixed, searched):
+    """UserError where the trials in the folder had other settings, what is searched aside."""
+
+    def settled(settings_typed):
+        return {key: value for key, value in settings_typed.items() if sweep.matters(key) and key not in searched}
+
+    now = settled(sweep.setting_of(fixed))
+    for job in sweep.read_jobs(folder):
+        was = settled(job.settings)
+        if other := [key for key in {**now, **was} if now.get(key) != was.get(key)]:
+            key = other[0]
+            difference = f"{key}={now.get(key, '(default)')} (was {was.get(key, '(default)')})"
+            again = f"Type another hydra.sweep.dir, or to go on with that one:\n{sweep.command(folder)}"
+            raise UserError(f"hydra.sweep.dir={folder}: its trials have other settings: {difference}.\n{again}")
 
 
 def outcome(folder):
