@@ -90,6 +90,12 @@ class Search(OptunaSweeper):
         if before != direction:
             what = f"holds a search for the {'lowest' if self.maximize else 'highest'} value"
             raise UserError(f"hydra.sweep.dir={self.folder} {what}. Type another hydra.sweep.dir.")
+        for key, old in ((key, old) for trial in study.trials for key, old in trial.distributions.items()):
+            try:
+                optuna.distributions.check_distribution_compatibility(old, self.space.get(key, old))
+            except ValueError as error:
+                reason = f"its trials have another space for {key} ({str(error).rstrip('.')})"
+                raise UserError(f"hydra.sweep.dir={self.folder}: {reason}. Type another hydra.sweep.dir.") from None
         return study
 
     def run(self, study, trials):
