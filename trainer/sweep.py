@@ -47,7 +47,9 @@ class Table(Callback):
             jobs = planned(config)
             check_goes_on(folder, jobs)
             rundir.make(folder, "hydra.sweep.dir")
-            rundir.write_json(folder / SWEEP, {"typed": sys.argv[1:], "jobs": jobs and len(jobs)})
+            trials = config.sweep.get("trials")  # of a search
+            said = {"typed": sys.argv[1:], "jobs": len(jobs) if jobs else trials, "search": trials is not None}
+            rundir.write_json(folder / SWEEP, said)
         except (UserError, OSError) as error:
             self.refused = True
             raise SystemExit(cli.report(error)) from None
@@ -265,6 +267,7 @@ class Sweep:
     high: bool
     groups: list
     planned: int | None
+    search: bool = False
 
     def of(self, status):
         return [job for job in self.jobs if job.status == status]
@@ -274,9 +277,12 @@ class Sweep:
         return job.best["value"] if job.best and job.best["name"] == self.name else None
 
     def to_run(self):
-        """How many jobs the same command would run: those that failed, those left off, and those not begun."""
+        """How many jobs the same command would run: those that failed, those left off, and those not begun.
+
+        A search takes a trial that failed for an answer.
+        """
         missing = max(0, (self.planned or 0) - len(self.jobs))
-        return len(self.of("failed")) + len(self.of("unfinished")) + missing
+        return len(self.of("failed")) * (not self.search) + len(self.of("unfinished")) + missing
 
 
 def read(folder, jobs=None):
@@ -295,8 +301,9 @@ def read(folder, jobs=None):
         return (mean is None, -mean if high and mean is not None else mean or 0)
 
     sweep.groups = sorted(groups.values(), key=order)
-    planned = (rundir.read_result(sweep.folder / SWEEP) or {}).get("jobs")
-    sweep.planned = planned if isinstance(planned, int) else None
+    said = rundir.read_result(sweep.folder / SWEEP) or {}
+    sweep.planned = said["jobs"] if isinstance(said.get("jobs"), int) else None
+    sweep.search = said.get("search") is True
     return sweep
 
 
