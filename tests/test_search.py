@@ -1,11 +1,14 @@
 """Searches: what Optuna and Ax propose is trained, pruned, told, and gone on with after a kill; by real runs."""
 
 import importlib.util
+import inspect
 import json
 import os
 import random
 import signal
+from pathlib import Path
 
+import hydra
 import pytest
 from forks import Forks
 from omegaconf import OmegaConf
@@ -13,6 +16,7 @@ from omegaconf import OmegaConf
 from trainer import cli, search, sweep
 from trainer.errors import UserError
 
+CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "sweep"
 OPTUNA, AX = (importlib.util.find_spec(name) is not None for name in ("optuna", "ax"))
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 needs_optuna = pytest.mark.skipif(not OPTUNA, reason="needs pip install -e '.[optuna]'")
@@ -258,6 +262,14 @@ def test_which_end_is_good_is_known_before_the_first_trial(typed, high, monkeypa
             search.maximizes(cfg)
     else:
         assert search.maximizes(cfg) is high
+
+
+@needs_optuna
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("pruner/*.yaml")), ids=lambda path: path.stem)
+def test_the_keys_of_a_pruner_are_its_constructors_arguments(path):
+    node = OmegaConf.to_container(OmegaConf.load(path))
+    arguments = inspect.signature(hydra.utils.get_object(node.pop("_target_"))).parameters
+    assert node.keys() == arguments.keys()
 
 
 @pytest.mark.parametrize("name", ["optuna", "ax"])

@@ -1,6 +1,5 @@
 """What the searches have in common: which end is good, what is searched, and what became of a trial."""
 
-import importlib
 import math
 import warnings
 
@@ -30,10 +29,13 @@ class Sweepers(Callback):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the libraries below Ax
-                search = importlib.import_module(f"trainer.{config.hydra.runtime.choices['hydra/sweeper']}_search")
+                if config.hydra.runtime.choices["hydra/sweeper"] == "ax":
+                    from trainer.ax_search import Search
+                else:
+                    from trainer.optuna_search import Search
         except ImportError as error:  # of an Exception Hydra would make a warning
             raise SystemExit(cli.report(UserError(f"sweep: its sweeper cannot be imported ({error})."))) from None
-        Plugins.instance().register(search.Search)
+        Plugins.instance().register(Search)
 
 
 def trials_of(cfg):
