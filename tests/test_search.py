@@ -211,7 +211,7 @@ def test_another_storage_and_the_launcher_of_several_processes(forks, tmp_path, 
 
     parallel = large and importlib.util.find_spec("joblib") is not None
     typed = ["-m", "sweep=optuna", f"hydra.sweeper.storage=journal:{tmp_path}/trials.log", "sweep.trials=5", *SMALL]
-    typed += ["hydra.sweeper.n_jobs=2", *["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"] * parallel]
+    typed += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"] * parallel
     assert forks.run(tmp_path, *typed).code == 0
     journal = optuna.storages.journal
     storage = journal.JournalStorage(journal.JournalFileBackend(f"{tmp_path}/trials.log"))

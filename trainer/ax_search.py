@@ -9,8 +9,17 @@ from hydra_plugins.hydra_ax_sweeper._core import CoreAxSweeper, create_ax_raw_da
 from omegaconf import OmegaConf
 
 from trainer import rundir, sweep
-from trainer.errors import UserError, check_number
-from trainer.search import check_goes_on, check_mode, maximizes, nothing_to_search, outcome, space_of, trials_of
+from trainer.errors import UserError
+from trainer.search import (
+    at_once,
+    check_goes_on,
+    check_mode,
+    maximizes,
+    nothing_to_search,
+    outcome,
+    space_of,
+    trials_of,
+)
 
 
 class Search(CoreAxSweeper):
@@ -23,9 +32,8 @@ class Search(CoreAxSweeper):
         for name in ("ax", "botorch", "gpytorch", "linear_operator"):
             logging.getLogger(name).setLevel(logging.ERROR)
             warnings.filterwarnings("ignore", module=f"{name}.*")
-        check_number("hydra.sweeper.max_batch_size", self.max_batch_size, whole=True, least=1)
         self.folder, self.max_trials = Path(self.sweep_dir).resolve(), trials_of(self.config)
-        self.maximize = maximizes(self.config)
+        self.max_batch_size, self.maximize = at_once(self.config), maximizes(self.config)
         self.experiment = OmegaConf.merge(self.experiment, {"minimize": not self.maximize})
         self.early_stopper.minimize = not self.maximize
         parsed = OverridesParser.create().parse_overrides(space_of(self.config, arguments))
@@ -69,7 +77,7 @@ class Search(CoreAxSweeper):
         """Runs the jobs of {index: values}, where there is no result yet, and tells Ax what became of them."""
         folders = {index: self.folder / str(self.numbers[index]) for index in trials}
         todo = [index for index in trials if outcome(folders[index]) is None]
-        overrides = [[*(f"{key}={value}" for key, value in trials[index].items()), *self.fixed] for index in todo]
+        overrides = [[*(f"{key}={trials[index][key]}" for key in self.keys), *self.fixed] for index in todo]
         self.validate_batch_is_legal(overrides)
         if todo:
             self.launcher.launch(overrides, initial_job_idx=self.numbers[todo[0]])

@@ -13,8 +13,17 @@ from optuna.trial import TrialState
 from trainer import rundir
 from trainer.callbacks import Callback, Monitor
 from trainer.device import mix_seed
-from trainer.errors import UserError, check_number
-from trainer.search import check_goes_on, check_mode, maximizes, nothing_to_search, outcome, space_of, trials_of
+from trainer.errors import UserError
+from trainer.search import (
+    at_once,
+    check_goes_on,
+    check_mode,
+    maximizes,
+    nothing_to_search,
+    outcome,
+    space_of,
+    trials_of,
+)
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
@@ -33,8 +42,7 @@ class Search(OptunaSweeper):
     def sweep(self, arguments):
         cfg = self.sweeper.config
         self.folder, self.launcher = Path(cfg.hydra.sweep.dir).resolve(), self.sweeper.launcher
-        trials, at_once = trials_of(cfg), check_number("hydra.sweeper.n_jobs", self.sweeper.n_jobs, whole=True, least=1)
-        self.maximize = maximizes(cfg)
+        trials, jobs, self.maximize = trials_of(cfg), at_once(cfg), maximizes(cfg)
         self.space, self.fixed, self.deleted = distributions(space_of(cfg, arguments, self.sweeper.params))
         if not self.space and not self.sweeper.custom_search_space_extender:
             raise nothing_to_search("optuna")
@@ -46,7 +54,7 @@ class Search(OptunaSweeper):
             self.run(study, [trial for trial in study.trials if self.is_left_off(trial)])
             while to_go := max(0, trials - sum(trial.state.is_finished() for trial in study.trials)):
                 first = len(study.trials)
-                self.run(study, [self.ask(study, first + i) for i in range(min(to_go, at_once))])
+                self.run(study, [self.ask(study, first + i) for i in range(min(to_go, jobs))])
 
     def ask(self, study, number):
         """The trial of this number, its values drawn."""

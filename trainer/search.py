@@ -18,6 +18,8 @@ TAKEN = {
     "ax_config.early_stop.minimize": "monitor_mode=max or monitor_mode=min",
     "n_trials": "sweep.trials=N",
     "ax_config.max_trials": "sweep.trials=N",
+    "n_jobs": "sweep.at_once=N, with hydra/launcher=joblib",
+    "max_batch_size": "sweep.at_once=N, with hydra/launcher=joblib",
     "max_failure_rate": "sweep.on_error=continue or sweep.on_error=stop",
 }
 
@@ -45,6 +47,24 @@ def trials_of(cfg):
         if key in TAKEN:
             raise UserError(f"{override}: a search takes this from elsewhere. Type {TAKEN[key]}.")
     return settings.check("sweep.trials", cfg.sweep.trials)
+
+
+def at_once(cfg):
+    """How many trials are proposed together: as many as the launcher runs at the same time."""
+    launcher, node = cfg.hydra.runtime.choices["hydra/launcher"], cfg.hydra.launcher
+    if launcher == "basic":
+        return 1
+    if launcher == "submitit_slurm":
+        return node.array_parallelism
+    if launcher == "joblib":
+        from joblib import effective_n_jobs
+
+        return effective_n_jobs(node.n_jobs)
+    from trainer import launchers
+
+    return launchers.how_many(
+        cfg.sweep.at_once, cfg.sweep.per_gpu, launchers.count_gpus(cfg.device), launchers.cores()
+    )[0]
 
 
 def maximizes(cfg):
