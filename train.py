@@ -135,7 +135,7 @@ def train_in(folder, cfg):
     config = {key: value for key, value in OmegaConf.to_container(cfg, resolve=False).items() if key != "run_dir"}
     about = {"config": config, "versions": rundir.versions(), "world_size": launch.world_size(), "origin": origin}
     config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg), rundir.WRITTEN)
-    with building(cfg, [saver, config_file]) as (trainer, data, loaders):
+    with building(cfg, [*pruning(cfg), saver, config_file]) as (trainer, data, loaders):
         saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
         launch.check_alike({"data": {data.name: saver.about["data"]}, "code": launch.code(ROOT, own_packages(typed))})
         if state is not None:
@@ -157,6 +157,17 @@ def train_in(folder, cfg):
     if launch.is_first():
         print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
     parallel.leave()
+
+
+def pruning(cfg):
+    """The callback of a trial, which its search may end early; none in any other run."""
+    if not in_sweep() or "pruner" not in cfg.sweep:
+        return []
+    from trainer.optuna_search import Pruning, place_of
+
+    job = HydraConfig.get()
+    place, study = place_of(job.sweeper, Path(job.sweep.dir).resolve())
+    return [Pruning(place, study, job.job.num, build("sweep.pruner", cfg.sweep.pruner), cfg.monitor, cfg.monitor_mode)]
 
 
 def finish(folder, trainer, saver, data, test_loader, start):

@@ -28,11 +28,11 @@ GRACE = 30  # seconds that the other ranks have where one has failed
 class Forks:
     """The process that forks, as the tests see it; one run at a time. `distributed`: it has what ranks need."""
 
-    def __init__(self, *paths, distributed=False):
+    def __init__(self, *paths, distributed=False, modules=()):
         path = os.pathsep.join(map(str, (*paths, TRAIN.parent)))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as train.py sets it for ranks, before it imports torch
-        command = [sys.executable, __file__, *MODULES, *(DISTRIBUTED if distributed else ())]
+        command = [sys.executable, __file__, *MODULES, *(DISTRIBUTED if distributed else ()), *modules]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         )

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -197,6 +198,8 @@ def test_what_configs_name_is_of_the_listed_kinds(typed):
     # Hydra's own, which builds them by itself.
     usual = {"trainer.sweep.Table", "trainer.launchers.Jobs"}
     usual |= {target for target in named if target.startswith("hydra_plugins.")}
+    usual |= {"trainer.search.Sweepers", "trainer.optuna_search.Search", "trainer.ax_search.Search"}
+    usual |= {name for name in named if name.startswith("optuna.") and not importlib.util.find_spec("optuna")}
     usual_and_more = {*named} - usual | {
         "torch.optim.RMSprop",
         "torch.nn.NLLLoss",

@@ -16,6 +16,7 @@ from trainer.errors import UserError, as_typed, did_you_mean
 # What a `_target_` may name. One that is typed on the command line is trusted as it is; one in a file of your own
 # wants trusted=[mypackage].
 TRUSTED = ["trainer", "models", "data", "examples", "torch.nn", "torch.optim", "torchvision.models", "torchmetrics"]
+TRUSTED += ["optuna.pruners"]
 
 # What it has to be, beside that: defined in this module (or below it), and one of these functions or a subclass of one
 # of these classes. A name alone says little: torch.nn.modules.module.torch.load begins with torch.nn, and
@@ -27,6 +28,7 @@ KINDS = {
     "torchmetrics.aggregation": ["torchmetrics.Metric"],
     "torchmetrics.classification": ["torchmetrics.Metric"],
     "torchmetrics.regression": ["torchmetrics.Metric"],
+    "optuna.pruners": ["optuna.pruners.BasePruner"],
     "trainer.trainer": ["trainer.Trainer"],
     "trainer.callbacks": ["trainer.callbacks.Callback"],
     "trainer.loggers": ["trainer.callbacks.Callback"],
@@ -52,6 +54,7 @@ GIVES = {
     "metrics": ["torchmetrics.Metric", "trainer.metrics.Sums"],
     "callbacks": ["trainer.callbacks.Callback"],
     "trainer": ["trainer.Trainer"],
+    "sweep": ["optuna.pruners.BasePruner"],
 }
 # And whose functions do so, as there is no telling of a function.
 MAKERS = {

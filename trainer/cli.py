@@ -186,6 +186,8 @@ def explanation(error):
     options, missing, override = (getattr(error, name, None) for name in ("options", "missing_cfg_file", "override"))
     if options is not None and missing:
         group, _, choice = missing.rpartition("/")
+        if group == "hydra/sweeper" and choice in ("optuna", "ax"):
+            return f"error: sweep={choice} needs Hydra's sweeper of that name.\nType pip install -e '.[{choice}]'."
         return (
             f"error: {group}={choice}: there is no such choice.{did_you_mean(choice, options)}\n"
             f"Type {group}= one of: {', '.join(options)}."

@@ -270,10 +270,11 @@ def check_same(what, before, now, also=()):
 def command(overrides, *more, start=("python", "train.py")):
     """`python train.py ...` with these settings, as a shell takes them; of each key the last one.
 
-    Without what has begun the run: the command goes on with it.
+    Without what has begun the run, as the command goes on with it, and without what is of a sweep.
     """
     typed = {override.partition("=")[0]: override for override in [*overrides, *more]}
-    typed = {key: override for key, override in typed.items() if key not in ("resume", "overwrite")}
+    own = r"(resume|overwrite|sweep)([./]|$)"
+    typed = {key: override for key, override in typed.items() if not re.match(own, key)}
     return shlex.join([*start, *typed.values()])
 
 

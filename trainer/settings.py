@@ -34,6 +34,7 @@ NUMBERS = {
     "checkpoint.minutes": {"above": 0, "optional": True},
     "checkpoint.keep": {"whole": True, "least": 2},
     "sweep.per_gpu": WHOLE,
+    "sweep.trials": WHOLE,
 }
 AUTO = {"sweep.at_once": WHOLE}  # or auto
 KEYS = [*NUMBERS, *AUTO, *CHOICES]

@@ -25,7 +25,7 @@ from trainer.errors import UserError, as_typed, did_you_mean, printable
 from trainer.readable import number, numbers
 
 JOB, SWEEP = "job.json", "sweep.json"  # what was typed for a job, and for the whole sweep
-STATUSES = ("done", "running", "unfinished", "failed")
+STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 MOST_SETTINGS = 1000  # of a job, and of letters in each
 MOST_ROWS = 40  # of the table on a screen
 MOST_PROGRESS = 2**16  # bytes of a metrics.jsonl, from its end
@@ -47,7 +47,9 @@ class Table(Callback):
             jobs = planned(config)
             check_goes_on(folder, jobs)
             rundir.make(folder, "hydra.sweep.dir")
-            rundir.write_json(folder / SWEEP, {"typed": sys.argv[1:], "jobs": jobs and len(jobs)})
+            trials = config.sweep.get("trials")  # of a search
+            said = {"typed": sys.argv[1:], "jobs": len(jobs) if jobs else trials, "search": trials is not None}
+            rundir.write_json(folder / SWEEP, said)
         except (UserError, OSError) as error:
             self.refused = True
             raise SystemExit(cli.report(error)) from None
@@ -132,6 +134,11 @@ def pass_over(folder, job):
     return value(folder)
 
 
+def is_pruned(result):
+    """Whether the search that it is of has ended a run early."""
+    return str(result.get("stopped")).startswith("pruned ")
+
+
 def fail(folder, error, code):
     """Leaves in the job's directory why it failed, and the exit code; a result stays one."""
     if finished(folder) is None:
@@ -178,6 +185,8 @@ def read_job(folder):
     if finished(folder):
         job.best, job.seconds = result.get("best"), result["seconds"]
         job.test = {name: value for name, value in result.items() if name.startswith("test/") and is_number(value)}
+        if is_pruned(result):
+            job.status, job.note = "pruned", result["stopped"]
     elif rundir.is_held(folder):
         job.status, job.note, job.code = "running", progress(folder), 75
     elif result is None and begun is not None:
@@ -233,7 +242,7 @@ def setting_of(overrides):
     """{key: value as it was typed}, without what is the sweep's own."""
     pairs = (override.partition("=") for override in overrides)
     typed = {key.lstrip("+"): value for key, _, value in pairs}
-    return {key: value for key, value in typed.items() if not re.match(r"(sweep|hydra)(\.|$)", key)}
+    return {key: value for key, value in typed.items() if not re.match(r"(sweep|hydra)([./]|$)", key)}
 
 
 def swept(jobs):
@@ -258,6 +267,7 @@ class Sweep:
     high: bool
     groups: list
     planned: int | None
+    search: bool = False
 
     def of(self, status):
         return [job for job in self.jobs if job.status == status]
@@ -267,9 +277,12 @@ class Sweep:
         return job.best["value"] if job.best and job.best["name"] == self.name else None
 
     def to_run(self):
-        """How many jobs the same command would run: those that failed, those left off, and those not begun."""
+        """How many jobs the same command would run: those that failed, those left off, and those not begun.
+
+        A search takes a trial that failed for an answer.
+        """
         missing = max(0, (self.planned or 0) - len(self.jobs))
-        return len(self.of("failed")) + len(self.of("unfinished")) + missing
+        return len(self.of("failed")) * (not self.search) + len(self.of("unfinished")) + missing
 
 
 def read(folder, jobs=None):
@@ -288,8 +301,9 @@ def read(folder, jobs=None):
         return (mean is None, -mean if high and mean is not None else mean or 0)
 
     sweep.groups = sorted(groups.values(), key=order)
-    planned = (rundir.read_result(sweep.folder / SWEEP) or {}).get("jobs")
-    sweep.planned = planned if isinstance(planned, int) else None
+    said = rundir.read_result(sweep.folder / SWEEP) or {}
+    sweep.planned = said["jobs"] if isinstance(said.get("jobs"), int) else None
+    sweep.search = said.get("search") is True
     return sweep
 
 
@@ -379,7 +393,7 @@ def best_command(sweep):
         return None
     left_out = {"sweep", *["seed"] * ("seed" in sweep.keys)}
     typed = sweep.groups[0][0].overrides
-    return rundir.command([one for one in typed if re.split(r"[.=]", one.lstrip("+"))[0] not in left_out])
+    return rundir.command([one for one in typed if re.split(r"[./=]", one.lstrip("+"))[0] not in left_out])
 
 
 def command(folder):
