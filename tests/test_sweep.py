@@ -238,7 +238,8 @@ def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(forks
     assert line_of(done.out, "sweep").startswith("all: 24 done;") and "go on" not in done.out
     assert len(re.findall(r": done, val/acc ", done.out)) == len(seen)
     for job in range(jobs):
-        assert {path.name for path in (tmp_path / "all" / str(job)).iterdir()} == FILES
+        left = {path.name for path in (tmp_path / "all" / str(job)).iterdir()}
+        assert left - {".lock"} == FILES  # which a kill just after the result leaves, and which locks nothing
     for job in sorted(cut)[: 6 if large else 2]:
         alone = read_json(tmp_path / "all" / job / "job.json")["overrides"]
         assert forks.run(tmp_path, *alone, f"run_dir=alone{job}").code == 0
