@@ -33,7 +33,8 @@ class Mean:
         if parallel.ranks() == 1:
             return self
         whole = Mean()
-        whole.total, whole.samples = parallel.add_up(float(self.total)), parallel.add_up(self.samples)
+        total, whole.samples = parallel.add_up(float(self.total)), parallel.add_up(self.samples)
+        whole.total = torch.tensor(total, dtype=torch.float64) if whole.samples else 0.0  # as one process has it
         return whole
 
     def state_dict(self):
