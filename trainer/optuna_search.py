@@ -10,7 +10,7 @@ from hydra_plugins.hydra_optuna_sweeper._impl import create_params_from_override
 from hydra_plugins.hydra_optuna_sweeper.optuna_sweeper import OptunaSweeper
 from optuna.trial import TrialState
 
-from trainer import rundir
+from trainer import launch, parallel, rundir
 from trainer.callbacks import Callback, Monitor
 from trainer.device import mix_seed
 from trainer.errors import UserError
@@ -189,13 +189,14 @@ class Pruning(Callback):
         now = self.evaluations(trainer)
         if self.watched.name not in row or not trainer.is_time(self.every(trainer)) or now < self.reported:
             return
-        if now > self.reported:
+        if now > self.reported and launch.is_first():
             self.trial.report(row[self.watched.name], now)
-            self.reported = now
+        self.reported = max(now, self.reported)
         self.stop_if_hopeless(trainer)
 
     def stop_if_hopeless(self, trainer):
-        if self.trial.should_prune():
+        """Stops all processes of the trial where the first one, which asks, sees no hope: others could see another."""
+        if parallel.add_up(int(launch.is_first() and self.trial.should_prune())):
             trainer.stop(f"pruned at evaluation {self.reported}")
 
     def every(self, trainer):
