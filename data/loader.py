@@ -63,7 +63,8 @@ def make_loaders(
     for name, split in splits.items():
         check_first(data, name, split)
     size, free = sum(split.nbytes for split in splits.values()), free_memory(device)
-    fits = size <= free / 2
+    sharing = launch.local_world_size() if device.type == "cpu" else 1  # a GPU is one process's own
+    fits = size <= free / 2 / sharing
     reason = f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free" if resident == "auto" else "as asked"
     # A cache is filled once: that workers are of no use afterwards is no mistake of who asked for them.
     cached = all(getattr(split, "cache", None) is not None for split in splits.values())
@@ -124,7 +125,19 @@ def seekable(loader, seed):
 
     Any iterable with a length will do, such as a plain DataLoader.
     """
-    return loader if hasattr(loader, "seek") else IterableLoader(loader, seed)
+    return dealt(loader, seed) if hasattr(loader, "seek") else IterableLoader(loader, seed)
+
+
+def dealt(loader, seed):
+    """The loader, where several processes train one that deals its batches out, and says how large they were."""
+    if parallel.ranks() == 1 or hasattr(loader, "global_size"):
+        return loader
+    if hasattr(loader, "seek"):
+        raise UserError(
+            f"{type(loader).__name__}: with several processes a loader with `seek` has to deal its batches out.\n"
+            "Leave `seek` out, or give it `global_size`, the samples of the whole batch that its part is from."
+        )
+    return IterableLoader(loader, seed)
 
 
 def normalizer(mean, std, device):
@@ -236,7 +249,7 @@ class Loader(Seekable):
         for samples in whole[done:]:  # of which this process has none: the others may wait for it all the same
             inputs, targets = next(iter(self.read([samples[:1]])))
             self.global_size = len(samples)
-            yield self.augment.images(inputs, {})[:0], targets[:0]
+            yield self.augment.images(inputs, {}), targets  # lent: parallel.counts says that it does not count
 
     def dealt(self, whole):
         """This process's part of each of the whole batches, where there is any of it."""

@@ -13,6 +13,7 @@ import weakref
 
 import torch
 
+from trainer import launch
 from trainer.device import MIB
 from trainer.errors import TrainingError, UserError, cause, printable
 from trainer.stopping import SIGNALS
@@ -40,7 +41,7 @@ def choose_workers(split, batch_size):
         if batch_size * sample_seconds(split) < handover:
             return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8)
+    return max(1, min(cores // launch.local_world_size(), 8))
 
 
 def sample_seconds(split):

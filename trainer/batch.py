@@ -80,16 +80,20 @@ def split(batch, parts):
 
 
 def deal(batch, rank, ranks):
-    """The part of a batch that is dealt to this rank: samples rank, rank + ranks, ... of what `split` would cut."""
+    """The part of a batch that is dealt to this rank: samples rank, rank + ranks, ... of what `split` would cut.
+
+    Where there is none for it, the first sample, which is not to be counted: a model may not take none.
+    """
     samples, dealt = size(batch), []
 
     def tensor(_, leaf):
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim or len(leaf) != samples:
             return leaf
         dealt.append(leaf)
-        return leaf[rank::ranks]
+        return leaf[mine]
 
-    part = walk(tensor, batch, plain_list=lambda values: values[rank::ranks] if len(values) == samples else values)
+    mine = slice(rank, None, ranks) if rank < samples else slice(1)
+    part = walk(tensor, batch, plain_list=lambda values: values[mine] if len(values) == samples else values)
     if not dealt:
         raise UserError(
             f"A batch of type {type(batch).__name__} cannot be dealt out to {ranks} processes: no tensor in it."

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -136,11 +137,14 @@ def tell(key, value):
     store().set(key, json.dumps(value))
 
 
-def told(key, by=0):
-    """What rank `by` tells under this key; TrainingError where it has ended, or says nothing for too long."""
+def told(key, by=0, limit=None):
+    """What rank `by` tells under this key; TrainingError where it has ended, or says nothing for too long.
+
+    That is `limit` seconds, None being as long as a process waits for the others at all.
+    """
     import datetime
 
-    end = time.monotonic() + seconds
+    end = time.monotonic() + (seconds if limit is None else limit)
     while True:
         try:
             store().wait([key], datetime.timedelta(seconds=1))  # in short parts: a signal is heard in between
@@ -159,12 +163,11 @@ def told(key, by=0):
 @contextlib.contextmanager
 def one_first(name):
     """Has one process of each machine go first, and the others wait for it."""
-    host = int(os.environ.get("GROUP_RANK", 0))
     if local_rank():
-        told(f"{name}/{host}", by=rank() - local_rank())
+        told(f"{name}/{rank() - local_rank()}", by=rank() - local_rank(), limit=math.inf)
     yield
     if world_size() > 1 and not local_rank():
-        tell(f"{name}/{host}", True)
+        tell(f"{name}/{rank()}", True)
 
 
 class LostContact(TrainingError):

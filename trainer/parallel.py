@@ -23,6 +23,7 @@ joined = 1  # processes that train together, once `start` has joined them
 # By how much the norm of a weight may differ between processes, which may be of different machines.
 DRIFT = 1e-4
 EXCHANGE = 0.25  # seconds between two exchanges of what the ranks were asked
+MOST_CALLS = 64  # steps between two: the next ones may be slow
 
 
 def start(strategy, device, timeout=300):
@@ -95,10 +96,7 @@ def wrap(module, strategy, device):
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), 0)
     spread = sharded(module, device) if name == "fsdp" else copied(module, device)
-    for child in module.modules():  # last: DistributedDataParallel takes no SyncBatchNorm on the CPU
-        if type(child) in NORMS:
-            child.process_group = None
-            child.__class__ = OVER_RANKS[type(child)]
+    spread_norms(module)  # last: DistributedDataParallel takes no SyncBatchNorm on the CPU
     return spread
 
 
@@ -183,9 +181,14 @@ def check_shardable(module):
             raise UserError(f"strategy=fsdp: {what}. Leave out sparse, or type strategy=ddp.")
 
 
+def has_usual_forward(child):
+    """Whether this is a BatchNorm with torch's own forward."""
+    return isinstance(child, NORMS) and type(child).forward in (torch.nn.BatchNorm1d.forward, OverRanks.forward)
+
+
 def own_buffers(module):
-    """The floating-point buffers that may come to differ between processes: those of BatchNorm do not."""
-    children = [child for child in module.modules() if not isinstance(child, NORMS)]
+    """The floating-point buffers that may come to differ between processes: those of BatchNorm over all do not."""
+    children = [child for child in module.modules() if not has_usual_forward(child)]
     return [buffer for child in children for buffer in child.buffers(recurse=False) if buffer.is_floating_point()]
 
 
@@ -242,15 +245,30 @@ class OverRanks(torch.nn.SyncBatchNorm):
         return scaled.to(inputs.dtype)
 
 
-# Classes of the old names: they stand in the card of the model.
-OVER_RANKS = {norm: type(norm.__name__, (OverRanks, norm), {}) for norm in NORMS}
+made = {}  # {a class with OverRanks's forward: the class it stands for}
+
+
+def spread_norms(module):
+    """Gives each BatchNorm the statistics of the batch over all processes; those with a `forward` of their own keep it.
+
+    The classes keep their names: they stand in the card of the model.
+    """
+    for child in module.modules():
+        kind = type(child)
+        if isinstance(child, NORMS) and not has_usual_forward(child):
+            log.warning("%s has a forward of its own: its statistics are of each process's part.", kind.__name__)
+        if not has_usual_forward(child):
+            continue
+        if kind not in made.values():
+            made[type(kind.__name__, (OverRanks, kind), {})] = kind
+        child.process_group = None
+        child.__class__ = next(over for over, plain in made.items() if plain is kind)
 
 
 def unwrap(module):
     """Undoes what `wrap` has done to BatchNorm: the module may live on by itself."""
-    classes = {over: norm for norm, over in OVER_RANKS.items()}
     for child in module.modules():
-        child.__class__ = classes.get(type(child), type(child))
+        child.__class__ = made.get(type(child), type(child))
 
 
 def plain_text(module):
@@ -373,26 +391,6 @@ def gather(outputs, sizes):
     return whole
 
 
-def dealt(loader):
-    """The loader, each of whose batches is this process's part of a whole one; it says how large that was."""
-    if ranks() == 1 or hasattr(loader, "global_size"):
-        return loader
-    return Dealt(loader)
-
-
-class Dealt:
-    """Deals the batches out that any iterable gives, the same on each process: to rank r samples r, r + ranks, ..."""
-
-    def __init__(self, batches_of):
-        check_sampler(batches_of)
-        self.loader, self.global_size = batches_of, 0
-
-    def __iter__(self):
-        for batch in self.loader:
-            self.global_size, batch = deal(batch)
-            yield batch
-
-
 def check_sampler(loader):
     """UserError for a loader that deals out by itself."""
     if isinstance(getattr(loader, "sampler", None), torch.utils.data.DistributedSampler):
@@ -402,8 +400,13 @@ def check_sampler(loader):
         )
 
 
-def check_metrics(metrics):
-    """UserError for a metric that cannot be added up over processes, where there are several."""
+def check_parts(metrics, loss):
+    """UserError for a metric that cannot be added up over processes, where there are several.
+
+    A warning for a loss whose mean is not over samples.
+    """
+    if ranks() > 1 and getattr(loss, "weight", None) is not None:
+        log.warning("loss: by class weights each process has the mean of its own part; one process would have another.")
     from trainer.metrics import Sums
 
     for name, metric in metrics.items() if ranks() > 1 else ():
@@ -428,8 +431,13 @@ def shares(batch, loader):
         return None, 1.0
     whole = loader.global_size
     if whole < ranks():
-        raise UserError(f"A batch of {whole} samples is too small for {ranks()} processes.\nType a larger batch_size.")
+        raise UserError(f"A batch of {whole} samples is too small for {ranks()} processes.\nType another batch_size.")
     return (math.ceil(whole / ranks()), whole // ranks()), batches.size(batch) * ranks() / whole
+
+
+def counts(loader):
+    """Whether this process has a part of the loader's last batch. If not, it was lent a sample of it."""
+    return joined == 1 or launch.rank() < loader.global_size
 
 
 def is_shard(tensor):
@@ -493,5 +501,9 @@ class Agreement:
         told = torch.tensor([here is not None, now - self.start, (now - self.last) / self.calls], dtype=torch.float64)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         asked, self.agreed, seconds = told.tolist()
-        self.last, self.calls, self.soonest = time.monotonic(), 0, max(1, int(EXCHANGE / max(seconds, 1e-6)))
+        self.last, self.calls, self.soonest = (
+            time.monotonic(),
+            0,
+            min(MOST_CALLS, 1 + int(EXCHANGE / max(seconds, 1e-6))),
+        )
         return bool(asked)

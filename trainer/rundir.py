@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shlex
+import time
 from pathlib import Path
 
 try:
@@ -88,7 +89,7 @@ def held(folder):
                 continue
             raise UserError(f"run_dir={folder}: {error}. Type another run_dir.") from None
         try:
-            lock(file)
+            lock_soon(file)
         except BlockingIOError:
             owner = file.read(200).decode(errors="replace").strip() if os.name == "posix" else ""
             file.close()
@@ -122,6 +123,15 @@ def is_held(folder):
     except OSError:
         return False
     return False
+
+
+def lock_soon(file):
+    """`lock`, also where another process is just looking by `is_held`."""
+    for _ in range(3):
+        with contextlib.suppress(BlockingIOError):
+            return lock(file)
+        time.sleep(0.05)
+    return lock(file)
 
 
 def lock(file):

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from data.loader import seekable
+from data.loader import dealt, seekable
 from trainer import batch as batches
 from trainer import checkpoint, cpu, graph, launch, optimizers, parallel, schedules, settings, summary
 from trainer import device as devices
@@ -84,7 +84,7 @@ class Trainer:
         self.stream = (launch.rank(),) if launch.rank() else ()  # which random numbers are this process's own
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics = dict(metrics or {})
-        parallel.check_metrics(self.metrics)
+        parallel.check_parts(self.metrics, self.loss)
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise UserError(f"callbacks: {callback!r} is no trainer.callbacks.Callback.")
@@ -108,7 +108,9 @@ class Trainer:
         self.should_stop, self.stop_reason = False, None
         self.agreement = parallel.Agreement()
         self.asked, self.interrupted = None, False  # to stop, from outside: here, and as far as all processes know
-        self.weight = 1.0  # of the mean over this process's part of a batch, in that over all of it
+        # The most and the fewest samples of a batch that a process has, and the weight of this one's mean in that over
+        # all: a train_step of one's own multiplies its losses by it.
+        self.shares, self.weight = None, 1.0
         self.evaluation_due = False  # the step is done, but for its evaluation and what comes after it
         self.train_loss, self.grad_norm, self.window_start = Mean(), Mean(), 0.0  # since the last logged row
         self.skipped = 0  # steps in a row, by the fp16 scaler
@@ -136,6 +138,7 @@ class Trainer:
                 for batch in self.train_loader:
                     self.begin_step()
                     batch = devices.move(batch, self.device)
+                    self.shares, self.weight = parallel.shares(batch, self.train_loader)
                     loss = self.train_step(batch)
                     self.step += 1
                     self.train_loss.update(loss, batches.size(batch))
@@ -176,8 +179,7 @@ class Trainer:
 
     def optimize(self, batch):
         """What a graph holds of a step; gives the mean loss, and the norm of the gradient where that is clipped."""
-        shares, self.weight = parallel.shares(batch, self.train_loader)
-        loss, norm = self.micro_batch.work(self.accumulate, batch, self.module, self.undo_step, shares), None
+        loss, norm = self.micro_batch.work(self.accumulate, batch, self.module, self.undo_step, self.shares), None
         if self.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
@@ -216,7 +218,7 @@ class Trainer:
 
     def evaluate(self, loader, split="val"):
         """{"val/loss": ..., "val/acc": ...} over all samples of the loader; changes nothing in the training."""
-        batch, loss_mean, loader = None, Mean(), parallel.dealt(loader)
+        batch, loss_mean, loader = None, Mean(), dealt(loader, self.seed)
         # What is random in an evaluation is a function of the step too: one that is done anew gives the same.
         seed = devices.mix_seed(self.seed, split, self.step, *self.stream)
         devices.seed_generators(self.device, seed, self.replicas)
@@ -233,8 +235,8 @@ class Trainer:
                         raise Interrupted
                     batch = devices.move(batch, self.device)
                     for part, (loss, outputs) in self.eval_micro_batch.work(self.evaluate_parts, batch):
-                        if size := batches.size(part):  # none of a small batch may be this process's
-                            loss_mean.update(loss, size)
+                        if parallel.counts(loader):
+                            loss_mean.update(loss, batches.size(part))
                             self.update_metrics(outputs, part)
         except (RuntimeError, ValueError, MemoryError) as error:
             self.explain(error, batch, self.eval_micro_batch)
@@ -256,14 +258,15 @@ class Trainer:
 
         The batches are inputs, or (inputs, targets) as for evaluation.
         """
-        batch, outputs, sizes, loader = None, [], [], parallel.dealt(loader)
+        batch, outputs, sizes, loader = None, [], [], dealt(loader, self.seed)
         try:
             # Not inference_mode here either: what it leaves in sharded parameters cannot be trained.
             with self.evaluating(), torch.no_grad():
                 for batch in loader:
                     sizes.append(getattr(loader, "global_size", None))
                     batch = devices.move(batch, self.device)
-                    outputs += self.eval_micro_batch.work(self.predict_parts, batch)
+                    parts = self.eval_micro_batch.work(self.predict_parts, batch)
+                    outputs += parts if parallel.counts(loader) else [part[:0] for part in parts]
         except (RuntimeError, ValueError, MemoryError) as error:
             self.explain(error, batch, self.eval_micro_batch)
             raise
@@ -294,7 +297,10 @@ class Trainer:
         self.close()
 
     def stop(self, reason):
-        """Ends the training after this step; the reason is shown."""
+        """Ends the training after this step; the reason is shown.
+
+        Of several processes all have to call it in the same step. Where only one knows, `interrupt` is for it.
+        """
         self.should_stop, self.stop_reason = True, reason
 
     def interrupt(self, reason):
