@@ -228,8 +228,10 @@ def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, launcher, number,
     assert same(weights(tmp_path / "all" / str(begun[0])), alone(tmp_path, *JOB, "epochs=3", f"seed={begun[0]}"))
 
 
-def test_a_failed_job_ends_the_sweep_with_on_error_stop(tmp_path):
+def test_a_failed_job_ends_the_sweep_with_on_error_stop(tmp_path, large):
     needs("joblib")
+    if not large:
+        pytest.skip("--large")
     (tmp_path / "mine.py").write_text(HOLD)
     (tmp_path / "hold").touch()
     command = ["hydra/launcher=joblib", "seed=0,-1,2,3", *JOB, "epochs=3", "hydra.sweep.dir=all", "sweep.at_once=2"]
