@@ -272,10 +272,9 @@ def check_typed(configs, arguments):
             raise UserError(f"{argument}: there is no key in front of the =. Settings are key=value, as in epochs=3.")
         if key == "run_dir" and sweep and value != "null":
             raise UserError(f"{argument}: this names one run. For a sweep, type hydra.sweep.dir=DIR.")
-        if key == "hydra/launcher" and not sweep:
-            raise UserError(
-                f"{argument}: this is for the jobs of a sweep. Type -m as well, as in -m {argument} seed=0,1."
-            )
+        if re.match(r"(hydra/launcher|sweep([./].*)?)$", key) and not sweep and launch.world_size() == 1:
+            more = " seed=0,1" * (key == "hydra/launcher" or "." in key)
+            raise UserError(f"{argument}: this is for the jobs of a sweep. Type -m as well, as in -m {argument}{more}.")
         if not key.strip("+~") or not (configs / key.lstrip("+")).is_dir():
             continue
         if key.startswith("+"):
@@ -443,6 +442,7 @@ def help_text(configs):
         "  python train.py                                   the default: an MLP on handwritten digits, in seconds",
         "  python train.py model=cnn device=cuda epochs=3    any key from the command line",
         "  python train.py -m model=linear,mlp seed=0,1,2    a sweep: every combination, and a table of them",
+        "  python train.py -m sweep=optuna                   a search: each trial is proposed from those before it",
         "  python train.py run_dir=runs/mine                 a named run; the same command again continues it",
         "  python train.py task=lr_find model=cnn            find a learning rate",
         "  python train.py model=cnn --cfg job               show the whole config and train nothing",
