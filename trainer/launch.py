@@ -364,11 +364,11 @@ def not_own(kind, message, code):
     return (message if is_first() else None), code
 
 
-def ends(limit, others):
+def ends(limit, others, key="end"):
     """The ranks among `others` that have said why they end, after at most `limit` seconds; the killed never will."""
     end = time.monotonic() + limit
     while True:
-        present = [other for other in others if store().check([f"end/{other}"])]
+        present = [other for other in others if store().check([f"{key}/{other}"])]
         if time.monotonic() > end or all(other in present or has_ended(other) for other in others):
             return present
         time.sleep(0.1)
@@ -416,8 +416,9 @@ def leave():
     with contextlib.suppress(RuntimeError):
         if not said:
             tell(f"end/{rank()}", {"kind": "done"})
+        tell(f"left/{rank()}", True)
         if is_first() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            ends(ANSWER, range(world_size()))
+            ends(ANSWER, range(world_size()), "left")
 
 
 # the start of several processes on this machine
