@@ -139,6 +139,8 @@ def run(folder, script, arguments, environments, names, signals, limits):
 def be_a_run(folder, script, arguments, environment, files, file=None, bound=False):
     """What `python train.py` is from its first line on; does not return."""
     os.setpgid(0, 0)
+    if sys.platform == "linux":  # where the tests are killed, no rank waits for the others for minutes
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, name in enumerate(files, 1):

@@ -92,6 +92,7 @@ def left(folder, world=1):
 
 def assert_close(value, other, where="", within=CLOSE):
     """Any nesting of dicts, lists, tensors and values: the same but for roundings, of a tensor's largest number."""
+    assert type(value) is type(other), (where, value, other)
     if isinstance(value, torch.Tensor):
         assert value.dtype == other.dtype and value.shape == other.shape, where
         if value.numel():
@@ -369,7 +370,7 @@ def test_the_scale_of_fp16_is_that_of_all_ranks(forks, whole, tmp_path, kind):
 
 # Stops
 
-SLOW = [*FULL, "+callbacks.slow._target_=jobs.Slow", "+callbacks.slow.seconds=0.03"]
+SLOW = [*FULL, "+callbacks.slow._target_=jobs.Slow", "+callbacks.slow.seconds=0.1"]
 
 
 def steps_of(folder, world):
@@ -416,10 +417,23 @@ def test_a_signal_stops_all_ranks_after_the_same_step(forks, whole, tmp_path, ki
         assert_goes_on(forks, whole, folder, kind, *SLOW)
 
 
+def test_signals_at_any_moment(forks, whole, tmp_path, large):
+    """Also while the ranks start, and after the last step: all end, and nothing is lost."""
+    for i in range(60 if large else 2):
+        folder, draw = tmp_path / str(i), random.Random(f"any {SEED} {i}")
+        kind = draw.choice(["ddp2", "fsdp2"])
+        signals = [{"signal": signal.SIGTERM, "rank": 0, "delay": draw.uniform(0, 4)}]
+        signals += [{"signal": signal.SIGTERM, "rank": 1, "delay": draw.uniform(0, 0.02)}]
+        done = forks.ranks(folder, 2, *SLOW, f"strategy={KINDS[kind][1]}", signals=signals)
+        assert not done.late and set(done.codes) <= {0, 143, -15}, (i, kind, done.codes, done.errs)
+        assert not any("Traceback" in error or len(error.strip().splitlines()) > 3 for error in done.errs), done.errs
+        assert_goes_on(forks, whole, folder, kind, *SLOW)
+
+
 @pytest.mark.parametrize("slow", [-1, 1], ids=["all", "one"])
 def test_a_time_that_is_over_is_over_for_all(forks, whole, tmp_path, slow):
     """Whoever is slow; the same command goes on, as often as it takes."""
-    job = [*SLOW, f"+callbacks.slow.rank={slow}", "max_minutes=0.005", "checkpoint.minutes=0.002"]
+    job = [*SLOW, f"+callbacks.slow.rank={slow}", "max_minutes=0.01", "checkpoint.minutes=0.002"]
     stops = [0]
     while stops[-1] < STEPS:
         stops.append(assert_stopped(forks, tmp_path, "ddp4", *job))
