@@ -26,10 +26,11 @@ def given(tmp_path_factory):
     @functools.cache
     def by(world, strategy):
         folder = tmp_path_factory.mktemp("corners")
-        names = [*SAME, *ALIKE, *(REFUSED if world > 1 else ()), "memory"]
-        done = forks.ranks(folder, world, strategy, str(folder), *names, script=SCRIPT)
-        assert done.codes == [0] * world, (done.codes, done.late, done.errs)
-        ranks = range(world)
+        groups = [SAME, [*ALIKE, "memory"], REFUSED if world > 1 else []]
+        for names in groups:
+            done = forks.ranks(folder, world, strategy, str(folder), *names, script=SCRIPT)
+            assert done.codes == [0] * world, (done.codes, done.late, done.errs)
+        names, ranks = [name for group in groups for name in group], range(world)
         return {name: [torch.load(folder / f"{name}.{rank}", weights_only=False) for rank in ranks] for name in names}
 
     yield by
