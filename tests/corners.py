@@ -122,6 +122,21 @@ class Steep(nn.Module):
         return self.linear(inputs) + torch.stack([shift, 0 * shift, 0 * shift])
 
 
+class OwnNorm(nn.BatchNorm1d):
+    """A class of one's own, which works as torch's does."""
+
+
+class Reshaping(nn.Module):
+    """A forward that takes no batch without samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.norm, self.head = nn.Linear(6, 8, bias=False), OwnNorm(8), nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        return self.head(self.norm(self.inputs(inputs).view(len(inputs), 2, -1).view(len(inputs), -1)).tanh())
+
+
 class Scaled(nn.Module):
     def __init__(self, scale):
         super().__init__()
@@ -139,6 +154,16 @@ class OfDict(Trainer):
         inputs, targets = batch
         outputs = self.model(inputs)["outputs"]
         return self.loss(outputs, targets), outputs
+
+
+class OwnStep(Trainer):
+    def train_step(self, batch):
+        loss, _ = self.compute_loss(batch)
+        (loss * self.weight).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return loss.detach()
 
 
 class Bypassing(Trainer):
@@ -176,6 +201,12 @@ def loaders(data):
     return DeviceLoader(data, "train", 10, shuffle=True), DeviceLoader(data, "val", 7)
 
 
+def shuffled(data):
+    """A loader of one's own, in another order each time; the last batch has one sample."""
+    few = torch.utils.data.TensorDataset(data.val.inputs[:9], data.val.targets[:9])
+    return loaders(data)[0], torch.utils.data.DataLoader(few, 4, shuffle=True)
+
+
 def make(strategy, make_model=make_model, kind=Trainer, dtype=DOUBLE, block=2**20, **settings):
     torch.manual_seed(launch.rank())  # each process has weights of its own, and gets those of rank 0
     parallel.BLOCK = block
@@ -184,7 +215,7 @@ def make(strategy, make_model=make_model, kind=Trainer, dtype=DOUBLE, block=2**2
     return kind(make_model().to(dtype), strategy=strategy, **usual | settings)
 
 
-def trained(strategy, make_model=make_model, data=None, dtype=DOUBLE, **settings):
+def trained(strategy, make_model=make_model, data=None, dtype=DOUBLE, loaders=loaders, **settings):
     """The whole state after two epochs, and after two that were interrupted; and the last evaluation."""
     data, states = data or small_data(dtype), []
     middle = {}
@@ -261,6 +292,9 @@ SAME = {
     "Adagrad": partial(trained, optimizer=partial(optim.Adagrad, lr=0.1)),
     "RMSprop": partial(trained, optimizer=partial(optim.RMSprop, lr=0.01, momentum=0.5)),
     "micro-batches": partial(trained, micro_batch=2, decay_all=True),
+    "a norm, a step and an evaluation of one's own": partial(
+        trained, make_model=Reshaping, kind=OwnStep, loaders=shuffled, eval_every=2
+    ),
 }
 
 # what is the same on all ranks, and what is true of it
