@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import assert_same
 from forks import Forks
+from omegaconf import OmegaConf
 from test_cli import answers, run
 
 from trainer import checkpoint, launch
@@ -360,3 +361,12 @@ def test_two_hosts_train_what_one_does(forks, whole, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert_same(last(tmp_path / "run"), whole)
+
+
+def test_nobody_is_told_to_leave_out_what_was_not_typed():
+    import train
+
+    for devices, what in (("auto", "Type strategy=single."), (2, "Type strategy=single devices=1.")):
+        cfg = OmegaConf.create({"task": "evaluate", "strategy": "ddp", "devices": devices})
+        with pytest.raises(UserError, match=f"^task=evaluate is for one process. {re.escape(what)}$"):
+            train.start(2, cfg)
