@@ -11,6 +11,7 @@ if __name__ == "__main__":
     stopping.listen()  # before anything that takes time
 
 import contextlib
+import functools
 from pathlib import Path
 
 import hydra
@@ -30,7 +31,7 @@ from trainer.build import (
     retarget,
     without_downloads,
 )
-from trainer.errors import RunInUse, TrainingError, UserError, check_choice, did_you_mean
+from trainer.errors import TrainingError, UserError, check_choice, did_you_mean
 
 # The loaders' settings, which stand beside the data set's.
 ROOT = Path(__file__).resolve().parent
@@ -72,10 +73,10 @@ def main(cfg):
     except Exception as error:
         if cli.is_interruption(error):
             raise KeyboardInterrupt from None
-        code = cli.report(error)
+        code = cli.report(error, functools.partial(leave_reason, error))
         if not in_sweep() or isinstance(error, BrokenPipeError):
             raise SystemExit(code) from error  # not the error itself: Hydra would print a line of its own above it
-        if not isinstance(error, RunInUse):
+        if code != cli.IN_USE:
             sweep.fail(folder, error, code)
         if OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart:
             raise SystemExit(code) from error
@@ -85,15 +86,24 @@ def main(cfg):
 def start(processes, cfg):
     """Does this run in several processes, which are this program again: as rank 0 to the last one."""
     if cfg.task != "train":
-        raise UserError(f"task={cfg.task} is for one process. Leave out devices={cfg.devices}.")
+        devices = " devices=1" * (cfg.devices != "auto")
+        raise UserError(f"task={cfg.task} is for one process. Type strategy=single{devices}.")
     if not in_sweep():
         raise SystemExit(launch.start(processes, sys.argv[1:]))
-    code = launch.start(processes, [*cli.typed(), rundir.setting("run_dir", run_directory(cfg))])
+    folder = run_directory(cfg)
+    of = {"folder": folder, "trial": trial_of(cfg)}
+    code = launch.start(processes, [*cli.typed(), rundir.setting("run_dir", folder)], of)
     if code > 128:
         stopping.received = code - 128
         raise KeyboardInterrupt
     if code:
-        raise TrainingError(f"its {processes} processes have ended with exit code {code}.")
+        raise launch.JobFailed(f"its {processes} processes have ended with exit code {code}.", code)
+
+
+def leave_reason(error, code):
+    """Has the sweep that this process is of one job of find why the job failed."""
+    if (job := launch.job()) and code != cli.IN_USE:
+        sweep.fail(job["folder"], error, code)
 
 
 def train(cfg):
@@ -161,13 +171,26 @@ def train_in(folder, cfg):
 
 def pruning(cfg):
     """The callback of a trial, which its search may end early; none in any other run."""
-    if not in_sweep() or "pruner" not in cfg.sweep:
+    if (trial := trial_of(cfg)) is None:
         return []
-    from trainer.optuna_search import Pruning, place_of
+    from trainer.optuna_search import Pruning
+
+    return [Pruning(*trial, build("sweep.pruner", cfg.sweep.pruner), cfg.monitor, cfg.monitor_mode)]
+
+
+def trial_of(cfg):
+    """[where its study is stored, the study's name, the trial's number] of a trial of Optuna's; None of any other run.
+
+    The processes that a trial is trained in hear it from the one that has started them.
+    """
+    if of := launch.job():
+        return of["trial"]
+    if not in_sweep() or "pruner" not in cfg.sweep:
+        return None
+    from trainer.optuna_search import place_of
 
     job = HydraConfig.get()
-    place, study = place_of(job.sweeper, Path(job.sweep.dir).resolve())
-    return [Pruning(place, study, job.job.num, build("sweep.pruner", cfg.sweep.pruner), cfg.monitor, cfg.monitor_mode)]
+    return [*place_of(job.sweeper, Path(job.sweep.dir).resolve()), job.job.num]
 
 
 def finish(folder, trainer, saver, data, test_loader, start):

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import assert_same
 from forks import Forks
+from omegaconf import OmegaConf
 from test_cli import answers, run
 
 from trainer import checkpoint, launch
@@ -300,12 +301,24 @@ def test_a_sweep_has_jobs_of_several_processes(tmp_path, large):
     assert [result["steps"] for result in results] == [3, 3]
 
 
+def test_a_job_of_several_processes_leaves_why_it_failed_and_its_code(tmp_path):
+    typed = ["-m", "batch_size=1", "devices=2", "epochs=1", *JOB[:2], "strategy=ddp", "hydra.sweep.dir=sweep"]
+    done = run(tmp_path, *typed)
+    left = json.loads((tmp_path / "sweep" / "0" / "result.json").read_text())
+    assert done.code == left["code"] == 2 and done.err == f"error: {left['error']}\n"
+    assert left["error"].startswith("batch_size=1: 2 processes cannot share such a batch.")
+
+
 REFUSED = [
     ("devices=2", "error: devices=2: with strategy=auto, one process", "Type strategy=ddp devices=2 or strategy=fsdp"),
     ("devices=0", "error: devices=0: give a whole number at least 1.", ""),
     ("devices=atuo", "error: devices=atuo: give auto, or a whole number", "Did you mean 'auto'?"),
     ("rank_timeout=0", "error: rank_timeout=0: give a number above 0", ""),
-    ("task=lr_find strategy=ddp devices=2", "error: task=lr_find is for one process.", "Leave out devices=2."),
+    (
+        "task=lr_find strategy=ddp devices=2",
+        "error: task=lr_find is for one process.",
+        "Type strategy=single devices=1.",
+    ),
 ]
 REFUSED_AMONG_SEVERAL = [
     ("strategy=ddp devices=3", "error: devices=3: torchrun has started 2 processes.", "--nproc-per-node"),
@@ -348,3 +361,12 @@ def test_two_hosts_train_what_one_does(forks, whole, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert_same(last(tmp_path / "run"), whole)
+
+
+def test_nobody_is_told_to_leave_out_what_was_not_typed():
+    import train
+
+    for devices, what in (("auto", "Type strategy=single."), (2, "Type strategy=single devices=1.")):
+        cfg = OmegaConf.create({"task": "evaluate", "strategy": "ddp", "devices": devices})
+        with pytest.raises(UserError, match=f"^task=evaluate is for one process. {re.escape(what)}$"):
+            train.start(2, cfg)

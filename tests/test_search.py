@@ -118,6 +118,45 @@ def test_a_trial_ends_where_the_pruner_says_so_and_is_told_so(whole):
 
 @needs_fork
 @needs_optuna
+def test_a_trial_of_several_processes_is_pruned_and_its_good_end_is_checked(forks, tmp_path, large):
+    if not large:
+        pytest.skip("seven starts of the agent: pytest --large")
+    several = ["sweep/space=none", "strategy=ddp", "devices=2", "device=cpu"]
+    lr = "optimizer.lr=choice(1e-5,1e-2)"
+    done = forks.run(tmp_path, *ASHA, *several, lr, "sweep.trials=6")
+    assert done.code == 0, done.err
+    trials = study_of(tmp_path).trials
+    pruned = [trial.state.name == "PRUNED" for trial in trials]
+    assert [job.status == "pruned" for job in sweep.read_jobs(tmp_path / "s")] == pruned
+    assert any(pruned) and not all(pruned)
+    assert [len(trial.intermediate_values) < 3 for trial in trials] == pruned
+    own = ["model._target_=examples.autoencoder.Autoencoder", "loss=mse"]
+    own += ["trainer._target_=examples.autoencoder.AutoencoderTrainer"]
+    wrong = forks.run(tmp_path / "own", *ASHA, *several, LR, "sweep.trials=2", *own)
+    assert wrong.code == 2 and "Type monitor=val/loss monitor_mode=min" in wrong.err
+    assert len(trials_of(tmp_path / "own")) == 1
+
+
+@needs_optuna
+def test_a_result_with_the_other_good_end_is_refused_before_it_is_told(tmp_path):
+    """Also one that was trained where nobody has asked the search."""
+    import optuna
+
+    from trainer.optuna_search import Search
+
+    best = {"name": "val/loss", "mode": "min", "step": 1, "value": 0.5}
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "result.json").write_text(json.dumps({"overrides": [], "seconds": 1.0, "best": best}))
+    searching = Search.__new__(Search)
+    searching.folder, searching.maximize, searching.space = tmp_path, True, {}
+    study = optuna.create_study(direction="maximize")
+    with pytest.raises(UserError, match="Type monitor=val/loss monitor_mode=min"):
+        searching.run(study, [study.ask()])
+    assert not study.trials[0].state.is_finished()
+
+
+@needs_fork
+@needs_optuna
 def test_a_failed_trial_is_marked_and_the_search_goes_on(forks, tmp_path):
     typed = ["-m", "sweep=optuna", "sweep/space=none", "optimizer.lr=choice(1e-2,1e30)", "sweep.trials=5", *SMALL]
     done = forks.run(tmp_path, *typed)

@@ -21,7 +21,7 @@ from forks import Forks
 from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
 
-from trainer import cli, rundir, sweep
+from trainer import cli, launchers, rundir, sweep
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 JOB = ("dataset=synthetic", "dataset.n=100", "batch_size=8", "epochs=2", "model.hidden=[8]")  # 10 steps an epoch
@@ -323,6 +323,24 @@ def test_another_sweep_in_the_directory_is_refused_before_its_first_job(forks, t
     assert forks.run(tmp_path, "-m", *JOB, "seed=1,2", "hydra.sweep.dir=typo").code == 0
 
 
+def test_what_the_jobs_differ_in_is_never_harmless(forks, tmp_path):
+    one = ("-m", *JOB[:3], "max_steps=8", "hydra.sweep.dir=all")
+    assert forks.run(tmp_path, *one, "eval_every=1,4").code == 0
+    before = identities(tmp_path / "all")
+    done = forks.run(tmp_path, *one, "eval_every=4,1")
+    assert done.code == 2 and "job 0 in it has other settings: eval_every=4 (was 1)." in done.err, done.err
+    assert forks.run(tmp_path, *one, "eval_every=1,4", "log_every=3").code == 0  # which all of them share
+    assert identities(tmp_path / "all") == before
+
+
+def test_the_jobs_of_a_larger_sweep_before_count_for_nothing(forks, tmp_path):
+    failed = forks.run(tmp_path, "-m", *JOB, "model.dropout=0,0.5,2", "hydra.sweep.dir=all")
+    assert failed.code == 2 and "go on" in failed.out
+    done = forks.run(tmp_path, "-m", *JOB, "model.dropout=0,0.5", "hydra.sweep.dir=all")
+    assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 2 done, 1 failed;"), done.err
+    assert "go on" not in done.out and "not begun" not in done.out
+
+
 def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):
     for job in "012":
         rundir.write_json(tmp_path / job / "job.json", {"number": int(job), "overrides": [f"seed={job}", "epochs=9"]})
@@ -367,6 +385,30 @@ def test_the_page_of_a_large_sweep_of_anybody_has_only_text_of_theirs(tmp_path, 
     best = (max if mode == "max" else min)(values.values())
     assert values[rows_of("\n\n" + out)[1][0]] == best
     assert page.kinds("path")[-1] == "job best"
+
+
+def test_a_spreadsheet_runs_nothing_of_the_csv(tmp_path):
+    evil = ["=1+1", "+cmd|x", "-a", "@SUM(A1)", "\x1b[31m", " =1", "-1", "1e-3", "-inf", "a\nb"]
+    for i, value in enumerate(evil):
+        result = {"overrides": [f"lr={value}", f"@key={i}"], "seconds": 1.0, "test/loss": -1.5, "best": None}
+        rundir.write_json(tmp_path / str(i) / "result.json", result)
+    assert sweep.main([str(tmp_path)]) == 0
+    with open(tmp_path / "sweep.csv", newline="", encoding="utf-8") as file:
+        header, *rows = csv.reader(file)
+    expected = ["'=1+1", "'+cmd|x", "'-a", "'@SUM(A1)", "\\x1b[31m", "' =1", "-1", "1e-3", "-inf", "a b"]
+    assert header[:3] == ["job", "status", "lr"] and [row[2] for row in rows] == expected
+    assert {row[header.index("test/loss")] for row in rows} == {"-1.5"}
+    assert "'@key" in header
+
+
+def test_a_pruned_job_has_a_line_of_its_own(tmp_path):
+    for i in range(4):
+        result = {"overrides": [f"seed={i}"], "best": {"name": "val/acc", "mode": "max", "value": i}, "seconds": 1.0}
+        rundir.write_json(tmp_path / str(i) / "result.json", {**result, "stopped": "pruned at evaluation 1" * (i > 1)})
+    assert sweep.main([str(tmp_path)]) == 0
+    page = Page((tmp_path / "sweep.html").read_text(encoding="utf-8"))
+    assert page.kinds("path") == ["job pruned"] * 2 + ["job", "job best"] and page.kinds("text").count("cut") == 1
+    assert launchers.line(sweep.read_job(tmp_path / "3")).endswith(": pruned at evaluation 1")
 
 
 def test_what_is_typed_in_quotes_is_what_hydra_reads():

@@ -23,7 +23,7 @@ from trainer.errors import (
     printable,
 )
 
-BUG = 1
+BUG, IN_USE = 1, 75
 # What Hydra, and OmegaConf below it, raise for mistakes that they have no words for.
 HYDRAS = (ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError, RecursionError)
 LAUNCHERS = ("joblib", "submitit", "ray")  # which start the processes of a sweep's jobs, and miss them
@@ -127,8 +127,11 @@ def nobody_reads():
     return 128 + 13
 
 
-def report(error):
-    """Prints the error as the user should see it, and gives its exit code."""
+def report(error, note=None):
+    """Prints the error as the user should see it, and gives its exit code.
+
+    Of several processes one prints it, which calls `note(code)` as well.
+    """
     if isinstance(error, BrokenPipeError):
         return nobody_reads()
     code = exit_code(error)
@@ -140,7 +143,9 @@ def report(error):
             text, code = f"error: the contact to another process was lost.\n{cause(error)}", 3
         text, code = launch.last_words("lost" if lost else "error", text, code)
     codes.append(code)
-    if text:
+    if text and note:
+        note(code)
+    if text and not isinstance(error, launch.JobFailed):  # its processes have
         print(text, file=sys.stderr, flush=True)
     return code
 
@@ -148,7 +153,9 @@ def report(error):
 def exit_code(error):
     """2 for the user's mistake, 3 for a training that failed, 75 for a directory in use, BUG for anything else."""
     if isinstance(error, RunInUse):
-        return 75
+        return IN_USE
+    if isinstance(error, launch.JobFailed):
+        return error.code
     if isinstance(error, TrainingError) or (isinstance(error, OSError) and error.errno in FAILING):
         return 3
     # Ours and Hydra's may have no number.
@@ -170,7 +177,7 @@ def message(error):
 
 def reason(error):
     """Why a job of a sweep has failed, as its result.json says it."""
-    if exit_code(error) == BUG:
+    if exit_code(error) == BUG and not isinstance(error, launch.JobFailed):
         return cause(error)
     return "\n".join(map(printable, explanation(error).removeprefix("error: ").split("\n")))
 

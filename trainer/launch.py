@@ -24,6 +24,7 @@ from trainer.errors import TrainingError, UserError
 
 SEVERAL = ("ddp", "fsdp")  # the strategies of several processes
 OWN = "train.py"  # the role of the processes that this program has started itself
+JOB = "STOKER_JOB"  # the environment variable that tells them of which job of a sweep they are
 ANSWER = 5  # seconds that the others have to say why they end
 SAME = 2  # seconds in which rank 0 finds the mistake that another rank has found, if it is in both
 LATE = 3  # seconds after a signal, and then ANSWER, until a process ends that others have failed in vain to wait for
@@ -449,10 +450,24 @@ def count(strategy, devices, device):
     return max(1, torch.accelerator.device_count())
 
 
-def start(processes, arguments):
+class JobFailed(TrainingError):
+    """The processes of a job of a sweep have failed with this `code`. They have printed why."""
+
+    def __init__(self, message, code):
+        super().__init__(message)
+        self.code = code
+
+
+def job():
+    """What `start` was given as the job of a sweep that this process is one of; None in any other run."""
+    return json.loads(os.environ[JOB]) if world_size() > 1 and JOB in os.environ else None
+
+
+def start(processes, arguments, of=None):
     """Runs train.py with these arguments in so many processes of torchrun's agent; gives the exit code.
 
     It is that of the rank that failed first, 3 for one that was killed, and 128 and its number after a signal.
+    `of` is what `job()` gives in them: plain values.
     """
     import logging
     import uuid
@@ -464,6 +479,7 @@ def start(processes, arguments):
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     defaults = {"OMP_NUM_THREADS": threads, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
     added = {name: value for name, value in defaults.items() if name not in os.environ}
+    added |= {JOB: json.dumps(of)} if of else {}
     os.environ.update(added)
     config = LaunchConfig(
         min_nodes=1,

@@ -329,4 +329,6 @@ def line(done):
     if done.status == "done":
         best = f", {done.best['name']} {number(done.best['value'])}" if done.best else ""
         said = f"done{best}, {done.seconds:.1f} s"
+    elif done.status == "pruned":
+        said = done.note
     return printable(f"job {done.name}    {sweep.typed_for(done, done.settings)}: {said}")

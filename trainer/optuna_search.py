@@ -119,11 +119,13 @@ class Search(OptunaSweeper):
             self.launcher.launch(overrides, initial_job_idx=numbers[0])
         for number, folder in folders.items():
             state, best = outcome(folder) or ("failed", None)
+            if best:
+                check_mode(self.maximize, best["name"], best.get("mode"))
             if state == "complete":
                 study.tell(number, best["value"])
             else:  # the value of a pruned one is the last that it has reported
                 study.tell(number, state=TrialState.PRUNED if state == "pruned" else TrialState.FAIL)
-        if "mode" in study.user_attrs:
+        if "mode" in study.user_attrs:  # of trials that have failed for it
             check_mode(self.maximize, study.user_attrs["monitor"], study.user_attrs["mode"])
 
 
@@ -176,8 +178,9 @@ class Pruning(Callback):
         storage = open_storage(self.place)
         study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=self.pruner)
         name, mode = self.watched.name, "max" if self.watched.sign > 0 else "min"
-        study.set_user_attr("monitor", name)
-        study.set_user_attr("mode", mode)
+        if launch.is_first():
+            study.set_user_attr("monitor", name)
+            study.set_user_attr("mode", mode)
         check_mode(study.direction.name == "MAXIMIZE", name, mode)
         study_id = storage.get_study_id_from_name(self.study_name)
         self.trial = optuna.Trial(study, storage.get_trial_id_from_study_id_trial_number(study_id, self.number))

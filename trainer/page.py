@@ -37,6 +37,7 @@ svg.many .job { stroke-width: 1 }
 svg .job.best, svg.many .job.best { stroke-width: 3.5; stroke-opacity: 1 }
 svg .job:hover, svg.many .job:hover { stroke-width: 5; stroke-opacity: 1 }
 svg .job.failed { stroke: var(--bad); stroke-dasharray: 4 4 } svg .cross { fill: var(--bad) }
+svg .job.pruned { stroke: var(--soft); stroke-dasharray: 4 4 } svg .cut { fill: var(--soft) }
 """
 # Of the picture, in pixels: above and below the axes, their height, and the room for the letters of a value.
 TOP, HEIGHT, BOTTOM, LETTER, LINE = 56, 320, 44, 7, 16
@@ -135,12 +136,12 @@ def picture(sweep):
     """
     done = sorted((job for job in sweep.of("done") if sweep.value(job) is not None), key=sweep.value)
     done = done if sweep.high else done[::-1]
-    failed = sweep.of("failed")
+    failed, pruned = sweep.of("failed"), sweep.of("pruned")
     keys = sweep.keys[:MOST_AXES]
-    if not keys or not done + failed:
+    if not keys or not done + failed + pruned:
         return ""
     values = {job.name: sweep.value(job) for job in done}
-    jobs = failed + done  # the best is drawn last
+    jobs = failed + pruned + done  # the best is drawn last
     axes = [axis([typed(job, key) for job in sweep.jobs]) for key in keys]
     places = [
         spread([y_of(scale(typed(job, key))) for job in jobs]) for key, (scale, _) in zip(keys, axes, strict=True)
@@ -157,18 +158,20 @@ def picture(sweep):
         if job.name in values:
             height = result[0](values[job.name])
             points.append((x[-1], y_of(height if sweep.high else 1 - height)))
-            better_than = (i - len(failed)) / (len(done) - 1) if len(done) > 1 else 1
+            better_than = (i - len(failed + pruned)) / (len(done) - 1) if len(done) > 1 else 1
             drawn = f'class="job{" best" * (i == len(jobs) - 1)}" style="--rank:{100 * better_than**2:.0f}"'
             what = f"{sweep.name} {number(values[job.name])}"
         else:
-            points.append((x[-1], TOP + HEIGHT + 26))
-            drawn, what = 'class="job failed"', "failed"
+            points.append((x[-1], TOP + HEIGHT + (26 if job.status == "failed" else 12)))
+            drawn, what = f'class="job {job.status}"', job.status
         shown = " ".join(f"{key}={job.settings[key]}" for key in sweep.keys if key in job.settings)
         title = f"<title>{safe(f'job {job.name}: {what}, {shown}')}</title>"
         lines.append(f'<path {drawn} d="{curve(points)}">{title}</path>')
     ticks = [shown for _, shown in axes]
     ticks.append([(height if sweep.high else 1 - height, text) for height, text in result[1]])
     lines += [part for i, name in enumerate(names) for part in drawn_axis(x[i], name, ticks[i])]
+    if pruned:
+        lines.append(f'<text class="cut" x="{x[-1] + 8}" y="{TOP + HEIGHT + 17}">pruned</text>')
     if failed:
         lines.append(f'<text class="cross" x="{x[-1] + 8}" y="{TOP + HEIGHT + 30}">✕ failed</text>')
     size = f'width="{width}" height="{TOP + HEIGHT + BOTTOM}"' + ' class="many"' * (len(jobs) > 60)

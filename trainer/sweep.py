@@ -36,7 +36,7 @@ class Table(Callback):
     """Hydra's callback of a sweep. Only a SystemExit ends one from here: of an Exception Hydra makes a warning."""
 
     def __init__(self):
-        self.refused = False
+        self.refused, self.planned = False, None
 
     def on_multirun_start(self, config, **_):
         folder = Path(config.hydra.sweep.dir)
@@ -46,9 +46,10 @@ class Table(Callback):
             settings.check("sweep.on_error", config.sweep.on_error)
             jobs = planned(config)
             check_goes_on(folder, jobs)
+            self.planned = len(jobs) if jobs else None
             rundir.make(folder, "hydra.sweep.dir")
             trials = config.sweep.get("trials")  # of a search
-            said = {"typed": sys.argv[1:], "jobs": len(jobs) if jobs else trials, "search": trials is not None}
+            said = {"typed": sys.argv[1:], "jobs": self.planned or trials, "search": trials is not None}
             rundir.write_json(folder / SWEEP, said)
         except (UserError, OSError) as error:
             self.refused = True
@@ -59,7 +60,7 @@ class Table(Callback):
         if self.refused:
             return
         if jobs := read_jobs(folder):
-            cli.codes += [job.code for job in jobs if job.code]
+            cli.codes += [job.code for job in jobs if job.code and job.is_of(self.planned)]
             print()
             try:
                 report(folder, jobs)
@@ -92,13 +93,18 @@ def planned(config):
 
 
 def check_goes_on(folder, jobs):
-    """UserError where a directory of these jobs is another job's. One in which nothing was trained yet is free."""
+    """UserError where a directory of these jobs is another job's. One in which nothing was trained yet is free.
+
+    What changes no weights may be another setting than before, unless the jobs differ in it.
+    """
+    varied = swept([setting_of(typed) for typed in jobs or ()])
     for name, typed in enumerate(jobs or ()):
         begun = is_list(before := rundir.read_result(folder / str(name) / JOB)) and before["overrides"]
         if begun is False or not any((folder / str(name) / part).exists() for part in ("config.yaml", "checkpoints")):
             continue
-        was, now = ({key: value for key, value in setting_of(job).items() if matters(key)} for job in (begun, typed))
-        if other := [key for key in {**now, **was} if was.get(key) != now.get(key)]:
+        was, now = setting_of(begun), setting_of(typed)
+        other = [key for key in {**now, **was} if was.get(key) != now.get(key) and (key in varied or matters(key))]
+        if other:
             differences = ", ".join(
                 f"{key}={as_typed(now.get(key, '(default)'))} (was {was.get(key, '(default)')})" for key in other[:3]
             )
@@ -140,8 +146,8 @@ def is_pruned(result):
 
 
 def fail(folder, error, code):
-    """Leaves in the job's directory why it failed, and the exit code; a result stays one."""
-    if finished(folder) is None:
+    """Leaves in the job's directory why it failed, and the exit code; a result stays one, and a reason given before."""
+    if finished(folder) is None and "error" not in (rundir.read_result(Path(folder) / "result.json") or {}):
         with contextlib.suppress(OSError):  # a full disk may be why
             contents = {"overrides": cli.typed(), "error": cli.reason(error), "code": code}
             rundir.write_json(Path(folder) / "result.json", contents)
@@ -168,6 +174,10 @@ class Job:
 
     def __post_init__(self):
         self.settings = setting_of(self.overrides)
+
+    def is_of(self, planned):
+        """Whether it is of a sweep of so many jobs: a larger one may have been in its directory before."""
+        return planned is None or not self.name.isdecimal() or int(self.name) < planned
 
 
 def read_jobs(folder):
@@ -245,10 +255,10 @@ def setting_of(overrides):
     return {key: value for key, value in typed.items() if not re.match(r"(sweep|hydra)([./]|$)", key)}
 
 
-def swept(jobs):
-    """The keys that are not the same in all jobs, in the order typed."""
-    keys = dict.fromkeys(key for job in jobs for key in job.settings)
-    return [key for key in keys if len({job.settings.get(key) for job in jobs}) > 1]
+def swept(settings):
+    """The keys that are not the same in the settings of all jobs, in the order typed."""
+    keys = dict.fromkeys(key for job in settings for key in job)
+    return [key for key in keys if len({job.get(key) for job in settings}) > 1]
 
 
 @dataclass
@@ -281,8 +291,16 @@ class Sweep:
 
         A search takes a trial that failed for an answer.
         """
-        missing = max(0, (self.planned or 0) - len(self.jobs))
-        return len(self.of("failed")) * (not self.search) + len(self.of("unfinished")) + missing
+        again = ("unfinished",) if self.search else ("failed", "unfinished")
+        return sum(job.status in again for job in self.wanted()) + self.missing()
+
+    def wanted(self):
+        """The jobs that the last command was for; a search's trials may have any numbers."""
+        return self.jobs if self.search else [job for job in self.jobs if job.is_of(self.planned)]
+
+    def missing(self):
+        """How many jobs were not begun."""
+        return max(0, (self.planned or 0) - len(self.wanted()))
 
 
 def read(folder, jobs=None):
@@ -290,7 +308,7 @@ def read(folder, jobs=None):
     jobs = read_jobs(folder) if jobs is None else jobs
     names = Counter((job.best["name"], job.best.get("mode") == "max") for job in jobs if job.best)
     name, high = max(names, key=names.get, default=("", True))
-    keys, groups = swept(jobs), {}
+    keys, groups = swept([job.settings for job in jobs]), {}
     sweep = Sweep(Path(folder), jobs, keys, name, high, [], None)
     for job in sweep.of("done"):
         same = (sweep.value(job) is None, *(job.settings.get(key) for key in keys if key != "seed"))
@@ -387,6 +405,17 @@ def csv_rows(sweep):
         yield [job.name, job.status, *(job.settings.get(key) for key in sweep.keys), *values, job.note]
 
 
+def cell(value):
+    """A cell of the file, in one line; in front of a text that a spreadsheet would run as a formula is a '."""
+    if not isinstance(value, str):
+        return value
+    text = printable(" ".join(value.splitlines()))
+    with contextlib.suppress(ValueError):
+        float(text)
+        return text
+    return f"'{text}" if text.lstrip()[:1] in tuple("=+-@") else text
+
+
 def best_command(sweep):
     """The command of the best configuration, without the seed where that is one of the settings swept; or None."""
     if not sweep.groups or sweep.value(sweep.groups[0][0]) is None:
@@ -412,8 +441,8 @@ def report(folder, jobs):
     sweep = read(folder, jobs)
     counts = Counter(job.status for job in jobs)
     said = [f"{counts[status]} {status}" for status in STATUSES if counts[status]]
-    if sweep.planned and sweep.planned > len(jobs):
-        said.append(f"{sweep.planned - len(jobs)} not begun")
+    if missing := sweep.missing():
+        said.append(f"{missing} not begun")
     said = ", ".join(said)
     best, again = best_command(sweep), command(folder) if sweep.to_run() and not counts["running"] else None
     lines = table(sweep) + [f"best     {best}"] * bool(best)
@@ -421,7 +450,7 @@ def report(folder, jobs):
     lines += [f"go on    {again}"] * bool(again)
     print("\n".join(map(printable, lines)), flush=True)
     with files.replacing(sweep.folder / "sweep.csv") as partial, open(partial, "w", newline="", encoding="utf-8") as f:
-        csv.writer(f).writerows(csv_rows(sweep))
+        csv.writer(f).writerows([cell(value) for value in row] for row in csv_rows(sweep))
     with files.replacing(sweep.folder / "sweep.html") as partial:
         Path(partial).write_text(page.of_sweep(sweep, said, best, again), encoding="utf-8")
 
