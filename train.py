@@ -1,5 +1,6 @@
 """The one entry point, and the only file that knows the config's keys: `python train.py --help` shows them."""
 
+import re
 import signal
 import sys
 import time
@@ -86,8 +87,9 @@ def main(cfg):
 def start(processes, cfg):
     """Does this run in several processes, which are this program again: as rank 0 to the last one."""
     if cfg.task != "train":
-        devices = " devices=1" * (cfg.devices != "auto")
-        raise UserError(f"task={cfg.task} is for one process. Type strategy=single{devices}.")
+        typed = [override for override in cli.typed() if re.match("(strategy|devices)=", override)]
+        what = f"Leave out {' and '.join(typed)}" if typed else "Type strategy=single"
+        raise UserError(f"task={cfg.task} is for one process. {what}.")
     if not in_sweep():
         raise SystemExit(launch.start(processes, sys.argv[1:]))
     folder = run_directory(cfg)
@@ -112,6 +114,7 @@ def train(cfg):
         launch.seconds = cfg.rank_timeout
         launch.check_alike({"code": launch.code(ROOT), "versions": numbers(), "config": settled(cfg)})
         cfg.run_dir = launch.agreed("run_dir", lambda: run_directory(cfg), lasting=True)
+        launch.again = rundir.command(cli.typed(), rundir.setting("run_dir", cfg.run_dir), start=launch.command())
     with rundir.held(Path(cfg.run_dir)) if launch.is_first() else contextlib.nullcontext():
         train_in(Path(cfg.run_dir), cfg)
 
@@ -160,8 +163,7 @@ def train_in(folder, cfg):
         except KeyboardInterrupt:
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
-            again = rundir.command(typed, rundir.setting("run_dir", folder), start=launch.command())
-            again = "" if in_sweep() else f" To go on from there:\n{again}"
+            again = "" if in_sweep() else f" To go on from there:\n{launch.again}"
             print(f"\ninterrupted at step {saver.saved}.{again}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
     if launch.is_first():

@@ -118,12 +118,15 @@ def test_a_killed_rank_is_named_once_and_ends_all(forks, tmp_path, large):
         said = "".join(done.errs)
         assert said.startswith(f"error: rank {rank} (process {done.pids[rank]} on ") and "is gone" in said
         assert said.count("error:") == 1 and "Traceback" not in said
+        _, what, again = said.splitlines()
+        assert what == "To go on from the last checkpoint:"
+        assert again.startswith(f"torchrun --nproc-per-node {world} train.py ") and again.count("run_dir=run") == 1
 
 
 def test_a_rank_that_hangs_is_named_within_the_timeout(forks, tmp_path, large):
     done = forks.ranks(tmp_path / "nap", 2, "run_dir=run", *JOB, "rank_timeout=6", *fault("nap"))
     assert done.codes[0] == 3 and done.errs[0].startswith(f"error: rank 1 (process {done.pids[1]} on "), done.errs
-    assert "did not answer for 6 s" in done.errs[0] and done.errs[0].count("\n") == 2
+    assert "did not answer for 6 s" in done.errs[0] and done.errs[0].count("\n") == 3
     if large:
         job = start(
             tmp_path / "hang", TRAIN, "run_dir=run", *JOB, "rank_timeout=6", "devices=4", *fault("hang", rank=2)
@@ -314,17 +317,23 @@ REFUSED = [
     ("devices=0", "error: devices=0: give a whole number at least 1.", ""),
     ("devices=atuo", "error: devices=atuo: give auto, or a whole number", "Did you mean 'auto'?"),
     ("rank_timeout=0", "error: rank_timeout=0: give a number above 0", ""),
+    ("task=lr_find strategy=ddp devices=2", "error: task=lr_find is for one process.", "Leave out strategy=ddp and"),
     (
-        "task=lr_find strategy=ddp devices=2",
-        "error: task=lr_find is for one process.",
-        "Type strategy=single devices=1.",
+        "task=evaluate run=x devices=2 strategy=fsdp",
+        "error: task=evaluate is",
+        "Leave out devices=2 and strategy=fsdp.",
     ),
+    ("strategy=fsdp compile=true", "error: strategy=fsdp: sharded parameters are not compiled", "Type compile=false"),
+    ("strategy=fsdp compile=graph", "error: strategy=fsdp: sharded parameters are not compiled", "Type compile=false"),
+    ("strategy=ddp devices=2 micro_batch=auto", "error: micro_batch=auto: several processes", "Type micro_batch=N."),
+    ("strategy=ddp devices=5 batch_size=4", "error: batch_size=4: 5 processes", "Type batch_size=5 or more"),
 ]
 REFUSED_AMONG_SEVERAL = [
     ("strategy=ddp devices=3", "error: devices=3: torchrun has started 2 processes.", "--nproc-per-node"),
     ("strategy=dp:0+1", "error: strategy=dp:0+1: torchrun has started 2 processes", "Type strategy=auto."),
     ("-m seed=0,1", "error: -m: a sweep starts runs by itself.", "Type python train.py -m ... strategy=ddp devices=N."),
     ("task=lr_find", "error: task=lr_find is for one process.", "Type python train.py"),
+    ("micro_batch=auto", "error: micro_batch=auto: several processes", "Type micro_batch=N."),
     ("task=evaluate run=x", "error: task=evaluate is for one process.", "Type python train.py"),
 ]
 

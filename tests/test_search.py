@@ -195,6 +195,12 @@ def test_a_search_with_other_settings_is_another_one(forks, whole):
     assert done.code == 2 and "its trials have other settings: epochs=4 (was 3)" in done.err
     done = forks.run(whole, *ASHA, "sweep.trials=9", "batch_size=interval(16,64)")
     assert done.code == 2 and "batch_size" in done.err and "Type another hydra.sweep.dir." in done.err
+    said = (whole / "s" / "sweep.json").read_bytes()
+    done = forks.run(whole, *ASHA, "sweep/space=none", LR)
+    first, _, again = done.err.splitlines()
+    assert done.code == 2 and done.out == "" and (whole / "s" / "sweep.json").read_bytes() == said
+    assert ": this search is over optimizer.lr, that one over batch_size, model.dropout, " in first
+    assert "sweep/space" not in again and "sweep.trials=8 hydra.sweep.dir=" in again
     assert trials_of(whole) == before
 
 

@@ -118,8 +118,7 @@ def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
     expected.sort(reverse=True)
     assert rows[:2] == [row for _, row in expected]
     assert [row[:2] for row in rows[2:]] == [[str(i), "failed"] for i in (1, 3, 5, 7, 9, 11)]
-    why = "model.dropout=2.0: give a number at least 0 and at most 0.95."
-    assert rows[2][2] == f"optimizer.lr=0.001 seed=0 model.dropout=2.0: {why}"
+    assert rows[2][2] == "optimizer.lr=0.001 seed=0 model.dropout=2.0: give a number at least 0 and at most 0.95."
     assert line_of(swept.out, "sweep") == "all: 6 done, 6 failed; also in sweep.csv, and drawn in sweep.html"
     assert line_of(swept.out, "best") == f"python train.py {shlex.join(JOB)} {expected[0][1][-1]}"
 
@@ -296,7 +295,9 @@ def test_a_sweep_can_stop_at_the_first_failure(forks, tmp_path):
     grid = ("-m", *JOB, "seed=0,-1,1", "sweep.on_error=stop", "hydra.sweep.dir=all")
     done = forks.run(tmp_path, *grid)
     assert done.code == 2 and line_of(done.out, "sweep").startswith("all: 1 done, 1 failed, 1 not begun;")
-    assert not (tmp_path / "all" / "2").exists()
+    assert not (tmp_path / "all" / "2").exists() and "  seed=-1: give a whole number at least 0.\n" in done.out
+    go_on = arguments_of(line_of(done.out, "go on"))
+    assert go_on == [*grid[:-2], "sweep.on_error=continue", grid[-1]]
     typo = forks.run(tmp_path, *JOB, "-m", "seed=0,1", "sweep.on_error=stopp", "hydra.sweep.dir=new")
     assert typo.code == 2 and "Did you mean 'stop'?" in typo.err and not (tmp_path / "new").exists()
 
@@ -339,6 +340,19 @@ def test_the_jobs_of_a_larger_sweep_before_count_for_nothing(forks, tmp_path):
     done = forks.run(tmp_path, "-m", *JOB, "model.dropout=0,0.5", "hydra.sweep.dir=all")
     assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 2 done, 1 failed;"), done.err
     assert "go on" not in done.out and "not begun" not in done.out
+
+
+def test_a_folder_of_single_runs_is_no_sweep(tmp_path, capsys):
+    rundir.write_json(tmp_path / "runs" / "one" / "result.json", {"overrides": [], "error": "x", "code": 3})
+    assert sweep.main([str(tmp_path / "runs")]) == 2
+    rundir.write_json(tmp_path / "runs" / "swept" / "0" / "job.json", {"number": 0, "overrides": []})
+    assert sweep.main([str(tmp_path / "runs")]) == 2
+    assert sweep.main([str(tmp_path / "runs" / "ones")]) == sweep.main([str(tmp_path / "runs" / "sweptt")]) == 2
+    without, offered, no_hint, hint = capsys.readouterr().err.splitlines()
+    assert without == f"error: {tmp_path}/runs: this is no sweep's directory. Type the directory of a sweep."
+    assert offered.endswith(f"Type the directory of a sweep, as in {tmp_path}/runs/swept.")
+    assert no_hint.endswith("there is no such folder.") and hint.endswith(f"Did you mean '{tmp_path}/runs/swept'?")
+    assert not list(tmp_path.rglob("sweep.*"))
 
 
 def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):

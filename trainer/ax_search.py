@@ -45,6 +45,7 @@ class Search(CoreAxSweeper):
             raise nothing_to_search("ax")
         with rundir.held(self.folder):
             check_goes_on(self.folder, self.fixed, self.keys)
+            sweep.announce(self.folder, self.max_trials, self.keys)
             super().sweep([*searched.values()])
 
     def setup_ax_client(self, arguments):

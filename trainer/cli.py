@@ -195,6 +195,9 @@ def explanation(error):
         group, _, choice = missing.rpartition("/")
         if group == "hydra/sweeper" and choice in ("optuna", "ax"):
             return f"error: sweep={choice} needs Hydra's sweeper of that name.\nType pip install -e '.[{choice}]'."
+        if group == "hydra/launcher":  # of those installed, the ones that we have tried
+            own = {path.stem for path in (Path(sys.argv[0]).resolve().parent / "configs" / group).glob("*.yaml")}
+            options = [option for option in options if option in own | {"basic"}]
         return (
             f"error: {group}={choice}: there is no such choice.{did_you_mean(choice, options)}\n"
             f"Type {group}= one of: {', '.join(options)}."
@@ -214,10 +217,20 @@ def explanation(error):
         return f"error: {several[1]}: several values are a sweep. Type {sweep}, or for one list {one}."
     if override is not None or "Error when parsing" in str(error):
         typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
+        open_ones = [pair for pair in ("()", "[]", "{}") if typed.count(pair[0]) != typed.count(pair[1])]
+        if open_ones:
+            one, other = sorted(open_ones[0], key=typed.count, reverse=True)
+            return (
+                f"error: {typed}: a {one} in it has no {other}.\n"
+                "As a part of a text, it wants quotes inside those of the shell: \"dataset.path='my(table.csv'\"."
+            )
         return (
             f"error: {typed}: this is not understood. Settings are key=value, as in epochs=3, and lists 'key=[1,2]'.\n"
             "A value with unusual characters wants quotes inside those of the shell: \"dataset.path='my täble.csv'\"."
         )
+    if key and (unknown := re.match(r"Key '\w+' not in '\w+'\.?(?: Did you mean: '(\w+)')?", str(cause))):
+        hint = f" Did you mean '{key.rpartition('.')[0]}.{unknown[1]}'?" if unknown[1] else ""
+        return f"error: {key}: there is no such key of Hydra's.{hint}"
     if key:
         return f"error: {key}: {str(cause).splitlines()[0]}."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -36,6 +36,7 @@ CONTACT = re.compile(
 TIMEOUT = re.compile(r"[Tt]im(ed|e) ?out")
 opened = threading.local()  # `store`, the connection of a thread: one that waits would keep others waiting
 joined = False  # whether this process has told the others of itself
+again = None  # the command that goes on with this run, once its directory is known
 said = False  # whether the others know that, and why, this process ends
 seconds = 300  # that a process waits for the others
 
@@ -357,7 +358,7 @@ def not_own(kind, message, code):
         names = " and ".join(f"rank {other} ({who(other)})" for other in (here or absent)[:3])
         late = TIMEOUT.search(message or "") and not here
         what = f"did not answer for {seconds:g} s; the others waited for it" if late else "is gone: it was killed"
-        advice = "Type the same command with run_dir=DIR to go on from the last checkpoint."
+        advice = f"To go on from the last checkpoint:\n{again}" if again else "Type the same command again."
         return (f"error: {names} {what}.\n{advice}" if speaks else None), 3
     if "lost" in kinds:
         lost = [other for other in present if end_of(other).get("kind") == "lost"]

@@ -10,7 +10,7 @@ from hydra_plugins.hydra_optuna_sweeper._impl import create_params_from_override
 from hydra_plugins.hydra_optuna_sweeper.optuna_sweeper import OptunaSweeper
 from optuna.trial import TrialState
 
-from trainer import launch, parallel, rundir
+from trainer import launch, parallel, rundir, sweep
 from trainer.callbacks import Callback, Monitor
 from trainer.device import mix_seed
 from trainer.errors import UserError
@@ -51,6 +51,7 @@ class Search(OptunaSweeper):
         with rundir.held(self.folder):
             check_goes_on(self.folder, [f"{key}={value}" for key, value in self.fixed.items()], self.space)
             study = self.open_study()
+            sweep.announce(self.folder, trials, self.space)
             self.run(study, [trial for trial in study.trials if self.is_left_off(trial)])
             while to_go := max(0, trials - sum(trial.state.is_finished() for trial in study.trials)):
                 first = len(study.trials)

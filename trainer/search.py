@@ -119,7 +119,12 @@ def nothing_to_search(name):
 
 
 def check_goes_on(folder, fixed, searched):
-    """UserError where the trials in the folder had other settings, what is searched aside."""
+    """UserError where the search in the folder was over other keys, or its trials had other settings beside those."""
+    again = f"Type another hydra.sweep.dir, or to go on with that one:\n{sweep.command(folder)}"
+    before = (rundir.read_result(folder / sweep.SWEEP) or {}).get("searched")
+    if isinstance(before, list) and all(isinstance(key, str) for key in before) and sorted(searched) != before:
+        now, before = (", ".join(keys) or "nothing" for keys in (sorted(searched), before))
+        raise UserError(f"hydra.sweep.dir={folder}: this search is over {now}, that one over {before}.\n{again}")
 
     def settled(settings_typed):
         return {key: value for key, value in settings_typed.items() if sweep.matters(key) and key not in searched}
@@ -130,7 +135,6 @@ def check_goes_on(folder, fixed, searched):
         if other := [key for key in {**now, **was} if now.get(key) != was.get(key)]:
             key = other[0]
             difference = f"{key}={now.get(key, '(default)')} (was {was.get(key, '(default)')})"
-            again = f"Type another hydra.sweep.dir, or to go on with that one:\n{sweep.command(folder)}"
             raise UserError(f"hydra.sweep.dir={folder}: its trials have other settings: {difference}.\n{again}")
 
 

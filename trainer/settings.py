@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from trainer import launch
 from trainer.errors import UserError, as_typed, check_choice, check_number, did_you_mean
 
 CHOICES = {
@@ -91,6 +92,22 @@ def check_devices(devices):
     return devices if devices == "auto" else check_number("devices", devices, **WHOLE)
 
 
+def check_together(config):
+    """UserError for settings that several processes, or sharded weights, cannot have beside their strategy."""
+    (name, _), devices = check_strategy(config.get("strategy")), config.get("devices", "auto")
+    started = devices if name in launch.SEVERAL and devices != "auto" else 1  # by this process
+    if name == "fsdp" and config.get("compile"):
+        raise UserError(
+            f"strategy=fsdp: sharded parameters are not compiled, and there is compile={as_typed(config['compile'])}.\n"
+            "Type compile=false or strategy=ddp."
+        )
+    if config.get("micro_batch") == "auto" and max(started, launch.world_size()) > 1:
+        raise UserError("micro_batch=auto: several processes have to cut a batch alike. Type micro_batch=N.")
+    if (config.get("batch_size") or started) < started:
+        what = f"{started} processes cannot share such a batch. Type batch_size={started} or more, or lower devices"
+        raise UserError(f"batch_size={config['batch_size']}: {what}.")
+
+
 def check_micro_batch(size, parts=1):
     """`size`, if it is auto, a whole number or None, and only one of it and `grad_accum_steps` cuts the batch."""
     if size is not None and parts > 1:
@@ -163,4 +180,5 @@ def check_all(config):
     check_devices(values.get("devices", "auto"))
     check_resume(values.get("resume"))
     check_micro_batch(values.get("micro_batch"), values.get("grad_accum_steps") or 1)
+    check_together(values)
     check_parts(config)

@@ -29,6 +29,7 @@ STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 MOST_SETTINGS = 1000  # of a job, and of letters in each
 MOST_ROWS = 40  # of the table on a screen
 MOST_PROGRESS = 2**16  # bytes of a metrics.jsonl, from its end
+announced = False  # whether the sweep of this process goes with what is in its directory
 GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
@@ -48,9 +49,8 @@ class Table(Callback):
             check_goes_on(folder, jobs)
             self.planned = len(jobs) if jobs else None
             rundir.make(folder, "hydra.sweep.dir")
-            trials = config.sweep.get("trials")  # of a search
-            said = {"typed": sys.argv[1:], "jobs": self.planned or trials, "search": trials is not None}
-            rundir.write_json(folder / SWEEP, said)
+            if not str(config.hydra.sweeper.get("_target_")).startswith("trainer."):  # a search of ours looks first
+                announce(folder, len(jobs) if jobs else config.sweep.get("trials"))
         except (UserError, OSError) as error:
             self.refused = True
             raise SystemExit(cli.report(error)) from None
@@ -59,7 +59,7 @@ class Table(Callback):
         folder = Path(config.hydra.sweep.dir)
         if self.refused:
             return
-        if jobs := read_jobs(folder):
+        if announced and (jobs := read_jobs(folder)):
             cli.codes += [job.code for job in jobs if job.code and job.is_of(self.planned)]
             print()
             try:
@@ -69,6 +69,14 @@ class Table(Callback):
         elif {path.name for path in folder.glob("*")} <= {"multirun.yaml", SWEEP}:
             for name in ("multirun.yaml", SWEEP):  # nothing was run: a mistake leaves nothing behind
                 (folder / name).unlink(missing_ok=True)
+
+
+def announce(folder, jobs, searched=None):
+    """Leaves in the directory what this sweep is, a search with its keys. It goes with all that is there."""
+    global announced
+    said = {"typed": sys.argv[1:], "jobs": jobs, "search": searched is not None}
+    rundir.write_json(Path(folder) / SWEEP, said | ({"searched": sorted(searched)} if searched is not None else {}))
+    announced = True
 
 
 def planned(config):
@@ -365,8 +373,11 @@ def table(sweep):
         rows.append([ranges(group), *[str(len(group))] * grouped, *means, seconds, typed])
     others = [job for status in STATUSES[1:] for job in sweep.of(status)]
     for job in others:
-        typed, why = typed_for(job, sweep.keys or job.settings), job.note.partition("\n")[0]
-        rows.append([job.name, *[""] * grouped, job.status, "", "", f"{typed}: {why}"])
+        shown_keys, why = sweep.keys or job.settings, job.note.partition("\n")[0]
+        blamed = [key for key in shown_keys if why.startswith(f"{key}={job.settings.get(key)}: ")]
+        typed = typed_for(job, [key for key in shown_keys if key not in blamed])
+        typed = f"{typed} {why}".strip() if blamed else f"{typed}: {why}"  # what is to blame stands in both
+        rows.append([job.name, *[""] * grouped, job.status, "", "", typed])
     if (hidden := len(rows) - 1 - MOST_ROWS) > 0:  # the best and some of those that are not done
         keep = max(MOST_ROWS - len(others), MOST_ROWS // 2)
         rows[keep + 1 : keep + 1 + hidden] = [["...", *[""] * (4 + grouped), f"{hidden} more: see sweep.csv"]]
@@ -445,6 +456,8 @@ def report(folder, jobs):
         said.append(f"{missing} not begun")
     said = ", ".join(said)
     best, again = best_command(sweep), command(folder) if sweep.to_run() and not counts["running"] else None
+    if again and counts["failed"] and not sweep.search:  # or it would stop again at the same job
+        again = again.replace(" sweep.on_error=stop ", " sweep.on_error=continue ")
     lines = table(sweep) + [f"best     {best}"] * bool(best)
     lines.append(f"sweep    {folder}: {said}; also in sweep.csv, and drawn in sweep.html")
     lines += [f"go on    {again}"] * bool(again)
@@ -455,6 +468,11 @@ def report(folder, jobs):
         Path(partial).write_text(page.of_sweep(sweep, said, best, again), encoding="utf-8")
 
 
+def is_sweep(folder):
+    """Whether a folder is a sweep's: a folder of single runs has results in it too."""
+    return any((folder / name).is_file() for name in (SWEEP, "multirun.yaml")) or any(folder.glob(f"*/{JOB}"))
+
+
 def main(arguments):
     """`python -m trainer.sweep DIR`: gives the exit code."""
     try:
@@ -462,7 +480,13 @@ def main(arguments):
             raise UserError("Type python -m trainer.sweep DIR, the directory of a sweep.")
         folder = Path(arguments[0])
         if not folder.is_dir():
-            raise UserError(f"{folder}: there is no such folder.{did_you_mean(folder, folder.parent.glob('*'))}")
+            names = [path.name for path in folder.parent.glob("*") if is_sweep(path)]
+            hint = did_you_mean(folder.name, names, whole=lambda name: str(folder.parent / name))
+            raise UserError(f"{folder}: there is no such folder.{hint}")
+        if not is_sweep(folder):
+            inside = sorted(filter(is_sweep, folder.glob("*")))
+            example = f", as in {inside[-1]}" if inside else ""
+            raise UserError(f"{folder}: this is no sweep's directory. Type the directory of a sweep{example}.")
         if not (jobs := read_jobs(folder)):
             raise UserError(f"{folder}: there is no job in it. Type the directory of a sweep.")
         report(folder, jobs)
