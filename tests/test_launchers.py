@@ -290,6 +290,8 @@ def test_a_plugin_that_is_missing_is_named_with_its_extra(monkeypatch):
     """Where there are others, and where there is none."""
     others = types.ModuleType("hydra_plugins")
     others.__path__ = []
+    for name in [name for name in sys.modules if name.startswith("hydra_plugins.")]:
+        monkeypatch.delitem(sys.modules, name)
     for plugins in (others, None):
         monkeypatch.setitem(sys.modules, "hydra_plugins", plugins)
         for launcher, extra in launchers.EXTRAS.items():

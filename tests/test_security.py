@@ -484,6 +484,7 @@ def test_a_sweep_with_somebodys_results_has_its_table(tmp_path, content, capsys)
     }
     (tmp_path / "1" / "result.json").write_text(json.dumps(good), encoding="utf-8")
     (tmp_path / "2\x1b[31m" / "result.json").symlink_to("/dev/zero")
+    (tmp_path / "sweep.json").write_text(content, encoding="utf-8")  # by which the folder is a sweep's
     lines = sweep.table(sweep.read(tmp_path))
     assert len(lines) == 4 and lines[1].split() == ["1", "0.5000", "0.5000", "1.0", "a=1"]
     assert sweep.main([str(tmp_path)]) == 0 and all(line.isprintable() for line in capsys.readouterr().out.splitlines())

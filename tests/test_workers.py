@@ -231,7 +231,7 @@ def test_no_orphan_is_left_by_kill_9(script):
     assert process.stdout.readline() == "begun\n"
     process.kill()
     process.wait()
-    assert gone(process.pid, seconds=5)
+    assert gone(process.pid, seconds=30)
     process.communicate()
 
 

@@ -56,12 +56,10 @@ def at_once(cfg):
         return 1
     if launcher == "submitit_slurm":
         return node.array_parallelism
-    if launcher == "joblib":
-        from joblib import effective_n_jobs
-
-        return effective_n_jobs(node.n_jobs)
     from trainer import launchers
 
+    if launcher == "joblib":
+        return node.n_jobs if node.n_jobs > 0 else launchers.cores()
     return launchers.how_many(
         cfg.sweep.at_once, cfg.sweep.per_gpu, launchers.count_gpus(cfg.device), launchers.cores()
     )[0]

@@ -42,6 +42,8 @@ KEYS = [*NUMBERS, *AUTO, *CHOICES]
 AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")
 # Kinds of devices that torch has names for; which of them are there, only torch knows.
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla")
+GPUS = ("auto", "cuda", "xpu")  # those of which a machine may have several
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 
 
