@@ -406,6 +406,7 @@ def test_a_spreadsheet_runs_nothing_of_the_csv(tmp_path):
     for i, value in enumerate(evil):
         result = {"overrides": [f"lr={value}", f"@key={i}"], "seconds": 1.0, "test/loss": -1.5, "best": None}
         rundir.write_json(tmp_path / str(i) / "result.json", result)
+    rundir.write_json(tmp_path / sweep.SWEEP, {})
     assert sweep.main([str(tmp_path)]) == 0
     with open(tmp_path / "sweep.csv", newline="", encoding="utf-8") as file:
         header, *rows = csv.reader(file)
@@ -419,6 +420,7 @@ def test_a_pruned_job_has_a_line_of_its_own(tmp_path):
     for i in range(4):
         result = {"overrides": [f"seed={i}"], "best": {"name": "val/acc", "mode": "max", "value": i}, "seconds": 1.0}
         rundir.write_json(tmp_path / str(i) / "result.json", {**result, "stopped": "pruned at evaluation 1" * (i > 1)})
+    rundir.write_json(tmp_path / sweep.SWEEP, {})
     assert sweep.main([str(tmp_path)]) == 0
     page = Page((tmp_path / "sweep.html").read_text(encoding="utf-8"))
     assert page.kinds("path") == ["job pruned"] * 2 + ["job", "job best"] and page.kinds("text").count("cut") == 1
