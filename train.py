@@ -34,8 +34,8 @@ from trainer.build import (
 )
 from trainer.errors import TrainingError, UserError, check_choice, did_you_mean
 
-# The loaders' settings, which stand beside the data set's.
 ROOT = Path(__file__).resolve().parent
+# The loaders' settings, which stand beside the data set's.
 LOADING = {"augment": [], "resident": "auto", "workers": "auto", "timeout": 300}
 
 
