@@ -121,7 +121,8 @@ def check_goes_on(folder, jobs):
 
 
 def matters(key):
-    return not key.startswith(rundir.HARMLESS)
+    """Whether jobs with another value of it have other results: some change no weights, but which are the best."""
+    return key in ("eval_every", "max_minutes") or not key.startswith(rundir.HARMLESS)
 
 
 def begin(folder, number):
