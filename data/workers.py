@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import math
 import multiprocessing
 import os
@@ -82,7 +83,7 @@ class Workers:
             persistent_workers=count > 0,
             prefetch_factor=max(1, min(ahead, 4)) if count else None,  # batches
             generator=torch.Generator().manual_seed(0),  # its own, or each epoch would draw from the global one
-            worker_init_fn=begin_worker,
+            worker_init_fn=functools.partial(begin_worker, parent=os.getpid()),
         )
         self.processes = []  # from the first batch on
 
@@ -238,7 +239,7 @@ class Reader(torch.utils.data.Dataset):
         return str(index) if files is None else f"{index} ({printable(files[index])})"
 
 
-def begin_worker(_):
+def begin_worker(_, parent):
     """In a worker: only the training ends it, which finishes its step first when a terminal or a scheduler says stop.
 
     It ends by itself within a second or two of its parent's death, whatever it is doing.
@@ -247,9 +248,11 @@ def begin_worker(_):
         signal.signal(stop, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    # A fork's parent may have died before it could be asked for; of other kinds it is a server that dies with it.
+    parent = parent if multiprocessing.get_start_method() == "fork" else os.getppid()
+    threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
     # A thread of multiprocessing's shows a traceback by it when the parent ends in the middle of a hand-over.
     sys.excepthook = lambda *_: None
-    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
 def end_with_parent(parent):
