@@ -41,8 +41,7 @@ def choose_workers(split, batch_size):
         handover = HANDOVER + HANDOVER_MIB * batch_size * split.nbytes / len(split) / MIB
         if batch_size * sample_seconds(split) < handover:
             return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores // launch.local_world_size(), 8))
+    return max(1, min(launch.cores() // launch.local_world_size(), 8))
 
 
 def sample_seconds(split):

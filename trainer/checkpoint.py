@@ -126,9 +126,8 @@ def first_nonfinite(module):
     with torch.no_grad():
         weights = parallel.local([weight for _, weight in named])
         norms = [norm.float() for norm in torch._foreach_norm(weights)]
-        if parallel.add_up(
-            torch.stack(norms).sum()
-        ).isfinite():  # it is not for weights that are not, nor for huge ones
+        total = parallel.add_up(torch.stack(norms).sum())
+        if total.isfinite():  # it is not for weights that are not, nor for huge ones
             return None
         finite = parallel.add_up(torch.stack([(~weight.isfinite()).sum() for weight in weights])).tolist()
     return next((name for (name, _), others in zip(named, finite, strict=True) if others), None)

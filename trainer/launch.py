@@ -61,6 +61,11 @@ def local_world_size():
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def cores():
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def is_first():
     """Whether this is the process that prints and writes."""
     return rank() == 0
@@ -477,7 +482,7 @@ def start(processes, arguments, of=None):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    threads = str(max(1, cores() // processes))
     defaults = {"OMP_NUM_THREADS": threads, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
     added = {name: value for name, value in defaults.items() if name not in os.environ}
     added |= {JOB: json.dumps(of)} if of else {}

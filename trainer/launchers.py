@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from trainer import cli, rundir, settings, stopping, sweep
 from trainer.errors import RunInUse, UserError, check_number, printable
+from trainer.launch import cores
 from trainer.readable import number
 
 EXTRAS = {"joblib": "joblib", "submitit_local": "submitit", "submitit_slurm": "submitit", "ray": "ray"}
@@ -37,11 +38,6 @@ def check_installed(launcher):
     if not there:
         what = f"Type pip install -e '.[{extra}]', or leave this out for one job after the other."
         raise UserError(f"hydra/launcher={launcher}: its plugin is not installed.\n{what}")
-
-
-def cores():
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def how_many(at_once, per_gpu, gpus, cores):

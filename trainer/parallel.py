@@ -93,8 +93,7 @@ def wrap(module, strategy, device):
         if any(torch.nn.parameter.is_lazy(tensor) for tensor in [*child.parameters(False), *child.buffers(False)]):
             what = f"{type(child).__name__} has no weights yet that could be the same on all processes"
             raise UserError(f"strategy={strategy}: {what}.\nCall the model with a batch before the Trainer gets it.")
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.detach(), 0)
+    take_from_first([*module.parameters(), *module.buffers()])
     spread = sharded(module, device) if name == "fsdp" else copied(module, device)
     spread_norms(module)  # last: DistributedDataParallel takes no SyncBatchNorm on the CPU
     return spread
@@ -194,8 +193,13 @@ def own_buffers(module):
 
 def follow_first(module, _):
     """Gives all processes the buffers of rank 0 before a forward, as DistributedDataParallel does."""
-    for buffer in own_buffers(module):
-        dist.broadcast(buffer.detach(), 0)
+    take_from_first(own_buffers(module))
+
+
+def take_from_first(tensors):
+    """Gives all processes the values that these tensors have on rank 0."""
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), 0)
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -304,9 +308,7 @@ def gradient_sync(model, *, enabled):
 def same_weights(model):
     """Gives all processes the weights and buffers of rank 0, where each has all of them."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        with torch.no_grad():
-            for tensor in [*model.module.parameters(), *model.module.buffers()]:
-                dist.broadcast(tensor.detach(), 0)
+        take_from_first([*model.module.parameters(), *model.module.buffers()])
 
 
 def check_same_weights(model):
@@ -419,7 +421,7 @@ def check_parts(metrics, loss):
 
 def deal(batch):
     """(the number of samples in a batch, this process's part of it)."""
-    return batches.size(batch), batch if ranks() == 1 else batches.deal(batch, launch.rank(), launch.world_size())
+    return batches.size(batch), batches.deal(batch, launch.rank(), launch.world_size())
 
 
 def shares(batch, loader):
@@ -501,9 +503,6 @@ class Agreement:
         told = torch.tensor([here is not None, now - self.start, (now - self.last) / self.calls], dtype=torch.float64)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         asked, self.agreed, seconds = told.tolist()
-        self.last, self.calls, self.soonest = (
-            time.monotonic(),
-            0,
-            min(MOST_CALLS, 1 + int(EXCHANGE / max(seconds, 1e-6))),
-        )
+        self.last, self.calls = time.monotonic(), 0
+        self.soonest = min(MOST_CALLS, 1 + int(EXCHANGE / max(seconds, 1e-6)))
         return bool(asked)

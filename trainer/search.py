@@ -7,7 +7,7 @@ from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 
-from trainer import cli, rundir, settings, sweep
+from trainer import cli, launch, rundir, settings, sweep
 from trainer.errors import UserError
 from trainer.metrics import default_metrics
 
@@ -59,10 +59,8 @@ def at_once(cfg):
     from trainer import launchers
 
     if launcher == "joblib":
-        return node.n_jobs if node.n_jobs > 0 else launchers.cores()
-    return launchers.how_many(
-        cfg.sweep.at_once, cfg.sweep.per_gpu, launchers.count_gpus(cfg.device), launchers.cores()
-    )[0]
+        return node.n_jobs if node.n_jobs > 0 else launch.cores()
+    return launchers.how_many(cfg.sweep.at_once, cfg.sweep.per_gpu, launchers.count_gpus(cfg.device), launch.cores())[0]
 
 
 def maximizes(cfg):
