@@ -821,8 +821,8 @@ def test_the_whitened_recipe_trains_on_other_images(compose, tmp_path, dataset):
 
 def test_several_sets_of_callbacks_are_a_list(compose, tmp_path):
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install -e '.[tensorboard]'")
-    trainer = trained(compose, tmp_path, "callbacks=[default,tensorboard]")
-    assert trainer.callbacks == ["Progress", "JSONL", "NaNGuard", "TensorBoard"]
+    trainer = trained(compose, tmp_path, "callbacks=[doctor,tensorboard]", "callbacks.doctor.every=7")
+    assert trainer.callbacks == ["Progress", "JSONL", "NaNGuard", "Doctor", "TensorBoard"]
 
 
 def test_callbacks_with_a_null_are_off(compose, tmp_path):
