@@ -138,7 +138,7 @@ def train_in(folder, cfg):
     from trainer import checkpoint, parallel
     from trainer.loggers import ConfigFile
 
-    typed = cli.typed()
+    typed, revision = cli.typed(), rundir.revision(ROOT)
     found = checkpoint.together("resume", lambda: rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg))
     _, state, origin = found or (None, None, None)
     own = {"_target_": "trainer.callbacks.Checkpoint", "folder": str(folder / "checkpoints")}
@@ -160,14 +160,17 @@ def train_in(folder, cfg):
                 stopping.received = stopping.received or signal.SIGTERM  # it came to another process
                 raise stopping.Interrupted
             result = finish(folder, trainer, saver, data, loaders[2], start)
+            if launch.is_first():
+                print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))), flush=True)
+                rundir.write_json(
+                    folder / "result.json", {**result, "git": revision(), **efficiency(trainer, data, result)}
+                )
         except KeyboardInterrupt:
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
             again = "" if in_sweep() else f" To go on from there:\n{launch.again}"
             print(f"\ninterrupted at step {saver.saved}.{again}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
-    if launch.is_first():
-        print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
     parallel.leave()
 
 
@@ -197,9 +200,9 @@ def trial_of(cfg):
 
 def finish(folder, trainer, saver, data, test_loader, start):
     """Tests the best weights, and writes result.json and the model to share."""
-    from trainer import card, checkpoint
+    from trainer import card, checkpoint, timing
 
-    result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver)}
+    result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver), **timing.result_of(trainer)}
     if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
         trainer.load_state_dict(checkpoint.together("best", lambda: checkpoint.best(saver.folder))[1])
     test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
@@ -211,6 +214,15 @@ def finish(folder, trainer, saver, data, test_loader, start):
     card.write(folder, weights, trainer.module, data, result)
     rundir.write_json(folder / "result.json", result)
     return result
+
+
+def efficiency(trainer, data, result):
+    """What result.json says of FLOPs; it takes 0.2 s, so it comes after the result is shown, and not in a sweep."""
+    from trainer import flops
+
+    if in_sweep():
+        return {}
+    return flops.efficiency(trainer, data.in_shape, result["samples_per_second"])
 
 
 def evaluate(cfg):

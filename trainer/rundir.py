@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shlex
+import subprocess
 import time
 from pathlib import Path
 
@@ -294,6 +295,30 @@ def setting(key, value):
     return f"{key}={value}" if plain else "{}='{}'".format(key, str(value).replace("'", "\\'"))
 
 
+def revision(folder):
+    """A function that gives the {"revision", "dirty"} of the folder as it is now, None where git knows of none.
+
+    git works meanwhile. Dirty is what differs from the revision; files that git does not know do not count.
+    """
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    except OSError:
+        return lambda: None
+
+    def read():
+        try:
+            said = process.communicate(timeout=10)[0].strip()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return None
+        return {"revision": said.removesuffix("-dirty"), "dirty": said.endswith("-dirty")} if said else None
+
+    return read
+
+
 def result_of(trainer, saver):
     """What result.json says of a finished fit, beside its metrics."""
     from trainer import summary
@@ -331,6 +356,8 @@ def closing_lines(folder, result, packages):
         yield f"test     {shown}"
     speed = result["samples_per_second"]
     yield f"time     {seconds(result['seconds'])}{f', with {speed:,} samples/s in training' if speed else ''}"
+    if result.get("speed"):
+        yield f"speed    {result['speed']}"
     yield f"run      {folder}"
     trusted = [f"trusted=[{','.join(packages)}]"] if packages else []
     yield f"         {command(['task=evaluate', setting('run', folder), *trusted])}"
