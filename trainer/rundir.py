@@ -31,12 +31,12 @@ MOST_JSON = 2**24  # bytes of a result.json: ours have 2 KB, and a confusion mat
 HARMLESS = (
     "run_dir", "resume", "overwrite", "device", "strategy", "log_every", "eval_every", "task", "run", "trusted",
     "max_minutes", "rank_timeout", "eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident",
-    "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download", "sweep.",
+    "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download", "sweep.", "report",
 )  # fmt: skip
 LENGTHS = ("epochs", "max_steps", "patience")  # these too where another run begins with a checkpoint of this one
 LOCK = ".lock"
 # The files that are made anew: what a killed run left half of, and what an older run left in the way of a new one.
-WRITTEN = ("metrics.jsonl", "result.json", "model.safetensors", "model.md")
+WRITTEN = ("metrics.jsonl", "result.json", "evaluation.json", "report.html", "model.safetensors", "model.md")
 
 
 def claim(model, dataset):
