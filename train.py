@@ -32,7 +32,7 @@ from trainer.build import (
     retarget,
     without_downloads,
 )
-from trainer.errors import TrainingError, UserError, check_choice, did_you_mean
+from trainer.errors import TrainingError, UserError, cause, check_choice, did_you_mean, log
 
 ROOT = Path(__file__).resolve().parent
 # The loaders' settings, which stand beside the data set's.
@@ -138,7 +138,7 @@ def train_in(folder, cfg):
     from trainer import checkpoint, parallel
     from trainer.loggers import ConfigFile
 
-    typed = cli.typed()
+    typed, revision = cli.typed(), rundir.revision(ROOT)
     found = checkpoint.together("resume", lambda: rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg))
     _, state, origin = found or (None, None, None)
     own = {"_target_": "trainer.callbacks.Checkpoint", "folder": str(folder / "checkpoints")}
@@ -159,16 +159,40 @@ def train_in(folder, cfg):
             if parallel.add_up(int(stopping.received is not None)):
                 stopping.received = stopping.received or signal.SIGTERM  # it came to another process
                 raise stopping.Interrupted
-            result = finish(folder, trainer, saver, data, loaders[2], start)
+            result = finish(folder, trainer, saver, data, loaders, start, draws_report(cfg))
+            if launch.is_first():
+                print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))), flush=True)
+                rundir.write_json(
+                    folder / "result.json", {**result, "git": revision(), **efficiency(trainer, data, result)}
+                )
         except KeyboardInterrupt:
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
             again = "" if in_sweep() else f" To go on from there:\n{launch.again}"
             print(f"\ninterrupted at step {saver.saved}.{again}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
-    if launch.is_first():
-        print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
+    if launch.is_first() and draws_report(cfg):
+        draw_report(folder)
     parallel.leave()
+
+
+def draws_report(cfg):
+    """Whether the run draws its report: by itself, but a sweep draws that of its best job alone."""
+    return not in_sweep() and launch.job() is None if cfg.report == "auto" else cfg.report
+
+
+def draw_report(folder):
+    """Draws the report. The run is whole without it: what keeps it from being drawn is a warning."""
+    from trainer import report
+
+    again = rundir.command([], start=["python", "-m", "trainer.report", str(folder)])
+    try:
+        print(f"report   {report.write(folder)}")
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the run has ended before. To draw its report:\n{again}", file=sys.stderr)
+        raise SystemExit(stopping.exit_code()) from None
+    except Exception as error:
+        log.warning("the report could not be drawn (%s). To try again: %s", cause(error), again)
 
 
 def pruning(cfg):
@@ -195,22 +219,41 @@ def trial_of(cfg):
     return [*place_of(job.sweeper, Path(job.sweep.dir).resolve()), job.job.num]
 
 
-def finish(folder, trainer, saver, data, test_loader, start):
-    """Tests the best weights, and writes result.json and the model to share."""
-    from trainer import card, checkpoint
+def finish(folder, trainer, saver, data, loaders, start, draws):
+    """Tests the best weights, and writes result.json, evaluation.json and the model to share.
 
-    result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver)}
+    Where there is no test part and a report is drawn, it shows the validation part.
+    """
+    from trainer import card, checkpoint, examine, timing
+
+    result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver), **timing.result_of(trainer)}
     if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
         trainer.load_state_dict(checkpoint.together("best", lambda: checkpoint.best(saver.folder))[1])
-    test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
+    _, val_loader, test_loader = loaders
+    test, seen = {}, None
+    if test_loader is not None:
+        test, seen = examine.evaluate(trainer, test_loader, "test", data)
+    elif val_loader is not None and draws:
+        _, seen = examine.evaluate(trainer, val_loader, "val", data)
     weights = card.weights(trainer)
     if not launch.is_first():
         return None
     seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
     result |= {**rundir.last_rows(folder), **test, "seconds": seconds}
     card.write(folder, weights, trainer.module, data, result)
+    if seen is not None:
+        examine.write(folder / "evaluation.json", seen, data)
     rundir.write_json(folder / "result.json", result)
     return result
+
+
+def efficiency(trainer, data, result):
+    """What result.json says of FLOPs; it takes 0.2 s, so it comes after the result is shown, and not in a sweep."""
+    from trainer import flops
+
+    if in_sweep():
+        return {}
+    return flops.efficiency(trainer, data.in_shape, result["samples_per_second"])
 
 
 def evaluate(cfg):
@@ -292,9 +335,8 @@ def config_of_run(cfg):
 
 def lr_find(cfg):
     """Raises the learning rate from step to step, suggests one, and draws the curve."""
-    from trainer.lr_find import draw, figure_class, lr_find
+    from trainer.lr_find import draw, lr_find
 
-    figure_class()  # before the work
     with building(cfg) as (trainer, _, (train_loader, _, _)):
         found = lr_find(trainer, train_loader)
     picture = draw(found, Path(run_directory(cfg)) / "lr_find.png")
