@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
+import math
 from pathlib import Path
 
 import hydra
@@ -347,7 +348,34 @@ def lr_find(cfg):
     print(f"use it   {rundir.command(typed, f'optimizer.lr={found.suggestion:.2g}')}")
 
 
-TASKS = {"train": train, "evaluate": evaluate, "lr_find": lr_find}
+def plan(cfg):
+    """Says what this run would take, by a few real steps of it; trains nothing, and writes nothing."""
+    from trainer import checkpoint
+    from trainer.plan import lines, look
+
+    cfg = cfg.copy()
+    with open_dict(cfg):  # loggers would write
+        cfg.callbacks = {name: node for name, node in cfg.callbacks.items() if not (is_on(node) and is_logger(node))}
+    with building(cfg) as (trainer, _, loaders):
+        started = time.perf_counter() - START
+        found = look(trainer, *loaders)
+        per_epoch = len(loaders[0])
+    at = next(iter(checkpoint.files(Path(cfg.run_dir) / "checkpoints")), 0) if cfg.run_dir is not None else 0
+    found.steps -= min(at, found.steps)
+    evaluations = math.ceil(found.steps / (cfg.eval_every or per_epoch)) if loaders[1] is not None else 0
+    every, epochs = cfg.checkpoint.every, cfg.checkpoint.epochs
+    saves = (found.steps // every if every else 0) + (math.ceil(found.steps / (per_epoch * epochs)) if epochs else 0)
+    print("\n".join(lines(found, started, evaluations, saves, cfg.checkpoint.keep)))
+    typed = [override for override in cli.typed() if not override.startswith("task=")]
+    where = (
+        f"{cfg.run_dir}, where it goes on at step {at:,}"
+        if at
+        else cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
+    )
+    print(f"run      {where}; nothing was written\n         {rundir.command(typed)}")
+
+
+TASKS = {"train": train, "evaluate": evaluate, "lr_find": lr_find, "plan": plan}
 
 
 @contextlib.contextmanager
@@ -361,6 +389,7 @@ def building(cfg, more_callbacks=(), state=None):
     from trainer import Trainer, parallel, summary
     from trainer import device as devices
     from trainer.metrics import default_metrics
+    from trainer.timing import Timing
 
     devices.leave_imports()
     device = devices.choose(launchers.device(cfg.device, devices.available()))
@@ -394,6 +423,7 @@ def building(cfg, more_callbacks=(), state=None):
             check_size(f"metrics.{name}", node, num_classes=data.num_classes)
         metrics[name] = build(f"metrics.{name}", node, num_classes=data.num_classes)
     callbacks = [build(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if is_on(node)]
+    callbacks.sort(key=lambda callback: isinstance(callback, Timing))  # its clock goes on when the others are done
     parts = {"model": model, "loss": loss, "metrics": metrics, "callbacks": [*callbacks, *more_callbacks]}
     parts |= {"optimizer": build("optimizer", cfg.optimizer), "scheduler": build("scheduler", cfg.scheduler)}
     with contextlib.ExitStack() as stack:
@@ -431,10 +461,15 @@ def run_directory(cfg):
     job = HydraConfig.get()
     if in_sweep():
         return f"{job.sweep.dir}/{job.sweep.subdir}"
+    return str(cfg.run_dir or rundir.claim(*names_of(cfg)))
+
+
+def names_of(cfg):
+    """The model's and the data set's names, for that of the run directory."""
     typed = [override.partition("=")[0] for override in cli.typed()]
-    names = {group: job.runtime.choices[group] for group in ("model", "dataset")}
+    names = {group: HydraConfig.get().runtime.choices[group] for group in ("model", "dataset")}
     names |= {group: cfg[group]._target_.split(".")[-1] for group in names if f"{group}._target_" in typed}
-    return str(cfg.run_dir or rundir.claim(names["model"], names["dataset"]))
+    return names["model"], names["dataset"]
 
 
 if __name__ == "__main__":
