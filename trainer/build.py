@@ -33,6 +33,7 @@ KINDS = {
     "trainer.callbacks": ["trainer.callbacks.Callback"],
     "trainer.loggers": ["trainer.callbacks.Callback"],
     "trainer.timing": ["trainer.callbacks.Callback"],
+    "trainer.doctor": ["trainer.callbacks.Callback"],
     "trainer.metrics": ["trainer.metrics.Sums"],
     "trainer.schedules": ["constant", "linear", "cosine", "step", "onecycle"],
     "trainer.optimizers": ["decoupled_sgd"],
