@@ -172,7 +172,8 @@ def train_in(folder, cfg):
     if launch.is_first():
         print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))), flush=True)
         for logger in loggers:
-            logger.finish(result["steps"], rundir.final_numbers(result), {})
+            seen = rundir.read_result(folder / "evaluation.json") or {}
+            logger.finish(result["steps"], rundir.final_numbers(result), seen)
     parallel.leave()
 
 

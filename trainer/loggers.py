@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer import parallel
+from trainer import parallel, pictures
 from trainer.callbacks import Callback
 from trainer.errors import UserError, as_typed, check_choice, check_number, log, printable
 from trainer.files import open_plain, read, replacing
@@ -122,10 +122,10 @@ class Logger(Callback):
         if self.begun and not (self.awaits_result and outcome == "done"):
             self.attempt(self.end, outcome)
 
-    def finish(self, step, numbers, images):
-        """After the fit: its result, and {name: uint8 array (H, W, 3)}; nothing of a run that was only looked at."""
+    def finish(self, step, numbers, evaluation):
+        """After the fit: its final numbers, and evaluation.json; nothing of a run that was only looked at."""
         if self.begun:
-            self.attempt(self.add_result, step, numbers, images)
+            self.attempt(self.add_result, step, numbers, evaluation)
             self.attempt(self.end, "done")
 
     def attempt(self, method, *args):
@@ -182,9 +182,9 @@ class TensorBoard(Logger):
         for name, weight in trainer.module.named_parameters():
             self.writer.add_histogram(name, weight.detach()[weight.isfinite()].float().cpu(), trainer.step)
 
-    def add_result(self, step, numbers, images):
+    def add_result(self, step, numbers, evaluation):
         self.write(numbers, step)
-        for name, image in images.items():
+        for name, image in pictures.of(evaluation).items():
             self.writer.add_image(name, image, step, dataformats="HWC")
 
     def end(self, outcome):
@@ -220,11 +220,11 @@ class WandB(Logger):
     def write(self, numbers, step):
         self.run.log(numbers, step=step)
 
-    def add_result(self, step, numbers, images):
+    def add_result(self, step, numbers, evaluation):
         import wandb
 
         self.run.summary.update(numbers)
-        self.run.log({name: wandb.Image(image) for name, image in images.items()}, step=step)
+        self.run.log({name: wandb.Image(image) for name, image in pictures.of(evaluation).items()}, step=step)
 
     def end(self, outcome):
         own = shlex.quote(str(Path(self.run.dir).parent))
@@ -285,9 +285,9 @@ class MLflow(Logger):
         now, new = int(1000 * time.time()), [name for name in numbers if step > self.last.get(name, -1)]
         self.client.log_batch(self.id, metrics=[Metric(name, numbers[name], now, step) for name in new])
 
-    def add_result(self, step, numbers, images):
+    def add_result(self, step, numbers, evaluation):
         self.write(numbers, step)
-        for name, image in images.items():
+        for name, image in pictures.of(evaluation).items():
             self.client.log_image(self.id, image, artifact_file=f"{name}.png")
 
     def end(self, outcome):
