@@ -136,7 +136,7 @@ def train_in(folder, cfg):
     start = time.perf_counter() if in_sweep() else START
     from data.datasets import fingerprint
     from trainer import checkpoint, parallel
-    from trainer.loggers import ConfigFile
+    from trainer.loggers import ConfigFile, Logger
 
     typed, revision = cli.typed(), rundir.revision(ROOT)
     found = checkpoint.together("resume", lambda: rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg))
@@ -150,6 +150,9 @@ def train_in(folder, cfg):
     config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg), rundir.WRITTEN)
     with building(cfg, [*pruning(cfg), saver, config_file]) as (trainer, data, loaders):
         saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
+        loggers = [callback for callback in trainer.callbacks if isinstance(callback, Logger)]
+        for logger in loggers:
+            logger.describe(saved_config.for_reading({**config, "run_dir": str(folder)}), sweep_name())
         launch.check_alike({"data": {data.name: saver.about["data"]}, "code": launch.code(ROOT, own_packages(typed))})
         if state is not None:
             rundir.check_data(state, saver.about["data"])
@@ -171,8 +174,12 @@ def train_in(folder, cfg):
             again = "" if in_sweep() else f" To go on from there:\n{launch.again}"
             print(f"\ninterrupted at step {saver.saved}.{again}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
-    if launch.is_first() and draws_report(cfg):
-        draw_report(folder)
+    if launch.is_first():
+        for logger in loggers:
+            seen = rundir.read_result(folder / "evaluation.json") or {}
+            logger.finish(result["steps"], rundir.final_numbers(result), seen)
+        if draws_report(cfg):
+            draw_report(folder)
     parallel.leave()
 
 
@@ -417,6 +424,13 @@ def has_target(item):
 
 def in_sweep():
     return HydraConfig.get().mode.name == "MULTIRUN"
+
+
+def sweep_name():
+    """The name of the sweep that this is a job of; None where it is none."""
+    if of := launch.job():
+        return Path(of["folder"]).parent.name
+    return Path(HydraConfig.get().sweep.dir).name if in_sweep() else None
 
 
 def is_finished(cfg):

@@ -31,6 +31,7 @@ class Timing(Callback):
     """
 
     first_rank_only = True
+    evaluation = contextlib.nullcontext()
 
     def on_fit_start(self, trainer):
         self.device, self.took, self.said, self.is_new = trainer.device, {}, None, True
