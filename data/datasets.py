@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from trainer.device import MIB, free_memory, mix_seed
-from trainer.errors import UserError, check_choice, check_number, printable
+from trainer.errors import UserError, check_choice, check_number, did_you_mean, printable
 from trainer.files import open_plain
 
 
@@ -38,6 +38,7 @@ class Data:
     std: list | None = None
     target_mean: float = 0.0
     target_scale: float = 1.0
+    table: dict | None = None  # of a table: its columns as data/tables.py describes them, and how it is read
 
     def __post_init__(self):
         self.name, self.in_shape = printable(self.name), tuple(self.in_shape)
@@ -56,6 +57,22 @@ class Data:
         if self.kind == "classification":
             counts = {name: self.count_labels(name, part.targets) for name, part in parts.items()}
             self.check_classes(counts)
+
+    def description(self):
+        """What a trained model has to know of its inputs and outputs, as plain values: its checkpoints keep it."""
+        target = {key: torch.as_tensor(getattr(self, key)).tolist() for key in ("target_mean", "target_scale")}
+        return {
+            "dataset": self.name,
+            "kind": self.kind,
+            "in_shape": [int(size) for size in self.in_shape],
+            "dtype": str(input_type(self.train)).removeprefix("torch."),
+            "num_classes": int(self.num_classes),
+            "classes": None if self.classes is None else [str(name) for name in self.classes],
+            "mean": self.mean,
+            "std": self.std,
+            **target,
+            "table": self.table,
+        }
 
     def count_labels(self, name, labels):
         """How many samples of each class a part has; UserError for what is no class number."""
@@ -90,6 +107,15 @@ class Data:
                 )
 
 
+def input_type(part):
+    """The torch.dtype of a part's inputs; one of the user's own is asked for its first sample."""
+    inputs = getattr(part, "inputs", None)
+    if isinstance(inputs, torch.Tensor) or hasattr(part, "missing"):  # image files are bytes
+        return torch.uint8 if inputs is None else inputs.dtype
+    with torch.random.fork_rng(devices=[]):
+        return torch.as_tensor(part[[0]][0]).dtype
+
+
 def check_part(where, part, in_shape):
     """UserError for a part that is empty, or whose samples in memory do not fit together or are not finite."""
     if not len(part):
@@ -106,6 +132,15 @@ def check_part(where, part, in_shape):
         if not (low.isfinite() and high.isfinite()):
             place = (~tensor.isfinite()).nonzero()[0].tolist()
             raise UserError(f"{where}: {name}{place} is {tensor[tuple(place)].item()}. Give finite numbers.")
+
+
+def unknown_class(name, known):
+    """The UserError for a class that a trained model does not know."""
+    shown = ", ".join(printable(other) for other in known[:10]) + ", ..." * (len(known) > 10)
+    hint = did_you_mean(name, known)
+    return UserError(
+        f"dataset: the run knows no class {printable(name)!r}.{hint}\nIts {len(known)} classes are {shown}."
+    )
 
 
 def fingerprint(data):

@@ -849,6 +849,7 @@ def test_the_keys_are_the_constructors_arguments(group, option):
     """All of them for what is ours; for torch's some of them. What the run itself hands over is not among them."""
     config = OmegaConf.to_container(OmegaConf.load(CONFIGS / group / f"{option}.yaml"), resolve=False)
     handed = {
+        "dataset": {"trained"},
         "model": {"in_shape", "num_classes"},
         "optimizer": {"params", "fused", "foreach"},
         "scheduler": {"optimizer", "total_steps"},
