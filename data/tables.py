@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from data.datasets import Data, TensorSplit, check_fractions, split_indices, unknown_class
+from data.datasets import Data, TensorSplit, check_fractions, is_description, split_indices, unknown_class
 from trainer.errors import UserError, check_choice, did_you_mean, printable
 from trainer.files import open_plain
 
@@ -196,7 +196,9 @@ def check_column(path, name, there):
 
 def check_table(trained):
     """The table of a run's description; UserError where it was trained on something else."""
-    if trained.get("table") is None:
+    if not is_description(trained):
+        raise UserError("dataset.trained: this is what a run hands over. Leave it out.")
+    if trained["table"] is None:
         raise UserError(f"dataset: the run was trained on {trained['dataset']}, which is no table.")
     return trained["table"]
 
