@@ -292,9 +292,8 @@ def config_of_run(cfg):
 
 def lr_find(cfg):
     """Raises the learning rate from step to step, suggests one, and draws the curve."""
-    from trainer.lr_find import draw, figure_class, lr_find
+    from trainer.lr_find import draw, lr_find
 
-    figure_class()  # before the work
     with building(cfg) as (trainer, _, (train_loader, _, _)):
         found = lr_find(trainer, train_loader)
     picture = draw(found, Path(run_directory(cfg)) / "lr_find.png")

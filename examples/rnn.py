@@ -1,6 +1,7 @@
 """A recurrent network that reads an image row by row, and makes its hidden state where its inputs are.
 
-python train.py model._target_=examples.rnn.RowReader
+python train.py model._target_=examples.rnn.RowReader optimizer.lr=1e-2
+Expect test/acc 0.977, deviation 0.007 over 3 seeds.
 """
 
 import torch

@@ -449,7 +449,6 @@ def test_lr_find_sets_all_back_and_suggests_a_tenth_of_the_lowest(tmp_path):
     first.callbacks = [Watch()]
     first.fit(train_loader)
     assert math.isclose(found.losses[0], rows[0]["train/loss"], rel_tol=1e-6)
-    pytest.importorskip("matplotlib", reason="needs the extra plots")
     assert draw(found, tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -71,18 +71,10 @@ def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
     return Found(rates, losses, rates[losses.index(min(losses))] / 10)
 
 
-def figure_class():
-    """matplotlib's Figure; UserError where the extra `plots` is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("task=lr_find draws its curve by matplotlib. Type pip install -e '.[plots]'.") from None
-    return Figure
-
-
 def draw(found, path):
-    """Writes the curve to `path` as a PNG and gives the path; needs the extra `plots`."""
-    Figure = figure_class()  # noqa: N806
+    """Writes the curve to `path` as a PNG and gives the path."""
+    from matplotlib.figure import Figure  # half a second, for a task of its own
+
     axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
     axes.semilogx(found.rates, found.losses)
     axes.axvline(found.suggestion, color="tab:red", linestyle="--", label=f"suggestion: {found.suggestion:.2g}")
