@@ -5,6 +5,7 @@ python train.py dataset=image_folder dataset.root=DIR dataset.size=224 epochs=5 
     +model.body._target_=torchvision.models.resnet18 +model.body.weights=DEFAULT \
     trainer._target_=examples.finetune.FineTuner +trainer.body_rate=0.1 \
     +callbacks.thaw._target_=examples.finetune.Thaw +callbacks.thaw.epochs=1
+torchvision fetches the weights (45 MB) when they are first asked for; +model.body.weights=null begins with random ones.
 """
 
 from torch import nn

@@ -67,7 +67,9 @@ def test_the_reference_has_every_module_and_what_has_a_docstring_there(site):
         module = f"{file.parent.name}.{file.stem}"
         assert module in known, f"docs/api/ lacks .. automodule:: {module}"
         nodes = ast.parse(file.read_text(encoding="utf-8")).body
-        nodes = [node for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)]
+        nodes = [
+            node for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
+        ]
         assert [node.name for node in nodes if node.name[0] != "_" and f"{module}.{node.name}" not in known] == []
 
 
