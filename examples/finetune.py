@@ -1,6 +1,7 @@
 """Fine-tuning a model of torchvision's: first only a new head, then the body too, at a lower rate.
 
 python train.py dataset=image_folder dataset.root=DIR dataset.size=224 epochs=5 optimizer.lr=1e-3 \
+    'dataset.mean=[0.485,0.456,0.406]' 'dataset.std=[0.229,0.224,0.225]' \
     model._target_=examples.finetune.FineTuned \
     +model.body._target_=torchvision.models.resnet18 +model.body.weights=DEFAULT \
     trainer._target_=examples.finetune.FineTuner +trainer.body_rate=0.1 \
