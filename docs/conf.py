@@ -11,7 +11,7 @@ project = "Stoker"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 myst_heading_anchors = 3  # a link to a heading is made of its text, as on GitHub
 
-autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
+autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # those of torch are about torch
 autodoc_mock_imports = [name for name in ("ax", "hydra_plugins", "optuna") if importlib.util.find_spec(name) is None]
@@ -20,9 +20,12 @@ maximum_signature_line_length = 100
 # Nothing is fetched, so nothing is linked to the references of other projects.
 nitpick_ignore_regex = [("py:.*", r"(ax|hydra|hydra_plugins|omegaconf|optuna|pathlib|torch)\..*")]
 default_role = "code"  # what stands in single backticks
+highlight_language = "none"  # of what has no other: commands, and what they print
 
 html_theme = "furo"
 html_title = "Stoker"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_copy_source = False
 html_show_copyright = html_show_sphinx = False
 
