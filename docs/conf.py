@@ -27,6 +27,7 @@ html_title = "Stoker"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 html_copy_source = False
+html_show_search_summary = False  # it fetches pages, which a browser refuses for a site on the disk
 html_show_copyright = html_show_sphinx = False
 
 
