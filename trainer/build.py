@@ -32,6 +32,8 @@ KINDS = {
     "trainer.trainer": ["trainer.Trainer"],
     "trainer.callbacks": ["trainer.callbacks.Callback"],
     "trainer.loggers": ["trainer.callbacks.Callback"],
+    "trainer.timing": ["trainer.callbacks.Callback"],
+    "trainer.doctor": ["trainer.callbacks.Callback"],
     "trainer.metrics": ["trainer.metrics.Sums"],
     "trainer.schedules": ["constant", "linear", "cosine", "step", "onecycle"],
     "trainer.optimizers": ["decoupled_sgd"],

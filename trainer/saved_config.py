@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 
 from trainer import files
+from trainer.cli import flat
 from trainer.errors import UserError, did_you_mean
 
 # Of a config.yaml: bytes, levels of nesting, and values after each ${...} is replaced. Ours have 3 KB, 4 and 100.
@@ -101,6 +102,19 @@ def resolved(key, folder, config):
         return found
 
     return value_of("", config, 0)
+
+
+def for_reading(config):
+    """{key: value} of this run's config, with ${key} replaced by what is there.
+
+    Any other ${...}, such as what the environment has, stays as it is written.
+    """
+    found = flat(config)
+    for name, value in found.items():
+        while isinstance(value, str) and re.fullmatch(KEY_PATH, value) and value[2:-1] in found:
+            value = found[value[2:-1]]
+        found[name] = value
+    return found
 
 
 def is_ours(name, text):

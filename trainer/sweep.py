@@ -346,6 +346,14 @@ def shown(values, sign="+-"):
     return f"{number(mean_of(values))}{deviation}" if values else ""
 
 
+def groups(sweep, tests, sign="+-"):
+    """[its jobs, how many, what decides, each of the `tests`, seconds] in words of each group, best first."""
+    for group in sweep.groups:
+        means = [shown([job.test.get(test) for job in group], sign) for test in tests]
+        seconds = f"{mean_of(job.seconds for job in group):.1f}"
+        yield [ranges(group), str(len(group)), shown(map(sweep.value, group), sign), *means, seconds]
+
+
 def test_name(sweep):
     """The test metric of the same name as the one that decides, or the first that there is; '' for none."""
     names = dict.fromkeys(name for job in sweep.jobs for name in job.test)
@@ -365,13 +373,11 @@ def table(sweep):
     rows = [
         ["jobs" if grouped else "job", *["n"] * grouped, sweep.name or "best", test or "test", "seconds", "settings"]
     ]
-    for group in sweep.groups:
-        means = [shown(map(sweep.value, group)), shown([job.test.get(test) for job in group])]
+    for group, (names, count, *means) in zip(sweep.groups, groups(sweep, [test]), strict=True):
         typed = typed_for(group[0], keys or all_keys)
         if sweep.value(group[0]) is None and (other := group[0].best):
             typed = f"{typed}: {other['name']} {number(other['value'])}"
-        seconds = f"{mean_of(job.seconds for job in group):.1f}"
-        rows.append([ranges(group), *[str(len(group))] * grouped, *means, seconds, typed])
+        rows.append([names, *[count] * grouped, *means, typed])
     others = [job for status in STATUSES[1:] for job in sweep.of(status)]
     for job in others:
         shown_keys, why = sweep.keys or job.settings, job.note.partition("\n")[0]
