@@ -25,15 +25,14 @@ from trainer.build import (
     TRUSTED,
     build,
     check_fit,
-    check_nested,
     check_size,
     has_usual_outputs,
+    is_on,
     locate,
     own_packages,
     retarget,
-    without_downloads,
 )
-from trainer.errors import TrainingError, UserError, cause, check_choice, did_you_mean, log
+from trainer.errors import UserError, cause, check_choice, log
 
 ROOT = Path(__file__).resolve().parent
 # The loaders' settings, which stand beside the data set's.
@@ -57,8 +56,7 @@ def main(cfg):
                 raise UserError("run_dir names one run. For a sweep, type hydra.sweep.dir=DIR.")
         cli.check_config(cfg)
         check_choice("task", cfg.task, TASKS)
-        if cfg.run is not None and cfg.task != "evaluate":
-            raise UserError(f"run={cfg.run} is for task=evaluate. To name the folder of a new run, type run_dir=DIR.")
+        settings.check_task(cfg)
         retarget(cfg, keep=LOADING)
         if cfg.task != "train" and launch.world_size() > 1:
             raise UserError(f"task={cfg.task} is for one process. Type python train.py, without torchrun.")
@@ -137,7 +135,7 @@ def train_in(folder, cfg):
     start = time.perf_counter() if in_sweep() else START
     from data.datasets import fingerprint
     from trainer import checkpoint, parallel
-    from trainer.loggers import ConfigFile
+    from trainer.loggers import ConfigFile, Logger
 
     typed, revision = cli.typed(), rundir.revision(ROOT)
     found = checkpoint.together("resume", lambda: rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg))
@@ -151,6 +149,10 @@ def train_in(folder, cfg):
     config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg), rundir.WRITTEN)
     with building(cfg, [*pruning(cfg), saver, config_file]) as (trainer, data, loaders):
         saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
+        saver.about["inputs"] = data.description()
+        loggers = [callback for callback in trainer.callbacks if isinstance(callback, Logger)]
+        for logger in loggers:
+            logger.describe(saved_config.for_reading({**config, "run_dir": str(folder)}), sweep_name())
         launch.check_alike({"data": {data.name: saver.about["data"]}, "code": launch.code(ROOT, own_packages(typed))})
         if state is not None:
             rundir.check_data(state, saver.about["data"])
@@ -174,6 +176,9 @@ def train_in(folder, cfg):
             raise SystemExit(stopping.exit_code()) from None
     if launch.is_first() and draws_report(cfg):
         draw_report(folder)
+    for logger in loggers:  # what takes longest, last
+        seen = rundir.read_result(folder / "evaluation.json") or {}
+        logger.finish(result["steps"], rundir.final_numbers(result), seen)
     parallel.leave()
 
 
@@ -258,80 +263,53 @@ def efficiency(trainer, data, result):
 
 
 def evaluate(cfg):
-    """Tests the best weights of the run directory `run`, as its own config has it, on `device`."""
-    own = config_of_run(cfg)
-    from trainer import checkpoint
+    """Tests the best weights of the run directory `run` on `device`: on its own data, or on what is typed."""
+    own = saved_config.of_this_machine(cfg, LOADING)
+    from trainer import inference
 
-    try:
-        best = checkpoint.best(Path(cfg.run) / "checkpoints")
-    except TrainingError as error:  # its advice is for a training
-        alone = Path(cfg.run) / "model.safetensors"
-        what = f"The tested weights are in {alone}, and model.md beside it says how to load them."
-        raise TrainingError(f"{str(error).splitlines()[0]}\n{what if alone.is_file() else ''}") from None
-    if best is None:
-        raise UserError(f"run={cfg.run}: no checkpoint is in it. Type the command that made it and run_dir={cfg.run}.")
-    with building(own, state=best[1]) as (trainer, _, (_, val_loader, test_loader)):
-        trainer.load_state_dict(best[1])
+    path, state = inference.best(cfg.run)
+    about = inference.description(cfg.run, state)
+    with building(own, state=state, about=about, split=cfg.split) as (trainer, _, (_, val_loader, test_loader)):
+        trainer.load_state_dict(state)
         split, loader = ("test", test_loader) if test_loader is not None else ("val", val_loader)
         if loader is None:
-            raise UserError(f"run={cfg.run}: its data set has neither a test nor a validation part.")
+            raise UserError(f"run={cfg.run}: its data set has neither a test nor a validation part. Type split=train.")
+        split = cfg.split or split
         results = trainer.evaluate(loader, split)
-    print(f"weights  {best[0]}")
+    print(f"weights  {path}")
     print(f"{split:<9}" + "  ".join(f"{name.removeprefix(split + '/')} {value}" for name, value in results.items()))
 
 
-def check_run(cfg):
-    """UserError where task=evaluate was given no folder."""
-    if cfg.run is None:
-        where = "DIR" if cfg.run_dir is None else cfg.run_dir
-        raise UserError(f"task=evaluate needs a run directory. Type run={where}.")
-    path = Path(cfg.run)
-    if path.is_file():
-        folder = next((part for part in path.parents if (part / "config.yaml").is_file()), "DIR")
-        raise UserError(f"run={cfg.run}: this is a file. Type run={folder}.")
-    if not path.is_dir():
-        hint = did_you_mean(cfg.run, path.parent.glob("*"))
-        raise UserError(f"run={cfg.run}: there is no such folder.{hint} Type run=DIR.")
+def predict(cfg):
+    """Writes what the best weights of the run directory `run` say of `input`: images, or the rows of a table."""
+    own = saved_config.of_this_machine(cfg, LOADING)
+    if cfg.input is None:
+        raise UserError("task=predict needs something to look at. Type input=FILE or input=FOLDER.")
+    from trainer import inference
+
+    inference.check_output(cfg.output, cfg.input)
+    model = inference.load(cfg.run, device=cfg.device)
+    ways = {key: own.dataset[key] for key in ("missing", "delimiter") if f"dataset.{key}" in cli.typed_keys()}
+    skip = own.dataset.get("on_bad_sample") == "skip"
+    rows = inference.predict(model, cfg.input, batch_size=own.eval_batch_size, skip=skip, **ways)
+    count = inference.write(rows, cfg.output)
+    if cfg.output is not None:
+        print(f"output   {cfg.output}: {count:,} row{'s' * (count != 1)}")
 
 
-def config_of_run(cfg):
-    """The config of the run directory `run`, for an evaluation on this machine: it may be anybody's.
+def export(cfg):
+    """Writes the best weights of the run directory `run`, preprocessing included, in a `format` that others read."""
+    own = saved_config.of_this_machine(cfg, LOADING)
+    from trainer import exporting, inference
 
-    Its data may lie elsewhere here. What only a training needs is left out, and what reaches out of the run directory.
-    """
-    typed = {override.partition("=")[0].lstrip("+") for override in cli.typed()}
-    typed -= {"task", "run", "device", "trusted"}
-    check_run(cfg)
-    saved = saved_config.load_config("run", cfg.run)
-    before = cli.flat(saved)
-    for key in sorted(typed):
-        if key not in ("dataset.root", "dataset.path") and "${" not in str(before.get(key)):
-            what = "Type run=DIR, and if you want device= and dataset.root= (or dataset.path=) for where its data lies."
-            raise UserError(f"{key}: task=evaluate takes the run's own settings.\n{what}")
-    try:
-        saved = {**cli.defaults(), **saved, "run_dir": str(cfg.run), "resume": "auto", "run": None}
-        saved |= {"device": cfg.device, "strategy": "single", "compile": False}
-        cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed})
-        own, usual = (saved_config.resolved("run", cfg.run, part) for part in (saved, cli.defaults()))
-        cli.check_types("", own, usual)
-        dataset = own["dataset"]
-        dataset |= LOADING | {name: False for name in ("download",) if name in dataset}
-        if dataset.get("cache") and "dataset.cache" not in typed:
-            dataset["cache"] = "auto"
-        settings.check_all(own)
-        for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
-            without_downloads(group, own[group])
-        for group in ("dataset", "optimizer", "scheduler", "trainer"):
-            check_nested(group, own[group])
-        for group in ("metrics", "callbacks"):
-            for name, node in own[group].items():
-                check_nested(f"{group}.{name}", node)
-    except UserError as error:
-        text = str(error)
-        raise UserError(text if text.startswith("run=") else f"run={cfg.run}: in its config.yaml, {text}") from None
-    loggers = [name for name, node in own["callbacks"].items() if is_on(node) and is_logger(node)]
-    own["callbacks"] = {name: node for name, node in own["callbacks"].items() if name not in loggers}
-    return OmegaConf.create(own)
+    exporting.check(cfg.format)
+    model = inference.load(cfg.run)
+    dataset = OmegaConf.to_container(own.dataset, resolve=True)
+    dataset = {key: value for key, value in dataset.items() if key not in LOADING}
+    inputs, whose = exporting.samples(model.about, dataset)
+    path, difference = exporting.export(model, cfg.run, cfg.format, inputs, whose, cfg.output)
+    print(f"export   {path}; {path.name}.md beside it says how to use it")
+    print(f"check    its outputs differ by at most {difference:.2g} from PyTorch's on {whose}")
 
 
 def lr_find(cfg):
@@ -353,6 +331,9 @@ def plan(cfg):
     from trainer import checkpoint
     from trainer.plan import lines, look
 
+    folder = None if cfg.run_dir is None else Path(cfg.run_dir)
+    if folder is not None and cfg.resume == "auto" and (folder / "config.yaml").exists():
+        rundir.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
     cfg = cfg.copy()
     with open_dict(cfg):  # loggers would write
         cfg.callbacks = {name: node for name, node in cfg.callbacks.items() if not (is_on(node) and is_logger(node))}
@@ -360,30 +341,35 @@ def plan(cfg):
         started = time.perf_counter() - START
         found = look(trainer, *loaders)
         per_epoch = len(loaders[0])
-    at = next(iter(checkpoint.files(Path(cfg.run_dir) / "checkpoints")), 0) if cfg.run_dir is not None else 0
+    at = next(iter(checkpoint.files(folder / "checkpoints")), 0) if folder is not None else 0
     found.steps -= min(at, found.steps)
     evaluations = math.ceil(found.steps / (cfg.eval_every or per_epoch)) if loaders[1] is not None else 0
     every, epochs = cfg.checkpoint.every, cfg.checkpoint.epochs
     saves = (found.steps // every if every else 0) + (math.ceil(found.steps / (per_epoch * epochs)) if epochs else 0)
     print("\n".join(lines(found, started, evaluations, saves, cfg.checkpoint.keep)))
     typed = [override for override in cli.typed() if not override.startswith("task=")]
-    where = (
-        f"{cfg.run_dir}, where it goes on at step {at:,}"
-        if at
-        else cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
-    )
+    where = cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
+    where += f", where it goes on at step {at:,}" if at else ""
     print(f"run      {where}; nothing was written\n         {rundir.command(typed)}")
 
 
-TASKS = {"train": train, "evaluate": evaluate, "lr_find": lr_find, "plan": plan}
+TASKS = {
+    "train": train,
+    "plan": plan,
+    "evaluate": evaluate,
+    "predict": predict,
+    "export": export,
+    "lr_find": lr_find,
+}
 
 
 @contextlib.contextmanager
-def building(cfg, more_callbacks=(), state=None):
+def building(cfg, more_callbacks=(), state=None, about=None, split=None):
     """(trainer, data, (train, val, test) loaders) of a config; all is let go of at the end.
 
     The data comes first, since the model's shapes come from it. For the `state` of a checkpoint, other
-    classes and another model are a UserError before they take time and memory.
+    classes and another model are a UserError before they take time and memory. The data is then prepared as that
+    which the checkpoint is `about`. `split` names the part of it that the test loader is to give.
     """
     from data.loader import make_loaders
     from trainer import Trainer, parallel, summary
@@ -399,9 +385,10 @@ def building(cfg, more_callbacks=(), state=None):
     # A function of the user's own among the augmentations comes as a _target_ with _partial_.
     loading["augment"] = [build("dataset.augment", item) if has_target(item) else item for item in loading["augment"]]
     with launch.one_first("data"):  # it downloads, and decodes images into the cache that the others use
-        data = build("dataset", dataset)
+        data = build("dataset", dataset, **({"trained": about} if about else {}))
     if state is not None:
-        rundir.check_classes(state, data)
+        rundir.check_classes(state, data) if about is None else data.prepare_as(about)
+    data = data if split is None else data.only(split)
     sizes = {"batch_size": cfg.batch_size, "eval_batch_size": cfg.eval_batch_size, "drop_last": cfg.drop_last}
     loaders, why = make_loaders(data, **sizes, device=device, seed=cfg.seed, **loading)
     print(summary.data_line(data, loaders, why))
@@ -432,21 +419,19 @@ def building(cfg, more_callbacks=(), state=None):
         yield stack.enter_context(build("trainer", cfg.trainer, **parts, device=str(device))), data, loaders
 
 
-def is_on(node):
-    """Whether a callback is: it is off by a null in place of it, or among its settings."""
-    return node is not None and not (hasattr(node, "values") and None in node.values())
-
-
-def is_logger(node):
-    return str(node.get("_target_")).startswith("trainer.loggers.")
-
-
 def has_target(item):
     return isinstance(item, dict) and "_target_" in item
 
 
 def in_sweep():
     return HydraConfig.get().mode.name == "MULTIRUN"
+
+
+def sweep_name():
+    """The name of the sweep that this is a job of; None where it is none."""
+    if of := launch.job():
+        return Path(of["folder"]).parent.name
+    return Path(HydraConfig.get().sweep.dir).name if in_sweep() else None
 
 
 def is_finished(cfg):

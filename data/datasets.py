@@ -6,14 +6,16 @@ import io
 import math
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from trainer.device import MIB, free_memory, mix_seed
-from trainer.errors import UserError, check_choice, check_number, printable
+from trainer.errors import UserError, check_choice, check_number, did_you_mean, printable
 from trainer.files import open_plain
+
+MOST_NUMBERS = 2**28  # of one sample, or one a class
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Data:
     std: list | None = None
     target_mean: float = 0.0
     target_scale: float = 1.0
+    table: dict | None = None  # of a table: its columns as data/tables.py describes them, and how it is read
 
     def __post_init__(self):
         self.name, self.in_shape = printable(self.name), tuple(self.in_shape)
@@ -56,6 +59,66 @@ class Data:
         if self.kind == "classification":
             counts = {name: self.count_labels(name, part.targets) for name, part in parts.items()}
             self.check_classes(counts)
+
+    def description(self):
+        """What a trained model has to know of its inputs and outputs, as plain values: its checkpoints keep it."""
+        target = {key: torch.as_tensor(getattr(self, key)).tolist() for key in ("target_mean", "target_scale")}
+        return {
+            "dataset": self.name,
+            "kind": self.kind,
+            "in_shape": [int(size) for size in self.in_shape],
+            "dtype": str(input_type(self.train)).removeprefix("torch."),
+            "num_classes": int(self.num_classes),
+            "classes": None if self.classes is None else [str(name) for name in self.classes],
+            "mean": self.mean,
+            "std": self.std,
+            **target,
+            "table": self.table,
+        }
+
+    def prepare_as(self, about):
+        """Makes this what a model takes that was trained on `about`, a description: its classes, mean and units.
+
+        Classes are matched by their names. UserError where one of them was unknown, or the inputs have another shape.
+        """
+        if self.kind != about["kind"]:
+            raise UserError(f"dataset: {self.name} is a {self.kind}, and the run is a {about['kind']}.")
+        if list(self.in_shape) != about["in_shape"]:
+            here, there = ("x".join(map(str, shape)) for shape in (self.in_shape, about["in_shape"]))
+            channels, *_, side = about["in_shape"]
+            sizes = f"\nA folder of images is resized by dataset.channels={channels} dataset.size={side}."
+            what = f"dataset: {self.name} has inputs of {here}, and the run was trained on {there}."
+            raise UserError(what + sizes * (len(about["in_shape"]) == len(self.in_shape) == 3))
+        self.mean, self.std = about["mean"], about["std"]
+        known, own = about["classes"], None if self.classes is None else [str(name) for name in self.classes]
+        if None not in (known, own) and own != known:
+            if other := next((name for name in own if name not in known), None):
+                raise unknown_class(other, known)
+            places = torch.tensor([known.index(name) for name in own])
+            self.change_targets(lambda targets: places[targets])
+        elif self.num_classes > about["num_classes"]:
+            what = f"has {self.num_classes} classes or targets, and the run {about['num_classes']}"
+            raise UserError(f"dataset: {self.name} {what}.")
+        self.classes, self.num_classes = known, about["num_classes"]
+        units = (self.target_mean, self.target_scale), (about["target_mean"], about["target_scale"])
+        if self.kind == "regression" and units[0] != units[1]:
+            (mean, scale), (to_mean, to_scale) = (tuple(map(torch.as_tensor, unit)) for unit in units)
+            self.change_targets(lambda old: ((old.double() * scale + mean - to_mean) / to_scale).to(old.dtype))
+            self.target_mean, self.target_scale = units[1]
+
+    def change_targets(self, change):
+        """Puts `change(targets)` in place of each part's targets."""
+        for part in filter(None, (self.train, self.val, self.test)):
+            if "targets" not in vars(part):
+                kind = type(part).__name__
+                raise UserError(f"dataset: the classes or units are others than the run's, and a {kind} keeps its own.")
+            part.targets = change(part.targets)
+
+    def only(self, split):
+        """The same data with this part alone to be evaluated on; the training part then is its test part, too."""
+        there = {name: getattr(self, name) for name in ("train", "val", "test") if getattr(self, name) is not None}
+        part = there[check_choice("split", split, there)]
+        return replace(self, val=part if split == "val" else None, test=None if split == "val" else part)
 
     def count_labels(self, name, labels):
         """How many samples of each class a part has; UserError for what is no class number."""
@@ -90,6 +153,15 @@ class Data:
                 )
 
 
+def input_type(part):
+    """The torch.dtype of a part's inputs; one of the user's own is asked for its first sample."""
+    inputs = getattr(part, "inputs", None)
+    if isinstance(inputs, torch.Tensor) or hasattr(part, "missing"):  # image files are bytes
+        return torch.uint8 if inputs is None else inputs.dtype
+    with torch.random.fork_rng(devices=[]):
+        return torch.as_tensor(part[[0]][0]).dtype
+
+
 def check_part(where, part, in_shape):
     """UserError for a part that is empty, or whose samples in memory do not fit together or are not finite."""
     if not len(part):
@@ -106,6 +178,70 @@ def check_part(where, part, in_shape):
         if not (low.isfinite() and high.isfinite()):
             place = (~tensor.isfinite()).nonzero()[0].tolist()
             raise UserError(f"{where}: {name}{place} is {tensor[tuple(place)].item()}. Give finite numbers.")
+
+
+def unknown_class(name, known):
+    """The UserError for a class that a trained model does not know."""
+    shown = ", ".join(printable(other) for other in known[:10]) + ", ..." * (len(known) > 10)
+    hint = did_you_mean(name, known)
+    return UserError(
+        f"dataset: the run knows no class {printable(name)!r}.{hint}\nIts {len(known)} classes are {shown}."
+    )
+
+
+def is_description(about):
+    """Whether this is of the form of Data.description(), with numbers that can be used: it may be anybody's."""
+    try:
+        return has_form(about)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+        return False
+
+
+def has_form(about):
+    """`is_description`, but a KeyError and the like where a part of it is missing, or of another kind."""
+    shape, classes, table, outputs = (about[key] for key in ("in_shape", "classes", "table", "num_classes"))
+    fits = isinstance(about["dataset"], str) and about["kind"] in ("classification", "regression")
+    fits &= isinstance(getattr(torch, about["dtype"]), torch.dtype)
+    fits &= isinstance(shape, list) and 1 <= len(shape) <= 8 and all(map(is_size, [*shape, outputs]))
+    fits &= math.prod(shape) <= MOST_NUMBERS
+    fits &= classes is None or (are(str, classes) and len(classes) == outputs and about["kind"] == "classification")
+    for key in ("mean", "std"):
+        fits &= about[key] is None or (are_numbers(about[key], key == "std") and len(about[key]) == shape[0])
+    for key in ("target_mean", "target_scale"):
+        values = about[key] if isinstance(about[key], list) else [about[key]]
+        fits &= are_numbers(values, key == "target_scale") and len(values) in (1, outputs)
+    if not fits or table is None:
+        return fits
+    fits &= are(str, [table["target"], table["missing"], table["delimiter"]]) and are(dict, table["columns"])
+    for column in table["columns"]:
+        kinds = column.get("categories")
+        fits &= isinstance(column["name"], str)
+        if kinds is None:
+            fits &= are_numbers([column["mean"]]) and are_numbers([column["std"]], positive=True)
+        else:
+            fits &= are(str, kinds) and len(kinds) > 0
+    return fits and shape == [sum(len(names_of(column)) for column in table["columns"])] and about["dtype"] == "float32"
+
+
+def names_of(column):
+    """The names of the numbers that a table's column becomes: its own, or one a category."""
+    kinds = column.get("categories")
+    return [column["name"]] if kinds is None else [f"{column['name']}={kind}" for kind in kinds]
+
+
+def is_size(value):
+    return type(value) is int and 1 <= value <= MOST_NUMBERS
+
+
+def are(kind, values):
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+def are_numbers(values, positive=False):
+    """Whether it is a list of finite numbers, all above 0 where they have to be `positive`."""
+    return isinstance(values, list) and all(
+        type(value) in (int, float) and abs(value) < 2**1023 and (value > 0 or not positive) for value in values
+    )
 
 
 def fingerprint(data):

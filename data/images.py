@@ -365,26 +365,29 @@ class BrokenImage(UserError):
     """An image file that cannot be read."""
 
 
-def decode_image(file, size, channels):
+def decode_image(file, size, channels, resize=False):
     """A uint8 tensor (channels, H, W): grey for one channel, RGB for three.
 
+    `size` is a whole number, to which both sides are resized, or (H, W), which the image has to have unless `resize`.
     BrokenImage naming a file that cannot be read, UserError for one of another size.
     """
     from PIL import Image
 
+    height, width = (size, size) if isinstance(size, int) else size
+    resize = resize or isinstance(size, int)
     with open_image(file) as image:
-        if isinstance(size, int):
-            image.draft(None, (2 * size, 2 * size))  # a large JPEG is decoded at the nearest scale above
+        if resize:
+            image.draft(None, (2 * width, 2 * height))  # a large JPEG is decoded at the nearest scale above
         image = image.convert("L" if channels == 1 else "RGB")
-        if isinstance(size, int) and image.size != (size, size):
-            image = image.resize((size, size), Image.Resampling.BILINEAR)
+        if resize and image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         pixels = pixels.view(image.height, image.width, channels)
-    if not isinstance(size, int) and pixels.shape[:2] != tuple(size):
+    if tuple(pixels.shape[:2]) != (height, width):
         raise UserError(
             f"{printable(file)}: this image has {pixels.shape[0]}x{pixels.shape[1]} pixels, "
-            f"and the first one {size[0]}x{size[1]}.\n"
-            f"Type dataset.size={min(size)} (any whole number) to resize all of them."
+            f"and the first one {height}x{width}.\n"
+            f"Type dataset.size={min(height, width)} (any whole number) to resize all of them."
         )
     return pixels.permute(2, 0, 1)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from data.datasets import Data, TensorSplit, check_fractions, split_indices
+from data.datasets import Data, TensorSplit, check_fractions, is_description, split_indices, unknown_class
 from trainer.errors import UserError, check_choice, did_you_mean, printable
 from trainer.files import open_plain
 
@@ -29,6 +29,7 @@ def csv(
     val_fraction=0.1,
     test_fraction=0.2,
     split_seed=0,
+    trained=None,
 ):
     """A table with a header line; one column is the target.
 
@@ -36,7 +37,8 @@ def csv(
     finite number is numeric, unless named in `categorical`. A category that the training part lacks is all zeros.
     `missing`: error, drop (the rows), or mean (the training part's; a missing category is all zeros). `kind` auto:
     text, or at most 20 different whole numbers that are fewer than a tenth of the rows, are classes; other targets are
-    a regression.
+    a regression. `trained`: what a run's data set said of itself (Data.description), whose columns, classes and units
+    are taken in place of this table's own.
     """
     check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
     check_choice("dataset.missing", missing, ("error", "mean", "drop"))
@@ -51,30 +53,55 @@ def csv(
                     f"It has {', '.join(map(printable, list(columns)[:20]))}{', ...' * (len(columns) > 20)}."
                 )
     ignore = {ignore} if isinstance(ignore, str) else set(ignore)
+    if trained is not None:
+        there = [column["name"] for column in check_table(trained)["columns"]]
+        for name in there:
+            check_column(path, name, columns)
+        ignore, kind = set(columns) - set(there), trained["kind"]
     columns = {name: values for name, values in columns.items() if name not in ignore or name == target}
     columns = _without_missing(columns, target, missing)
     answers = columns.pop(target)
     if not columns:
         raise UserError(f"{printable(path)} has no column besides the target {target}.")
 
-    kind, classes, targets = _read_target(target, answers, kind)
+    kind, classes, targets = _read_target(target, answers, kind, trained and trained["classes"])
     parts = split_indices(targets if classes else len(targets), fractions, split_seed, stratified=classes is not None)
-    categorical, blocks = {categorical} if isinstance(categorical, str) else set(categorical), []
-    for name, values in columns.items():
+    categorical = {categorical} if isinstance(categorical, str) else set(categorical)
+    if trained is None:
+        described = [_describe(name, values, parts[0], name in categorical) for name, values in columns.items()]
+    else:
+        described = trained["table"]["columns"]
+    blocks = []
+    for column in described:
         room = MOST_NUMBERS - sum(map(torch.numel, blocks))
-        blocks.append(_features(name, values, parts[0], name in categorical, room))
+        blocks.append(_features(column, columns[column["name"]], room))
     inputs = torch.cat(blocks, 1)
     center, scale = 0.0, 1.0
     if not classes:
         center, scale = targets[parts[0]].mean().item(), targets[parts[0]].std(correction=0).item() or 1.0
+        if trained is not None:
+            center, scale = trained["target_mean"], trained["target_scale"]
         targets = ((targets - center) / scale).float()
     train, val, test = (TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts)
     name, shape, outputs = Path(path).stem, inputs.shape[1:], len(classes) if classes else 1
-    return Data(name, train, val, test, shape, outputs, kind, classes, target_mean=center, target_scale=scale)
+    table = {"target": target, "columns": described, "missing": missing, "delimiter": delimiter}
+    units = {"target_mean": center, "target_scale": scale}
+    return Data(name, train, val, test, shape, outputs, kind, classes, table=table, **units)
 
 
 def _read_table(path, delimiter):
     """{column: list of stripped strings}; UserError for what is not a table."""
+    lines = read_rows(path, delimiter)
+    header, rows = next(lines), [row for _, row in lines]
+    if not rows:
+        raise UserError(f"{printable(path)} is empty: it needs a header line and at least one row.")
+    return {
+        name: [value.strip() for value in values] for name, values in zip(header, zip(*rows, strict=True), strict=True)
+    }
+
+
+def read_rows(path, delimiter, key="dataset.path"):
+    """Yields the header, then (number of the line, values) of each row, one at a time; UserError for no table."""
     if not isinstance(delimiter, str) or len(delimiter) != 1:
         raise UserError(f"dataset.delimiter={delimiter!r}: give one character, such as ',' or ';', or tab.")
     shown = printable(path)
@@ -82,12 +109,17 @@ def _read_table(path, delimiter):
         with open_plain(path, links=True) as raw, io.BufferedReader(raw) as buffered:
             lines = io.TextIOWrapper(buffered, newline="", encoding="utf-8-sig")
             lines = read_csv(lines, delimiter=delimiter, skipinitialspace=True)
-            header, rows = [name.strip() for name in next(lines, [])], []
+            header = [name.strip() for name in next(lines, [])]
             if len(header) == 1:
                 raise UserError(
                     f"{shown} has one column only, {header[0][:50]!r}.\n"
                     "Type dataset.delimiter=';' (or tab) if its columns are separated by another character."
                 )
+            for name, count in Counter(header).items():
+                if count > 1 or not name:
+                    what = f"the column {name!r} {count} times" if name else "a column without a name"
+                    raise UserError(f"{shown}: the header has {what}.")
+            yield header
             for row in lines:
                 if len(row) != len(header) and row:
                     number = lines.line_num
@@ -95,22 +127,80 @@ def _read_table(path, delimiter):
                         f"{shown}, line {number}: {len(row)} values for the {len(header)} columns of the header."
                     )
                 if row:  # a blank line is no row
-                    rows.append(row)
+                    yield lines.line_num, row
     except FileNotFoundError:
-        raise UserError(f"dataset.path={shown}: there is no such file.") from None
+        raise UserError(f"{key}={shown}: there is no such file.") from None
     except UserError:
         raise
     except (OSError, ValueError, CSVError) as error:
-        raise UserError(f"dataset.path={shown}: this is no table that can be read ({printable(error)}).") from None
-    if not rows:
-        raise UserError(f"{shown} is empty: it needs a header line and at least one row.")
-    for name, count in Counter(header).items():
-        if count > 1 or not name:
-            what = f"the column {name!r} {count} times" if name else "a column without a name"
-            raise UserError(f"{shown}: the header has {what}.")
-    return {
-        name: [value.strip() for value in values] for name, values in zip(header, zip(*rows, strict=True), strict=True)
-    }
+        raise UserError(f"{key}={shown}: this is no table that can be read ({printable(error)}).") from None
+
+
+def row_encoder(table, header, path, missing):
+    """A function: (number of the line, values) -> the row as a trained model takes it, a list of floats.
+
+    That is each number as it is, nan for one that is missing, and each category as 0 and 1; an unknown one is all
+    zeros. With missing="drop" a row that lacks a value is None; UserError for what cannot be.
+    """
+    check_choice("dataset.missing", missing, ("error", "mean", "drop"))
+    readers, shown = [], printable(path)
+    for column in table["columns"]:
+        check_column(path, column["name"], header)
+        kinds = column.get("categories")
+        places = None if kinds is None else {kind: i for i, kind in enumerate(kinds)}
+        readers.append((column["name"], header.index(column["name"]), places))
+
+    def encode(line, values):
+        row = []
+        for name, index, places in readers:
+            value = values[index].strip()
+            gone = value.lower() in MISSING
+            if gone and missing == "drop":
+                return None
+            if gone and missing == "error":
+                raise UserError(
+                    f"{shown}, line {line}: the column {name!r} has no value.\n"
+                    "Type dataset.missing=mean to fill it in, or dataset.missing=drop to leave such rows out."
+                )
+            if places is None:
+                number = math.nan if gone else _number(value)
+                if number is None:
+                    raise UserError(f"{shown}, line {line}: {value[:50]!r} in the column {name!r} is no number.")
+                row.append(number)
+            else:
+                block = [0.0] * len(places)
+                if value in places:
+                    block[places[value]] = 1.0
+                row += block
+        return row
+
+    return encode
+
+
+def _number(value):
+    """The finite number that a text is, or None."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def check_column(path, name, there):
+    """UserError where a table lacks a column of those that a run was trained on."""
+    if name not in there:
+        raise UserError(
+            f"{printable(path)}: it has no column {name!r}, on which the run was trained.{did_you_mean(name, there)}"
+        )
+
+
+def check_table(trained):
+    """The table of a run's description; UserError where it was trained on something else."""
+    if not is_description(trained):
+        raise UserError("dataset.trained: this is what a run hands over. Leave it out.")
+    if trained["table"] is None:
+        raise UserError(f"dataset: the run was trained on {trained['dataset']}, which is no table.")
+    return trained["table"]
 
 
 def _without_missing(columns, target, missing):
@@ -154,9 +244,18 @@ def _numbers(values):
     return numbers if usable and any(value is not None for value in values) else None
 
 
-def _read_target(name, values, kind):
-    """(kind, class names or None, targets): int64 (N,), or float64 (N, 1) for a regression."""
+def _read_target(name, values, kind, known=None):
+    """(kind, class names or None, targets): int64 (N,), or float64 (N, 1) for a regression.
+
+    The class names are those `known` where there are any.
+    """
     numbers = _numbers(values)
+    if known is not None:
+        names = values if numbers is None else [f"{number:g}" for number in numbers]
+        labels = {name: label for label, name in enumerate(known)}
+        if other := next((name for name in names if name not in labels), None):
+            raise unknown_class(other, known)
+        return kind, known, torch.tensor([labels[name] for name in names])
     distinct = sorted(set(values if numbers is None else numbers))
     if len(distinct) < 2:
         raise UserError(
@@ -184,11 +283,8 @@ def _read_target(name, values, kind):
     return kind, [value if isinstance(value, str) else f"{value:g}" for value in distinct], targets
 
 
-def _features(name, values, train, categorical, room):
-    """float32 (N, 1) of a numeric column, (N, categories) of another one; both by what the rows of `train` hold.
-
-    UserError where that would be more than `room` numbers, which a small file can ask for.
-    """
+def _describe(name, values, train, categorical):
+    """{"name", "mean", "std"} of a numeric column, {"name", "categories"} of another; by the rows `train` alone."""
     kinds = sorted({values[i] for i in train.tolist()} - {None})
     if not kinds:
         raise UserError(f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}].")
@@ -196,14 +292,29 @@ def _features(name, values, train, categorical, room):
     if numbers is not None:
         column = torch.tensor(numbers, dtype=torch.float64)
         known = column[train][~column[train].isnan()]
-        column = (column - known.mean()) / (known.std(correction=0).item() or 1.0)
-        return column.nan_to_num(0.0).float().unsqueeze(1)
+        return {"name": name, "mean": known.mean().item(), "std": known.std(correction=0).item() or 1.0}
     if not categorical and len(kinds) > max(20, len(train) / 2):
         odd = next(value for value in values if value is not None and _numbers([value]) is None)
         raise UserError(
             f"Column {name!r} has {len(kinds)} different values that are not all numbers ({odd!r}).\n"
             f"Correct it, or type dataset.ignore=[{name}] or dataset.categorical=[{name}]."
         )
+    return {"name": name, "categories": kinds}
+
+
+def _features(described, values, room):
+    """float32 (N, 1) of a numeric column, (N, categories) of another one.
+
+    UserError where that would be more than `room` numbers, which a small file can ask for.
+    """
+    name, kinds = described["name"], described.get("categories")
+    if kinds is None:
+        numbers = _numbers(values)
+        if numbers is None:
+            odd = next((value for value in values if value is not None and _number(value) is None), "nothing")
+            raise UserError(f"Column {name!r} has {odd!r}, and only numbers where the run was trained.")
+        column = (torch.tensor(numbers, dtype=torch.float64) - described["mean"]) / described["std"]
+        return column.nan_to_num(0.0).float().unsqueeze(1)
     if len(values) * len(kinds) > room:
         raise UserError(
             f"Column {name!r} has {len(kinds)} categories in {len(values)} rows, which is more than fits in memory.\n"

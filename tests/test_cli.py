@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 import train
-from trainer import Trainer, checkpoint, cli, rundir
+from trainer import Trainer, checkpoint, cli, rundir, saved_config
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,7 +100,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "task=tarin",
         "error: task=tarin: there is no such choice. Did you mean 'train'?",
-        "Type task= one of: train, evaluate, lr_find, plan.",
+        "Type task= one of: train, plan, evaluate, predict, export, lr_find.",
     ),
     ("model=null", "model", "Type model= one of"),
     ("callbacks=[tensorbord]", "error: callbacks=tensorbord: there is no such choice.", "Did you mean 'tensorboard'?"),
@@ -565,7 +565,7 @@ def test_differences_are_shown_as_they_are_typed():
 def test_evaluate_says_which_folder_is_meant(tmp_path):
     def refusal(run):
         with pytest.raises(UserError) as caught:
-            train.check_run(SimpleNamespace(run=str(run), run_dir=None))
+            saved_config.check_folder(str(run))
         return str(caught.value)
 
     file = tmp_path / "mine" / "checkpoints" / "step_00000003.ckpt"
@@ -575,7 +575,7 @@ def test_evaluate_says_which_folder_is_meant(tmp_path):
     (tmp_path / "mine" / "config.yaml").touch()
     assert refusal(file) == f"run={file}: this is a file. Type run={tmp_path / 'mine'}."
     assert f"Did you mean '{tmp_path / 'mine'}'?" in refusal(tmp_path / "mien")
-    train.check_run(SimpleNamespace(run=str(tmp_path / "mine"), run_dir=None))
+    saved_config.check_folder(str(tmp_path / "mine"))
 
 
 def test_evaluate_without_a_good_checkpoint_says_what_there_is(default, tmp_path):
@@ -857,6 +857,7 @@ def test_the_keys_are_the_constructors_arguments(group, option):
     """All of them for what is ours; for torch's some of them. What the run itself hands over is not among them."""
     config = OmegaConf.to_container(OmegaConf.load(CONFIGS / group / f"{option}.yaml"), resolve=False)
     handed = {
+        "dataset": {"trained"},
         "model": {"in_shape", "num_classes"},
         "optimizer": {"params", "fused", "foreach"},
         "scheduler": {"optimizer", "total_steps"},

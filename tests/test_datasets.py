@@ -272,7 +272,9 @@ def test_every_config_is_its_constructor():
         assert list(config)[-4:] == ["augment", "resident", "workers", "timeout"]
         for key in ("augment", "resident", "workers", "timeout", "root"):
             config.pop(key, None)
-        parameters = {name: p for name, p in inspect.signature(function).parameters.items() if name != "root"}
+        parameters = {
+            name: p for name, p in inspect.signature(function).parameters.items() if name not in ("root", "trained")
+        }
         assert set(config) == set(parameters)
         for key, value in config.items():
             default = parameters[key].default

@@ -8,4 +8,8 @@ def __getattr__(name):
         from trainer.trainer import Trainer
 
         return Trainer
+    if name == "load":
+        from trainer.inference import load
+
+        return load
     raise AttributeError(f"module 'trainer' has no attribute {name!r}")

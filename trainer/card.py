@@ -1,8 +1,10 @@
 """What a run leaves to be shared: the weights alone, and a card that says what they are and how to load them."""
 
+import json
 from pathlib import Path
 
 from trainer import checkpoint, parallel
+from trainer.errors import printable
 from trainer.files import replacing
 from trainer.readable import numbers
 from trainer.rundir import command
@@ -10,12 +12,16 @@ from trainer.rundir import command
 CARD = """# {name}
 
 - Weights: `model.safetensors`, {parameters} parameters, those of step {step}
-- Inputs: {inputs}
-- Outputs: {outputs}
-{classes}- Results: {results}
+{facts}- Results: {results}
 - Trained by: `{command}` ({versions})
 
-To load it without the project that trained it, make the same modules with the same names, which are below:
+With the project and the run directory that it is from, it is ready to use: pixels, or the columns of a table, go in.
+```python
+import trainer
+
+model = trainer.load({folder})  # in eval mode, its preprocessing inside; model.classes are the names
+```
+Without either, make the same modules with the same names, which are below:
 ```python
 from safetensors.torch import load_file
 
@@ -37,29 +43,55 @@ def weights(trainer):
 
 def write(folder, weights, module, data, result):
     """model.safetensors, the weights that were tested, alone; and model.md, the card that says what they are."""
-    checkpoint.write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
+    about = data.description()
+    checkpoint.write_tensors(folder / "model.safetensors", weights, {"format": "pt", "inputs": json.dumps(about)})
     text = parallel.plain_text(module)
-    kinds = {"classification": "class scores", "regression": "numbers"}
-    inputs = f"float32 of shape (N, {', '.join(map(str, data.in_shape))})"
-    if data.mean is not None:
-        inputs += f", (pixel / 255 - mean) / std by channel, mean {data.mean}, std {data.std}"
-    outputs = f"(N, {data.num_classes}) {kinds[data.kind]}"
-    if data.kind == "regression" and (data.target_mean, data.target_scale) != (0, 1):
-        outputs += f", which are (value - {data.target_mean}) / {data.target_scale}"
-    shown = {split: numbers({k: v for k, v in result.items() if k.startswith(split)}) for split in ("val/", "test/")}
-    results = "; ".join(f"{split[:-1]} {text}" for split, text in shown.items() if text)
     best = result["best"]["step"] if result["best"] else result["steps"]
     card = CARD.format(
         name=text.partition("(")[0],
         parameters=f"{result['parameters']:,}",
-        inputs=inputs,
-        outputs=outputs,
-        classes=f"- Classes, in order: {', '.join(map(str, data.classes))}\n" if data.classes else "",
-        results=results or "none",
+        facts=facts(about),
+        results=results(result),
         step=f"{best:,}",
         versions=", ".join(f"{key} {value}" for key, value in result["versions"].items() if key != "platform"),
         command=command(result["overrides"]),
+        folder=json.dumps(str(folder)),
         module=text,
     )
-    with replacing(folder / "model.md") as partial:
-        Path(partial).write_text(card, encoding="utf-8")
+    write_text(folder / "model.md", card)
+
+
+def facts(about):
+    """The lines that say what goes into a model's module and what comes out, after the data's description."""
+    kinds = {"classification": "class scores", "regression": "numbers"}
+    inputs = f"float32 of shape (N, {', '.join(map(str, about['in_shape']))})"
+    if about["mean"] is not None:
+        inputs += f", (pixel / 255 - mean) / std by channel, mean {about['mean']}, std {about['std']}"
+    outputs = f"(N, {about['num_classes']}) {kinds[about['kind']]}"
+    if about["kind"] == "regression" and (about["target_mean"], about["target_scale"]) != (0, 1):
+        outputs += f", which are (value - {about['target_mean']}) / {about['target_scale']}"
+    lines = [f"- Inputs: {inputs}", f"- Outputs: {outputs}"]
+    if about["table"]:
+        columns = [f"{c['name']} {described(c)}" for c in about["table"]["columns"]]
+        lines.append(f"- Columns, in order: {'; '.join(columns)}")
+    if about["classes"]:
+        lines.append(f"- Classes, in order: {', '.join(about['classes'])}")
+    return "".join(f"{printable(line)}\n" for line in lines)
+
+
+def described(column):
+    """How a table's column becomes numbers."""
+    if "categories" in column:
+        return f"(0 or 1 for each of {', '.join(column['categories'])})"
+    return f"(value - {column['mean']:.6g}) / {column['std']:.6g}"
+
+
+def results(result):
+    """'val loss 0.1  acc 0.9; test ...' of what a result.json holds."""
+    shown = {split: numbers({k: v for k, v in result.items() if k.startswith(split)}) for split in ("val/", "test/")}
+    return "; ".join(f"{split[:-1]} {text}" for split, text in shown.items() if text) or "none"
+
+
+def write_text(path, text):
+    with replacing(path) as partial:
+        Path(partial).write_text(text, encoding="utf-8")

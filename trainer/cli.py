@@ -1,6 +1,7 @@
 """The command line before torch is imported: trusted targets, help, the config's check, errors and exit codes."""
 
 import argparse
+import contextvars
 import copy
 import errno
 import logging
@@ -29,6 +30,7 @@ HYDRAS = (ValueError, TypeError, AttributeError, KeyError, IndexError, Assertion
 LAUNCHERS = ("joblib", "submitit", "ray")  # which start the processes of a sweep's jobs, and miss them
 SEVERAL = ("callbacks",)  # groups of which one may type several options, as a list
 codes = []  # of the errors reported so far
+in_place_of_typed = contextvars.ContextVar("in_place_of_typed", default=())  # where there is no command line
 composed = {}  # the defaults of this process's runs
 LONGEST = 500  # letters of a line that a user sees: a value or a path may have any number
 # What a disk or a file system does to a training, as it were: everything else that it refuses is a mistake in a path.
@@ -277,8 +279,8 @@ def flat(config, prefix=""):
 
 
 def of_the_run(arguments):
-    """The arguments; with task=evaluate, `dataset.root=DIR` also where the run's data set is not the default one."""
-    if "task=evaluate" not in arguments:
+    """The arguments; for a run of before, `dataset.root=DIR` also where its data set is not the default one."""
+    if not {"task=evaluate", "task=predict", "task=export"} & set(arguments):
         return arguments
     return [f"++{argument}" if re.match(r"\w+\.[\w.]+=", argument) else argument for argument in arguments]
 
@@ -354,7 +356,14 @@ def typed():
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    if not HydraConfig.initialized():
+        return [*in_place_of_typed.get()]
+    return [*OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False), *in_place_of_typed.get()]
+
+
+def typed_keys():
+    """The keys of the settings that were typed."""
+    return {override.partition("=")[0].lstrip("+") for override in typed()}
 
 
 def defaults():

@@ -17,11 +17,11 @@ from trainer.trainer import Trainer
 
 NAME = "examined"  # among the trainer's metrics, during that evaluation
 MOST_CLASSES = 1000  # of a confusion matrix, which has the square of it
-MOST_SAMPLES = 12  # of the worst, and of the most uncertain
+MOST_SAMPLES = 16  # of the worst, and of the most uncertain
 MOST_POINTS = 2000  # (true, predicted) of a regression, evenly spread over the split
 MOST_TARGETS = 8  # numbers a sample of a regression that are kept
 MOST_COLUMNS = 12  # of a table's row
-SIDE = 80  # pixels of a picture's longer side
+SIDE = 64  # pixels of a picture's longer side
 
 
 class Examination:
@@ -105,14 +105,14 @@ class Classes(Examination):
 
 
 class Numbers(Examination):
-    """Of a regression, in the data's own units: every so-manieth (true, predicted), and the samples farthest off.
+    """Of a regression: every so-manieth (true, predicted), and the samples of the highest mean squared error.
 
-    Of several targets the first `MOST_TARGETS`; the loss of a sample is the mean of its squared errors.
+    Of several targets the first `MOST_TARGETS`. All as the data set gives its targets: `in_units` has the user's.
     """
 
-    def __init__(self, samples, batch_size, num_classes, mean=0.0, scale=1.0):
-        self.mean, self.scale = mean, scale
-        self.width = 3 + 2 * min(num_classes, MOST_TARGETS)
+    def __init__(self, samples, batch_size, num_classes):
+        self.targets = min(num_classes, MOST_TARGETS)
+        self.width = 3 + 2 * self.targets
         super().__init__(samples, batch_size, num_classes)
 
     def reset(self):
@@ -120,22 +120,36 @@ class Numbers(Examination):
         self.points, self.every = [], max(1, math.ceil(self.samples / MOST_POINTS))
 
     def look(self, outputs, targets, numbers):
-        true, predicted = (wide(tensor) * self.scale + self.mean for tensor in (targets, outputs))
+        true, predicted = wide(targets), wide(outputs)
         losses = (predicted - true).square().mean(1)
-        both = torch.cat([true[:, :MOST_TARGETS], predicted[:, :MOST_TARGETS]], 1)
+        both = torch.cat([true[:, : self.targets], predicted[:, : self.targets]], 1)
         self.keep("worst", losses, torch.cat([torch.stack([numbers.to(losses.dtype), losses], 1), both], 1))
         self.points.append(both[-self.seen % self.every :: self.every])
 
     def summary(self):
-        count, points = self.width // 2 - 1, torch.cat(self.points) if self.points else None
-        points = [split(row, count) for row in gather(points, MOST_POINTS + 1, 2 * count)]
-        worst = [(row[0], row[1], *split(row[2:], count)) for row in self.top("worst")]
-        named = [dict(zip(("index", "loss", "true", "predicted"), row, strict=True)) for row in worst]
-        return {"points": points, "worst": [sample | {"index": int(sample["index"])} for sample in named]}
+        points = torch.cat(self.points) if self.points else None
+        points = gather(points, MOST_POINTS + 1, 2 * self.targets)
+        worst = [(int(row[0]), row[1], *self.halves(row[2:])) for row in self.top("worst")]
+        names = ("index", "loss", "true", "predicted")
+        return {
+            "points": [self.halves(row) for row in points],
+            "worst": [dict(zip(names, row, strict=True)) for row in worst],
+        }
+
+    def halves(self, row):
+        return [row[: self.targets], row[self.targets :]]
 
 
-def split(row, count):
-    return [row[:count], row[count:]]
+def in_units(found, data):
+    """What `Numbers` has found, with the true and the predicted numbers in the user's units."""
+
+    def values(numbers):
+        mean, scale = (torch.as_tensor(value, dtype=torch.float64) for value in (data.target_mean, data.target_scale))
+        mean, scale = (part[: len(numbers)] if part.ndim else part for part in (mean, scale))
+        return (torch.tensor(numbers, dtype=torch.float64) * scale + mean).tolist()
+
+    worst = [sample | {key: values(sample[key]) for key in ("true", "predicted")} for sample in found["worst"]]
+    return {"points": [[values(part) for part in both] for both in found["points"]], "worst": worst}
 
 
 def gather(rows, most, width):
@@ -156,10 +170,8 @@ def evaluate(trainer, loader, split, data):
     """
     if type(trainer).update_metrics is not Trainer.update_metrics:
         return trainer.evaluate(loader, split), None
-    options = (loader.samples, loader.batch_size, data.num_classes)
-    scales = {"mean": data.target_mean, "scale": data.target_scale}
-    seen = Classes(*options) if data.kind == "classification" else Numbers(*options, **scales)
-    trainer.metrics[NAME] = seen
+    kind = Classes if data.kind == "classification" else Numbers
+    trainer.metrics[NAME] = seen = kind(loader.samples, loader.batch_size, data.num_classes)
     try:
         results = trainer.evaluate(loader, split)
     finally:
@@ -172,7 +184,8 @@ def evaluate(trainer, loader, split, data):
         counts = torch.bincount(getattr(data, split).targets, minlength=data.num_classes)
         about |= {"classes": list(map(str, data.classes or range(data.num_classes)))}
         about |= {"chance": counts.max().item() / loader.samples}
-    return results, about | seen.found
+        return results, about | seen.found
+    return results, about | in_units(seen.found, data)
 
 
 def write(path, found, data):
@@ -218,5 +231,17 @@ def png(image):
 
 
 def columns(inputs, data):
-    """{column: what is in it} of a table's row; of other vectors their numbers, if there are few."""
-    return {f"x{i}": float(f"{value:.5g}") for i, value in enumerate(inputs[:MOST_COLUMNS].tolist())}
+    """{column: what is in it} of a table's row; of other vectors their numbers."""
+    values = inputs.tolist()
+    if getattr(data, "table", None) is None:
+        return {f"x{i}": value for i, value in enumerate(values[:MOST_COLUMNS])}
+    found, place = {}, 0
+    for column in data.table["columns"]:
+        if "categories" in column:
+            block = values[place : place + len(column["categories"])]
+            found[column["name"]] = column["categories"][block.index(1)] if 1 in block else ""
+            place += len(block)
+        else:
+            found[column["name"]] = float(f"{values[place] * column['std'] + column['mean']:.6g}")
+            place += 1
+    return dict(list(found.items())[:MOST_COLUMNS])

@@ -213,7 +213,7 @@ def time_lines(found, started, evaluations, saves):
         f"of {count(saves, 'checkpoint')}": saves * found.copy,
         "of the test": found.test,
     }
-    yield f"time     about {seconds(sum(parts.values()))}, by {count(found.timed, 'step')} that were timed:"
+    yield f"time     about {seconds(sum(parts.values()))}, by {count(found.timed, 'step')} of it:"
     shown = [f"{seconds(value)} {text}" for text, value in parts.items() if value >= 0.05]
     yield f"         {', '.join(shown) or 'next to nothing'}"
 

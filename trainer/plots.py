@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 MOST_POINTS = 400  # of a curve that is drawn
 MOST_DOTS = 800  # of a scatter
-SIZE = (4.6, 2.7)  # inches: on a telephone nearly as large as it is
+SIZE = (3.9, 2.5)  # inches: on a telephone nearly as large as it is
 # What matplotlib is told, and what it stands for in the page's style.
 COLOURS = {
     "text": "#010101", "soft": "#010102", "line": "#010103", "train": "#010104", "val": "#010105", "back": "#010106",
@@ -18,13 +18,18 @@ STYLE = {
     "ytick.labelcolor": COLOURS["soft"], "xtick.color": COLOURS["line"], "ytick.color": COLOURS["line"],
     "axes.edgecolor": COLOURS["line"], "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.color": COLOURS["line"], "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.6,
-    "axes.xmargin": 0.02, "axes.formatter.limits": (-3, 5), "axes.formatter.useoffset": False,
+    "axes.xmargin": 0.02,
 }  # fmt: skip
 NOTHING = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # the same bytes whenever it is drawn
 
 
-def curves(name, lines, best=None, label=""):
-    """A frame of {series: [(x, y)]}, x being epochs, with a mark at the x of `best`; `label` says it in words."""
+def curves(name, lines, best=None, label="", logarithmic=False):
+    """A frame of {series: [(x, y)]}, x being epochs, with a mark at `best`; `label` says in words what it shows.
+
+    `logarithmic`: where the values are far apart.
+    """
+    from matplotlib.ticker import LogLocator
+
     with style():
         figure, axes = frame("epoch")
         lines = {series: thin(points) for series, points in lines.items() if points}
@@ -35,8 +40,11 @@ def curves(name, lines, best=None, label=""):
             axes.axvline(best[0], color=COLOURS["soft"], linewidth=0.9, linestyle=(0, (3, 3)))
             axes.plot(*best, "o", markersize=6, color=COLOURS["val"], markeredgecolor=COLOURS["back"], zorder=5)
         values = [y for points in lines.values() for _, y in points]
-        if min(values) > 0 and max(values) > 30 * min(values):
+        if logarithmic and min(values) > 0 and max(values) > 30 * min(values):
             axes.set_yscale("log")
+            axes.minorticks_off()
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=8))
+            axes.yaxis.set_major_formatter(tick)
         return svg(name, figure, label)
 
 
@@ -53,13 +61,12 @@ def histogram(name, values, xlabel, label=""):
 def scatter(name, points, xlabel, ylabel, label=""):
     """(x, y) as dots, with the line on which they are the same."""
     with style():
-        figure, axes = frame(xlabel)
+        figure, axes = frame(xlabel, ylabel)
         points = points[:: -(-len(points) // MOST_DOTS)]
         low, high = (end(value for point in points for value in point) for end in (min, max))
         axes.plot((low, high), (low, high), color=COLOURS["soft"], linewidth=0.9, linestyle=(0, (3, 3)))
         dots = {"markersize": 3.2, "markeredgewidth": 0, "alpha": 0.5, "color": COLOURS["val"]}
         axes.plot(*zip(*points, strict=True), "o", **dots)
-        axes.set_ylabel(ylabel)
         return svg(name, figure, label)
 
 
@@ -81,14 +88,23 @@ def style():
     return rc_context(STYLE)
 
 
-def frame(xlabel):
+def frame(xlabel, ylabel=""):
     """A figure without pyplot, which would look for a screen, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE)
-    axes = figure.add_axes((0.12, 0.17, 0.865, 0.79))
-    axes.set_xlabel(xlabel)
+    left = 0.19 if ylabel else 0.13
+    axes = figure.add_axes((left, 0.17, 0.975 - left, 0.79))
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.locator_params(nbins=5)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(tick)
     return figure, axes
+
+
+def tick(value, _):
+    """'0.003', '20,000': no power of ten beside the axis."""
+    return f"{value:,.6g}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 def svg(name, figure, label):

@@ -241,16 +241,11 @@ def judged(result, seen):
         return f"{text}, where the most frequent class alone would be {percent(chance)}"
     r2, mae = (number_in(result, f"{split}/{name}") for name in ("r2", "mae"))
     if seen.get("kind") == "regression" and r2 is not None:
-        error = f", and is off by {number(mae)} on average" if mae is not None else ""
+        what = f"{seen['samples']:,} {split} samples"
+        text = f"the model explains {percent(r2)} of the variance of {what}, of which their mean explains none"
         if r2 <= 0:
-            return (
-                f"the model is no better on {seen['samples']:,} {split} samples than always answering their mean"
-                f" (r2 {number(r2)}){error}"
-            )
-        return (
-            f"the model explains {percent(r2)} of the variance of {seen['samples']:,} {split} samples, of which"
-            f" their mean explains nothing{error}"
-        )
+            text = f"the model is no better on {what} than always answering their mean (r2 {number(r2)})"
+        return text if mae is None else f"{text}, and is off by {number(mae)} on average"
     name, value = next(
         ((name, result[name]) for name in result if name.startswith("test/") and is_number(result[name])), (None, None)
     )
@@ -294,11 +289,11 @@ def remarks(result):
 
 def tiles(result, best):
     """[(what, value)] of the numbers one looks for first."""
-    found = [
-        (short(name), number(value)) for name, value in result.items() if name.startswith("test/") and is_number(value)
-    ][:4]
+    tests = [name for name, value in result.items() if name.startswith("test/") and is_number(value)]
+    tests.sort(key="test/loss".__eq__)  # what was trained for says less
+    found = [(short(name), tile(result[name])) for name in tests[:3]]
     if best:
-        found.append((f"best {best['name']}", number(best["value"])))
+        found.append((f"best {best['name']}", tile(best["value"])))
     if (taken := number_in(result, "seconds")) is not None:
         found.append(("time", seconds(taken)))
     if (speed := number_in(result, "samples_per_second")) is not None:
@@ -306,6 +301,11 @@ def tiles(result, best):
     if (parameters := number_in(result, "parameters")) is not None:
         found.append(("parameters", amount(parameters)))
     return found
+
+
+def tile(value):
+    """The number as far as a tile has room for it."""
+    return number(value) if abs(value) < 1e6 else f"{value:.4g}"
 
 
 def amount(value):
@@ -339,7 +339,7 @@ def curves(rows, best):
         lines = {"train": series(train) if train else [], "val": series(val) if val else []}
         if name == "rate":
             lines = {"val": lines["train"]}
-        if not any(lines.values()):
+        if max(map(len, lines.values())) < 2:
             continue
         title = {"loss": "loss", "metric": short(metric[4:]) if metric else "", "rate": "learning rate"}[name]
         point = mark(lines["val"]) if name != "rate" else None
@@ -349,7 +349,7 @@ def curves(rows, best):
                 "title": title,
                 "keys": keys,
                 "best": point and epoch(point[0]),
-                "svg": plots.curves(name, lines, point, f"{title} over the epochs"),
+                "svg": plots.curves(name, lines, point, f"{title} over the epochs", name == "loss"),
             }
         )
     return drawn
@@ -472,7 +472,7 @@ def regression(seen):
             "title": "predicted against true",
             "svg": plots.scatter("against", points, "true", "predicted", "predicted against true"),
         },
-        {"title": "errors", "svg": plots.histogram("errors", errors, "predicted - true", "how often errors come")},
+        {"title": "errors", "svg": plots.histogram("errors", errors, "predicted minus true", "how often errors come")},
     ]
 
 
@@ -547,7 +547,7 @@ def defaults_of(typed):
     try:
         if GlobalHydra.instance().is_initialized():
             return cli.flat(OmegaConf.to_container(hydra.compose("train", chosen), resolve=False))
-        with hydra.initialize_config_dir(str(configs()), version_base=None):
+        with hydra.initialize_config_dir(str(configs())):
             return cli.flat(OmegaConf.to_container(hydra.compose("train", chosen), resolve=False))
     except Exception:  # Hydra raises what it likes; that nothing is marked is no reason for no report
         return {}

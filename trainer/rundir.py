@@ -77,7 +77,7 @@ def held(folder):
     The system lets go of the lock when the process ends, however it ends: a file that is left behind locks nothing.
     """
     make(folder)
-    for name in ("checkpoints", "tensorboard"):
+    for name in ("checkpoints", "tensorboard", "wandb"):
         if (folder / name).is_symlink():
             raise UserError(f"run_dir={folder}: {name} in it is a link, and may lead anywhere. Type another run_dir.")
     path = folder / LOCK
@@ -339,6 +339,13 @@ def last_rows(folder):
     samples, seconds = (sum(row.get(name) or 0 for row in rows) for name in ("train/samples", "train/seconds"))
     last = {name: value for row in rows for name, value in row.items()}
     return {**last, "samples_per_second": round(samples / seconds) if seconds and math.isfinite(samples) else None}
+
+
+def final_numbers(result):
+    """{name: number} of what a run came to: the best, and the test."""
+    best = {f"best/{result['best']['name']}": result["best"]["value"]} if result["best"] else {}
+    test = {name: value for name, value in result.items() if name.startswith("test/")}
+    return {name: value for name, value in (best | test).items() if isinstance(value, float)}
 
 
 def is_numbers(name, value):

@@ -1,17 +1,108 @@
-"""The config.yaml of a run of which nothing is known: read as plain data, its ${...} replaced by what is in it."""
+"""The config.yaml of a run of which nothing is known: read as plain data, and made one of this machine."""
 
 import re
 from pathlib import Path
 
 import yaml
+from omegaconf import OmegaConf
 
-from trainer import files
+from trainer import cli, files, settings
+from trainer.build import check_nested, is_on, without_downloads
 from trainer.errors import UserError, did_you_mean
 
 # Of a config.yaml: bytes, levels of nesting, and values after each ${...} is replaced. Ours have 3 KB, 4 and 100.
 MOST_YAML, MOST_LEVELS, MOST_VALUES = 2**17, 20, 10_000
 MOST_DIGITS = 1000  # of a number: Python prints none of more than 4,300 decimal ones, and 0x... may have any
 KEY_PATH = r"\$\{[A-Za-z_][\w.]*\}"
+
+
+# What may be typed for a run, beside its folder and a device: all else is its own.
+FOR_TASK = {
+    "evaluate": ("split", "eval_batch_size", "dataset"),
+    "predict": ("input", "output", "eval_batch_size", "dataset.missing", "dataset.delimiter", "dataset.on_bad_sample"),
+    "export": ("format", "output", "dataset.root", "dataset.path"),
+}
+
+
+def check_folder(folder):
+    """UserError where a run directory is wanted, and this is none."""
+    path = Path(folder)
+    if path.is_file():
+        found = next((part for part in path.parents if (part / "config.yaml").is_file()), "DIR")
+        raise UserError(f"run={folder}: this is a file. Type run={found}.")
+    if not path.is_dir():
+        hint = did_you_mean(folder, path.parent.glob("*"))
+        raise UserError(f"run={folder}: there is no such folder.{hint} Type run=DIR.")
+
+
+def of_this_machine(cfg, loading):
+    """The config of the run directory `run`, for a task that trains nothing, on this machine: it may be anybody's.
+
+    Its data may lie elsewhere here, and for an evaluation be other data. What only a training needs is left out, and
+    what reaches out of the run directory; the settings of `loading` are as they are there.
+    """
+    typed = cli.typed_keys() - {"task", "run", "device", "trusted"}
+    if cfg.run is None:
+        raise UserError(f"task={cfg.task} needs a run directory. Type run={cfg.run_dir or 'DIR'}.")
+    check_folder(cfg.run)
+    saved = load_config("run", cfg.run)
+    before = cli.flat(saved)
+    for key in sorted(typed):
+        if not is_for(cfg.task, key) and "${" not in str(before.get(key)):
+            takes = ", ".join(f"{name}=" for name in FOR_TASK[cfg.task])
+            raise UserError(f"{key}: task={cfg.task} takes the run's own settings, beside device=, {takes}.")
+    try:
+        saved = {**cli.defaults(), **saved, "run_dir": str(cfg.run), "resume": "auto", "run": None}
+        saved |= {"device": cfg.device, "strategy": "single", "compile": False}
+        for key in ("split", "input", "output", "format"):
+            saved[key] = None
+        if {"dataset", "dataset._target_"} & typed:
+            saved["dataset"] = OmegaConf.to_container(cfg.dataset, resolve=True)
+        elif cfg.task != "predict":
+            cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed})
+        else:
+            cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed - {"input", "output"}})
+        own, usual = (resolved("run", cfg.run, part) for part in (saved, cli.defaults()))
+        cli.check_types("", own, usual)
+        dataset = own["dataset"]
+        dataset |= loading | {name: False for name in ("download",) if name in dataset}
+        if dataset.get("cache") and "dataset.cache" not in typed:
+            dataset["cache"] = "auto"
+        settings.check_all(own)
+        for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
+            without_downloads(group, own[group])
+        for group in ("dataset", "optimizer", "scheduler", "trainer"):
+            check_nested(group, own[group])
+        for group in ("metrics", "callbacks"):
+            for name, node in own[group].items():
+                check_nested(f"{group}.{name}", node)
+    except UserError as error:
+        raise of_run(cfg.run, error, "in its config.yaml, ") from None
+    own["callbacks"] = evaluating_callbacks(own["callbacks"])
+    return OmegaConf.create(own)
+
+
+def is_for(task, key):
+    """Whether a key may be typed for this task: it, or the group that it is in."""
+    return key in FOR_TASK[task] or ("dataset" in FOR_TASK[task] and key.startswith("dataset."))
+
+
+def of_run(folder, error, where=""):
+    """The UserError with the run that it is about."""
+    text = str(error)
+    return UserError(text if text.startswith("run=") else f"run={folder}: {where}{text}")
+
+
+def evaluating_callbacks(nodes):
+    """{name: node} of the callbacks that an evaluation has: those that are on, and no loggers."""
+    if not isinstance(nodes, dict):
+        raise UserError("callbacks: this is no group of keys.")
+    logging = ("trainer.loggers.",)
+    return {
+        name: node
+        for name, node in nodes.items()
+        if is_on(node) and not (isinstance(node, dict) and str(node.get("_target_")).startswith(logging))
+    }
 
 
 def load_config(key, folder):
@@ -55,8 +146,8 @@ def check_yaml(text):
             raise ValueError(f"it has more than {MOST_LEVELS} levels")
 
 
-def resolved(key, folder, config):
-    """A saved config with every ${key.path} replaced by what is there; UserError for any other ${...}.
+def resolved(key, folder, config, parts=None):
+    """A saved config, or these parts of it, with every ${key.path} replaced by what is there; else a UserError.
 
     A resolver such as ${oc.env:NAME} would take something of this machine into somebody's config. It stays only where
     this project's own config has the very same text for the key.
@@ -100,7 +191,25 @@ def resolved(key, folder, config):
             found = found[part]
         return found
 
-    return value_of("", config, 0)
+    if parts is None:
+        return value_of("", config, 0)
+    for part in parts:
+        if part not in config:
+            raise UserError(f"{key}={folder}: its config.yaml has no {part}.")
+    return {part: value_of(part, config[part], 0) for part in parts}
+
+
+def for_reading(config):
+    """{key: value} of this run's config, with ${key} replaced by what is there.
+
+    Any other ${...}, such as what the environment has, stays as it is written.
+    """
+    found = cli.flat(config)
+    for name, value in found.items():
+        while isinstance(value, str) and re.fullmatch(KEY_PATH, value) and value[2:-1] in found:
+            value = found[value[2:-1]]
+        found[name] = value
+    return found
 
 
 def is_ours(name, text):

@@ -15,6 +15,15 @@ CHOICES = {
     "dataset.resident": ("auto", True, False),
     "report": ("auto", True, False),
     "sweep.on_error": ("continue", "stop"),
+    "split": ("train", "val", "test"),
+    "format": ("onnx", "torch_export", "safetensors"),
+}
+OF_TASKS = {  # what only these tasks have a use for
+    "run": ("evaluate", "predict", "export"),
+    "split": ("evaluate",),
+    "input": ("predict",),
+    "output": ("predict", "export"),
+    "format": ("export",),
 }
 WHOLE = {"whole": True, "least": 1}
 NUMBERS = {
@@ -134,6 +143,14 @@ def check_augmentation(name):
     return name
 
 
+def check_task(config):
+    """UserError for a key that only other tasks have a use for."""
+    for key, tasks in OF_TASKS.items():
+        if config.get(key) is not None and config["task"] not in tasks:
+            hint = " To name the folder of a new run, type run_dir=DIR." if key == "run" else ""
+            raise UserError(f"{key}={config[key]} is for task={' or '.join(tasks)}.{hint}")
+
+
 def check_parts(config):
     """UserError for values in our own groups, and in those of torch's optimizers, that their constructors refuse."""
     optimizer, model, dataset = (config[group] for group in ("optimizer", "model", "dataset"))
@@ -173,7 +190,7 @@ def check_all(config):
     for key in KEYS:
         if values.get(key) is not None:
             check(key, values[key])
-    for key in ("run", "run_dir", "resume", "monitor"):
+    for key in ("run", "run_dir", "resume", "monitor", "input", "output"):
         if not isinstance(values.get(key), (str, int, float, type(None))) or isinstance(values.get(key), bool):
             raise UserError(f"{key}={as_typed(values[key])}: give a text.")
         if values.get(key) == "":

@@ -28,15 +28,16 @@ class Timing(Callback):
     themselves, and of the others so many, at random, that the sampling takes at most MOST_COST of the time. A sampled
     step does the same work: the methods that it goes through are timed from outside, for this step alone. A step that
     is one graph, or that a Trainer does in its own way, is the stage "step".
-
-    It belongs behind the callbacks that do something after a step, or their time is taken for the loader's.
     """
 
     first_rank_only = True
+    evaluation = contextlib.nullcontext()
 
     def on_fit_start(self, trainer):
         self.device, self.took, self.said, self.is_new = trainer.device, {}, None, True
         self.whole = {"evaluation": 0.0, "checkpoint": 0.0}  # seconds of what is timed as it comes
+        # Last, whatever place it was given: what others do after a step is no waiting for the loader.
+        trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
         self.first_step, self.firsts, self.others = trainer.step, [], []  # {stage: seconds} of each sampled step
         self.unread, self.marks = [], None  # marks of the steps that were sampled, and of the one that is or will be
         self.random, self.cost, self.next, self.hosts = random.Random(0), 0.0, trainer.step + 1, []

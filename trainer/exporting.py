@@ -1,0 +1,290 @@
+"""A trained model in a form that others read: ONNX, torch.export, safetensors; compared with the eager model."""
+
+import contextlib
+import copy
+import importlib.util
+import io
+import json
+import logging
+import math
+import os
+import warnings
+from pathlib import Path
+
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from trainer import card, checkpoint, rundir, saved_config
+from trainer.build import build
+from trainer.errors import TrainingError, UserError, check_choice, log, printable
+from trainer.files import replacing
+from trainer.inference import columns_of, row_batches
+from trainer.settings import CHOICES
+
+FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "safetensors": "model.safetensors"}
+SAMPLES = 64  # that the outputs are compared on, in batches of 1, 3 and all
+TOLERANCE = 1e-4  # of the largest output, or of 1: fp32 sums in another order differ by 1e-6
+SHOWN = ("model", "dataset", "loss", "optimizer", "scheduler", "epochs", "max_steps", "batch_size", "ema", "seed")
+PLACES = ("root", "path", "cache", "resident", "workers", "timeout")
+CARD = """# {name}
+
+- File: `{file}`, {parameters} parameters, {form}
+{facts}- Trained on: {dataset}
+- Results: {results}
+- Checked: outputs differ by at most {difference:.2g} from PyTorch's on {checked}
+
+```python
+{snippet}
+```
+The configuration of its training:
+```yaml
+{config}
+```
+"""
+ONNX = """import numpy as np
+import onnxruntime
+{imports}
+session = onnxruntime.InferenceSession("{file}")
+{inputs}
+outputs = session.run(None, {{"inputs": inputs}})[0]
+{show}"""
+TORCH = """import torch
+import numpy as np
+{imports}
+model = torch.export.load("{file}").module()
+{inputs}
+outputs = model(torch.as_tensor(inputs)).numpy()
+{show}"""
+WEIGHTS = """import json
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+weights = load_file("{file}")  # {{name: tensor}}: model.load_state_dict(weights), of the same modules
+with safe_open("{file}", framework="pt") as file:
+    about = json.loads(file.metadata()["inputs"])  # the preprocessing: mean, std, columns, classes
+print(about["kind"], len(weights), "tensors")"""
+FORMS = {
+    "onnx": "ONNX, preprocessing inside, for any number of samples at once",
+    "torch_export": "a program of torch.export, preprocessing inside, for any number of samples at once",
+    "safetensors": "the weights by name, the numbers of the preprocessing in the file's metadata",
+}
+
+
+def check(form):
+    """UserError where a format is still to be chosen, or needs what is not installed."""
+    if form is None:
+        raise UserError(f"task=export needs a format. Type format= one of: {', '.join(FILES)}.")
+    check_choice("format", form, CHOICES["format"])
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if form == "onnx" and missing:
+        raise UserError(f"format=onnx needs {' and '.join(missing)}.\nType pip install -e '.[onnx]'.")
+
+
+def samples(about, dataset):
+    """(inputs, whose they are): some of the run's test data, or generated ones where that is not here.
+
+    `dataset` is the node of the run's data set. Of a table the first rows are taken, as they stand in it. What is
+    generated are pixels of all values, or numbers about the mean of each column.
+    """
+    try:
+        if about["table"] is not None:
+            path = os.path.expanduser(str(dataset.get("path")))
+            _, inputs = next(row_batches(path, about["table"], SAMPLES, None, dataset.get("delimiter"), "dataset.path"))
+            return inputs, f"{len(inputs)} rows of {printable(os.path.basename(path))}"
+        data = build("dataset", dataset)
+        data.prepare_as(about)
+        name, part = ("test", data.test) if data.test is not None else ("training", data.train)
+        inputs = part[list(range(min(SAMPLES, len(part))))][0]
+        return inputs, f"{len(inputs)} {name} samples of {data.name}"
+    except UserError as error:
+        log.warning("The run's data is not here (%s)", str(error).splitlines()[0])
+    return generated(about), f"{SAMPLES} generated samples"
+
+
+def generated(about):
+    """Inputs as a `Trained` model takes them, without any data."""
+    shape, generator = (SAMPLES, *about["in_shape"]), torch.Generator().manual_seed(0)
+    if about["dtype"] == "uint8":
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if about["table"] is None:
+        return noise.to(getattr(torch, about["dtype"]))
+    columns = []
+    for column in about["table"]["columns"]:
+        kinds, number = column.get("categories"), noise[:, len(columns)]
+        if kinds is None:
+            columns.append(number * column["std"] + column["mean"])
+        else:
+            chosen = torch.randint(0, len(kinds), (SAMPLES,), generator=generator)
+            columns += torch.nn.functional.one_hot(chosen, len(kinds)).double().T
+    return torch.stack(list(columns), 1)
+
+
+def export(model, folder, form, inputs, whose, output=None):
+    """(path, largest difference): writes a `Trained` model, and beside it a card, path.md, that says how to use it.
+
+    Its outputs for batches of 1, 3 and all of the `inputs` are compared with the eager model's. TrainingError where
+    they differ by more than rounding, UserError where the model cannot be exported; then nothing is written.
+    """
+    path = place(folder, form, output)
+    with replacing(path) as partial:
+        try:
+            with warnings.catch_warnings(), quiet():
+                warnings.simplefilter("ignore")
+                run = WRITERS[form](model, inputs, partial)
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:  # the exporters raise what they like for what they do not understand
+            reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+            other = "Type format=safetensors for the weights alone." if form != "safetensors" else ""
+            raise UserError(f"format={form}: this model cannot be exported ({reason}).\n{other}") from error
+        difference, largest = compare(model, run, inputs)
+        if not difference <= TOLERANCE * max(1.0, largest):  # nor for nan
+            what = f"its outputs differ by {difference:.2g} from PyTorch's on {whose} (the largest is {largest:.3g})"
+            raise TrainingError(f"format={form}: {what}. Nothing was written.")
+    write_card(path, model, folder, form, inputs, whose, difference)
+    return path, difference
+
+
+def place(folder, form, output):
+    """Where the file goes: `output`, or in the run directory, export/; UserError where that cannot be."""
+    if output is not None:
+        path = Path(output)
+        if path.is_dir() or not path.parent.is_dir():
+            what = "this is a folder" if path.is_dir() else f"there is no folder {printable(path.parent)}"
+            raise UserError(f"output={printable(output)}: {what}. Type output=DIR/{FILES[form]}.")
+        return path
+    path = Path(folder) / "export" / FILES[form]
+    if path.parent.is_symlink():
+        raise UserError(f"run={folder}: export in it is a link, and may lead anywhere. Type output=FILE.")
+    rundir.make(path.parent, "output")
+    return path
+
+
+def to_onnx(model, inputs, path):
+    import onnxruntime
+
+    program = torch.onnx.export(
+        traced(model, inputs), input_names=["inputs"], output_names=["outputs"], dynamo=True, verbose=False
+    )
+    program.save(path, external_data=False)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda batch: torch.as_tensor(session.run(None, {"inputs": batch.numpy()})[0])
+
+
+def to_torch(model, inputs, path):
+    with open(path, "wb") as file:
+        torch.export.save(traced(model, inputs), file)
+    with open(path, "rb") as file:
+        return torch.export.load(file).module()
+
+
+def to_safetensors(model, inputs, path):
+    weights = checkpoint.own_storage(dict(model.module.state_dict()))
+    save_file(weights, path, {"format": "pt", "inputs": json.dumps(model.about)})
+    own = copy.deepcopy(model)
+    own.module.load_state_dict(load_file(path))
+    return own
+
+
+WRITERS = {"onnx": to_onnx, "torch_export": to_torch, "safetensors": to_safetensors}
+
+
+def traced(model, inputs):
+    """The torch.export program of the model, for batches of any size."""
+    example = inputs[[0, -1]]  # a size of 1 would be taken for a constant
+    return torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+
+
+def compare(model, run, inputs):
+    """(the largest difference between the outputs of both, the largest output), on batches of 1, 3 and all."""
+    differences, largest = [], []
+    with torch.inference_mode():
+        for size in (1, 3, len(inputs)):
+            expected, given = model(inputs[:size]), run(inputs[:size])
+            if given.shape != expected.shape:
+                raise TrainingError(
+                    f"The exported model gives {tuple(given.shape)} in place of {tuple(expected.shape)}."
+                )
+            differences.append((given - expected).abs().max().item())
+            largest.append(expected.abs().max().item())
+    return max(differences, key=lambda value: (math.isnan(value), value)), max(largest)
+
+
+@contextlib.contextmanager
+def quiet():
+    """Keeps what the exporters print to themselves: only what went wrong matters, which they raise."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(level)
+
+
+def write_card(path, model, folder, form, inputs, whose, difference):
+    about, result = model.about, rundir.read_result(Path(folder) / "result.json") or {}
+    imports, reads = reading(about, inputs)
+    show = "print(outputs[0])"
+    if about["classes"]:
+        show = f"classes = {about['classes']}\nprint(classes[outputs[0].argmax()])"
+    snippet = {"onnx": ONNX, "torch_export": TORCH, "safetensors": WEIGHTS}[form]
+    text = CARD.format(
+        name=printable(type(model.module).__name__),
+        file=path.name,
+        parameters=f"{sum(p.numel() for p in model.module.parameters()):,}",
+        form=FORMS[form],
+        facts=card.facts(about) if form == "safetensors" else facts(about),
+        dataset=printable(about["dataset"]),
+        results=printable(card.results(result)),
+        difference=difference,
+        checked=whose,
+        snippet=snippet.format(file=path.name, imports=imports, inputs=reads, show=show),
+        config=yaml.safe_dump(shown(saved_config.load_config("run", folder)), sort_keys=False).strip(),
+    )
+    card.write_text(path.with_name(f"{path.name}.md"), text)
+
+
+def shown(config):
+    """What a card shows of a run's config: the parts, and none of the places of the machine that it was trained on."""
+    parts = {key: config[key] for key in SHOWN if config.get(key) is not None}
+    if isinstance(parts.get("dataset"), dict):
+        parts["dataset"] = {key: value for key, value in parts["dataset"].items() if key not in PLACES}
+    return parts
+
+
+def facts(about):
+    """The lines that say what goes into an exported model, whose preprocessing is inside, and what comes out."""
+    shape, outputs = ", ".join(map(str, about["in_shape"])), about["num_classes"]
+    if about["table"] is not None:
+        takes = (
+            f"`inputs`, float64 of shape (N, {shape}), the columns as they are: {', '.join(columns_of(about['table']))}"
+        )
+    elif about["dtype"] == "uint8":
+        takes = f"`inputs`, uint8 of shape (N, {shape}), the pixels from 0 to 255; they are normalised inside"
+    else:
+        takes = f"`inputs`, {about['dtype']} of shape (N, {shape})"
+    gives = f"`outputs` of shape (N, {outputs}), a score a class, the largest being the one predicted (softmax: shares)"
+    if about["kind"] == "regression":
+        gives = f"`outputs` of shape (N, {outputs}), in the data's own units"
+    classes = [f"- Classes, in order: {', '.join(about['classes'])}"] if about["classes"] else []
+    return "".join(f"{printable(line)}\n" for line in [f"- Takes: {takes}", f"- Gives: {gives}", *classes])
+
+
+def reading(about, inputs):
+    """(imports, lines) of Python that make `inputs` for a card's example: an image, or a row."""
+    shape = about["in_shape"]
+    if about["dtype"] == "uint8" and len(shape) == 3 and shape[0] in (1, 3):
+        mode, to_batch = ("L", "[None, None]") if shape[0] == 1 else ("RGB", ".transpose(2, 0, 1)[None]")
+        resized = f'.convert("{mode}").resize(({shape[2]}, {shape[1]}), Image.Resampling.BILINEAR)'
+        return (
+            "from PIL import Image\n",
+            f'image = Image.open("image.png"){resized}\ninputs = np.asarray(image){to_batch}',
+        )
+    if about["table"] is not None and shape[0] <= 20:
+        row = ", ".join("np.nan" if math.isnan(value) else repr(value) for value in inputs[0].tolist())
+        return "", f"inputs = np.array([[{row}]], dtype=np.float64)"
+    kind = "float64" if about["table"] is not None else about["dtype"]
+    return "", f"inputs = np.zeros((1, {', '.join(map(str, shape))}), dtype=np.{kind})"
