@@ -131,7 +131,7 @@ def suspects(trainer, given, watch, said):
     found += [f"{', '.join(layers[:3])} ({kind})" for kind, layers in said.items()]
     if watch.before and math.isfinite(loss) and loss < 0.9 * watch.before["batch/loss"]:
         found.append("the number of steps, as the loss still falls: type a higher max_steps or optimizer.lr")
-    return found or ["optimizer.lr (try ten times as much, and a tenth), the loss, and whether inputs fit their targets"]
+    return found or ["optimizer.lr (try ten times as much, and a tenth), the loss, and whether the targets are right"]
 
 
 def contradictions(given, targets):
