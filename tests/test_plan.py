@@ -12,6 +12,12 @@ from trainer import checkpoint, plan, schedules, summary
 from trainer.callbacks import EMA, Callback
 
 
+@pytest.fixture(autouse=True)
+def shortly(monkeypatch):
+    """Ten steps are enough: what is measured here is no time."""
+    monkeypatch.setattr(plan, "LONG", 0.0)
+
+
 def loaders():
     data = make_data()
     return DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 7)

@@ -34,3 +34,36 @@ def test_what_is_not_ours_may_have_other_values():
     for group, target in (("optimizer", "torch.optim.SGD"), ("model", "models.mlp.MLP")):
         with pytest.raises(UserError, match=f"{group}.(lr=-1|dropout=5): give a number"):
             settings.check_parts({**config, group: {**config[group], "_target_": target}})
+
+
+def test_what_is_in_place_of_a_run_goes_with_nothing_of_one():
+    refused = [
+        ({"task": "plan", "overfit": 1}, "overfit=1 is for task=train"),
+        ({"task": "plan", "profile": True}, "profile=true is for task=train"),
+        ({"task": "train", "profile": True, "overfit": 2}, "profile=true is for a run, and overfit=2 is none"),
+    ]
+    for config, said in refused:
+        with pytest.raises(UserError, match=said):
+            settings.check_task(config)
+    settings.check_task({"task": "plan", "profile": False, "overfit": None})
+    with pytest.raises(UserError, match="overfit=0: give a whole number at least 1, or null"):
+        settings.check("overfit", 0)
+
+
+def test_debugging_has_settings_of_its_own():
+    default = {
+        "device": "auto",
+        "strategy": "auto",
+        "devices": "auto",
+        "compile": False,
+        "dataset": {"workers": "auto"},
+    }
+    others = {"device": "cuda", "strategy": "ddp", "devices": 2, "compile": "graph"}
+    for key, value in others.items():
+        with pytest.raises(UserError, match=f"debug=true is {key}=.*, and there is {key}={value}. Leave out one of"):
+            settings.check_debug({**default, key: value}, {key})
+        settings.check_debug({**default, key: value}, set())  # not typed, so of a recipe
+    with pytest.raises(UserError, match="debug=true is dataset.workers=0, and there is dataset.workers=4"):
+        settings.check_debug({**default, "dataset": {"workers": 4}}, {"dataset.workers"})
+    typed = {"device", "strategy", "devices", "compile", "dataset.workers"}
+    settings.check_debug({**default, "device": "cpu"}, typed)

@@ -139,7 +139,8 @@ class Doctor(Callback):
             norms = (old, now[name] - old, rows / scale)
             numbers.append(torch.stack([torch.linalg.vector_norm(t, dtype=torch.float32) for t in norms]))
         shares = list(self.values.values())
-        numbers = torch.cat([*numbers, torch.stack(shares)] if shares else numbers).tolist() if names else []
+        numbers += [torch.stack(shares)] if shares else []
+        numbers = torch.cat(numbers).tolist() if numbers else []  # the one transfer
         heights = [group["initial_lr"] for group in trainer.optimizer.param_groups if "initial_lr" in group]
         factor = heights[0] / trainer.lr if heights and trainer.lr else 1.0
         sample = Sample(saturated=dict(zip(map(layer, self.values), numbers[3 * len(names) :], strict=True)))

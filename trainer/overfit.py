@@ -71,6 +71,10 @@ def learn(trainer, train_loader, count, steps=None):
     loader = seekable(train_loader, trainer.seed)
     loader.seek(0, 0)
     given = Batches(loader, count)
+    targets = targets_of(given)
+    if targets is not None and len(targets) > 1 and (targets == targets[0]).all():
+        what = f"the targets of the first {given.samples} samples are all the same, so there is nothing to learn"
+        raise UserError(f"overfit={count}: {what}. Type another overfit or batch_size.")
     doctor, watch = Doctor(EVERY), Watch(given)
     looked_into = trainer.execute is graph.eagerly and not trainer.replicas
     trainer.callbacks = [Opening(count), *[doctor] * looked_into, watch]
@@ -124,12 +128,10 @@ def suspects(trainer, given, watch, said):
         found.append("optimizer.lr, which is too high, or inputs and targets that are too large")
     if fixed := sum(p.numel() for p in trainer.module.parameters() if not p.requires_grad):
         found.append(f"the {fixed:,} weights that are frozen")
-    if targets is not None and len(targets) > 1 and (targets == targets[0]).all():
-        found.append("the targets, which are all the same")
     if twice := contradictions(given, targets):
         found.append(f"the data, in which {twice} samples are there again with another target")
     found += [f"{', '.join(layers[:3])} ({kind})" for kind, layers in said.items()]
-    if watch.before and math.isfinite(loss) and loss < 0.9 * watch.before["batch/loss"]:
+    if watch.before and math.isfinite(loss) and loss < 0.98 * watch.before["batch/loss"]:
         found.append("the number of steps, as the loss still falls: type a higher max_steps or optimizer.lr")
     return found or ["optimizer.lr (try ten times as much, and a tenth), the loss, and whether the targets are right"]
 

@@ -1,0 +1,126 @@
+"""task=plan, profile=true, overfit=1 and debug=true, as they are typed."""
+
+import gzip
+import json
+import re
+import textwrap
+
+import pytest
+import torch
+from forks import Forks
+from safetensors.torch import load_file
+
+MODEL = """
+import torch
+
+
+class Nan(torch.nn.Linear):
+    def __init__(self, in_shape, num_classes):
+        super().__init__(in_shape[-1] * in_shape[-2], num_classes)
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs.flatten(1))
+        return outputs + torch.sqrt(outputs - outputs)  # whose slope at 0 is infinite
+"""
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """A function: `python train.py ...` in a folder."""
+    package = tmp_path_factory.mktemp("package")
+    (package / "nan_model.py").write_text(textwrap.dedent(MODEL), encoding="utf-8")
+    with_model = Forks(package)
+    yield lambda folder, *arguments: with_model.run(folder, *arguments, "device=cpu")
+    with_model.process.stdin.close()
+    with_model.process.wait()
+
+
+def left(folder):
+    """What lies in the folder, beside what was printed."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in ("out", "err"))
+
+
+def test_a_plan_says_all_and_leaves_nothing(train, tmp_path):
+    done = train(tmp_path, "task=plan", "callbacks=doctor", "ema=0.99")
+    assert (done.code, done.err) == (0, "") and not left(tmp_path)
+    names = [line[:9].strip() for line in done.out.splitlines()]
+    wanted = ["data", "device", "model", "plan", "schedule", "", "memory", "disk", "time", "", "run", ""]
+    assert names == wanted
+    assert "plan     10 epochs of 20 steps = 200 steps" in done.out
+    assert "lr 0.000273 at step 1, 0.003 at step 11, 2.05e-07 at step 200" in done.out
+    assert re.search(r"of 200 steps \([\d.]+ m?s each\)", done.out)
+    assert "run      runs/<date>-mlp-digits; nothing was written" in done.out
+    assert done.out.splitlines()[-1].strip() == "python train.py callbacks=doctor ema=0.99 device=cpu"
+
+
+def test_its_memory_is_that_of_the_run(train, tmp_path):
+    """Within 10 % of the peak that the run then has."""
+    planned = train(tmp_path, "task=plan", "model.hidden=[2000,1000]", "epochs=2")
+    peak = float(re.search(r"^memory +([\d,]+) MiB", planned.out, re.MULTILINE)[1].replace(",", ""))
+    assert train(tmp_path, "model.hidden=[2000,1000]", "epochs=2", "run_dir=run", "report=false").code == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert abs(peak / result["memory_mib"]["peak"] - 1) < 0.1
+    again = train(tmp_path, "task=plan", "model.hidden=[2000,1000]", "epochs=2", "run_dir=run")
+    assert "run      run, where it goes on at step 40; nothing was written" in again.out
+    other = train(tmp_path, "task=plan", "epochs=2", "run_dir=run")
+    assert other.code == 2 and "run_dir=run holds a run with other settings: model.hidden" in other.err
+
+
+def test_a_profiled_run_is_the_same_run(train, tmp_path):
+    plain = train(tmp_path, "epochs=1", "run_dir=plain", "report=false")
+    done = train(tmp_path, "epochs=1", "run_dir=with", "report=false", "profile=true")
+    assert (plain.code, done.code) == (0, 0) and "profiler" not in done.err
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "with"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert "profile  steps 14 to 18 on cpu, by operator:" in done.out and "aten::addmm" in done.out
+    assert left(tmp_path / "with" / "profile") == ["operators.txt", "steps_14_to_18.pt.trace.json.gz"]
+    trace = gzip.decompress((tmp_path / "with" / "profile" / "steps_14_to_18.pt.trace.json.gz").read_bytes())
+    assert json.loads(trace)["traceEvents"]
+    again = train(tmp_path, "epochs=1", "run_dir=with", "report=false")
+    assert again.code == 0  # that it was profiled is no other setting
+
+
+def test_overfitting_says_whether_it_learns_and_leaves_nothing(train, tmp_path):
+    done = train(tmp_path, "overfit=1", "dataset.augment=[flip]")
+    assert (done.code, done.err) == (0, "") and not left(tmp_path)
+    assert re.search(r"verdict  it learns, after \d+ steps on 1 batch of 64 samples: loss .* acc 1.0000", done.out)
+    failed = train(tmp_path, "overfit=1", "optimizer.lr=1e-9", "max_steps=30")
+    assert failed.code == 3 and not left(tmp_path)
+    assert "error: overfit=1: it does not learn, after 30 steps on 1 batch of 64 samples" in failed.err
+    assert failed.err.rstrip().endswith("Look at layers.1, layers.4, layers.7 (small updates).")
+
+
+def test_a_nan_in_a_gradient_ends_a_run_that_is_debugged(train, tmp_path):
+    typed = ("model._target_=nan_model.Nan", "run_dir=run", "report=false")
+    done = train(tmp_path, "debug=true", *typed)
+    assert done.code == 3
+    assert 'nan_model.py", line' in done.err  # the forward call
+    assert done.err.rstrip().splitlines()[-2].startswith("error: Function '")
+    assert "returned nan values" in done.err
+    quiet = train(tmp_path, *typed, "resume=never", "overwrite=true", "max_steps=2")
+    assert quiet.code == 3 and "Traceback" not in quiet.err
+
+
+def test_a_run_that_is_debugged_is_the_same_run_on_the_cpu(train, tmp_path):
+    plain = train(tmp_path, "epochs=1", "run_dir=plain", "report=false")
+    done = train(tmp_path, "epochs=1", "run_dir=debugged", "report=false", "debug=true", "dataset.resident=false")
+    assert (plain.code, done.code) == (0, 0) and "streamed with 0 workers" in done.out
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "debugged"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("debug=true compile=true", "error: debug=true is compile=false, and there is compile=true. Leave out one"),
+        ("debug=true epochs=none", "error: epochs=none: give a whole number"),
+        ("overfit=1 task=plan", "error: overfit=1 is for task=train."),
+        ("overfit=1000", "error: overfit=1000: an epoch has 20 batches. Type overfit=1."),
+        ("overfit=1 strategy=ddp devices=2", "error: overfit=1 is for one process. Leave out strategy=ddp and"),
+    ],
+)
+def test_what_does_not_go_together(train, tmp_path, typed, said):
+    done = train(tmp_path, *typed.split())
+    assert done.code == 2 and said in done.err and not left(tmp_path)
+    assert ("Traceback" in done.err) == ("debug=true" in typed)
+    assert done.err.rstrip().splitlines()[-1].startswith(("error: ", "Type "))

@@ -1,0 +1,125 @@
+"""Overfitting a few batches: what can be learnt by heart is, and what cannot is said, with what to look at."""
+
+import functools
+
+import pytest
+import torch
+from conftest import make_data, make_model, make_trainer
+from torch import nn
+
+from data.datasets import Data, TensorSplit
+from data.loader import DeviceLoader
+from trainer import overfit
+from trainer.callbacks import Callback
+from trainer.errors import TrainingError, UserError
+from trainer.metrics import R2, Accuracy
+
+
+def learn(model=None, data=None, count=1, metrics=None, steps=None, batch_size=8, **settings):
+    data = make_data() if data is None else data
+    metrics = {"acc": Accuracy()} if metrics is None else metrics
+    trainer = make_trainer(model, metrics=metrics, **settings)
+    return overfit.learn(trainer, DeviceLoader(data, "train", batch_size, shuffle=True), count, steps), trainer
+
+
+def of(inputs, targets, **more):
+    return Data("own", TensorSplit(inputs, targets), None, None, tuple(inputs.shape[1:]), 3, **more)
+
+
+def test_a_model_that_can_learn_does(capsys):
+    said, trainer = learn(make_model())
+    assert trainer.step % overfit.EVERY == 0 and trainer.step < overfit.MOST
+    assert said.startswith(f"it learns, after {trainer.step} steps on 1 batch of 8 samples: loss ")
+    assert ", acc 1.0000 (chance 0." in said
+    out = capsys.readouterr().out
+    assert "overfit  the first batch, without augmentation, for at most 1,000 steps, AdamW lr 0.01" in out
+
+
+def test_it_is_the_first_batches_that_are_learnt_and_nothing_else():
+    seen = []
+
+    class Trace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = make_model()
+
+        def forward(self, inputs):
+            seen.append(inputs.detach().clone())
+            return self.inner(inputs)
+
+    learn(Trace(), count=2)
+    loader = DeviceLoader(make_data(), "train", 8, shuffle=True)
+    loader.seek(0, 0)
+    first = [inputs for inputs, _ in loader][:2]
+    assert all(any(torch.equal(inputs, batch) for batch in first) for inputs in seen)
+    with pytest.raises(UserError, match="overfit=9: an epoch has 8 batches. Type overfit=1."):
+        learn(count=9)
+
+
+def test_the_rate_is_the_whole_one_and_other_callbacks_are_not_called():
+    rates = set()
+
+    class Watch(overfit.Watch):
+        def on_step_end(self, trainer):
+            rates.add(trainer.lr)
+            super().on_step_end(trainer)
+
+    class Loud(Callback):
+        def on_fit_start(self, trainer):
+            raise AssertionError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overfit, "Watch", Watch)
+        learn(make_model(), callbacks=[Loud()])
+    assert rates == {1e-2}
+
+
+def test_regression_is_judged_by_r2():
+    torch.manual_seed(0)
+    inputs = torch.randn(24, 6)
+    data = of(inputs, inputs[:, :3] * 2, kind="regression")
+    said, _ = learn(make_model(), data, metrics={"r2": R2()}, loss=nn.MSELoss())
+    assert "it learns" in said and "r2 0.99" in said and "(the mean has 0)" in said
+
+
+def test_a_loss_alone_has_to_fall():
+    said, _ = learn(make_model(), metrics={})
+    assert "it learns" in said and "acc" not in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "suspect"),
+    [
+        ({"optimizer": functools.partial(torch.optim.SGD, lr=1e-9)}, r"0, 3 \(small updates\)"),
+        ({"optimizer": functools.partial(torch.optim.SGD, lr=1e38)}, "optimizer.lr, which is too high"),
+        ({"optimizer": functools.partial(torch.optim.SGD, lr=2e-2)}, "the number of steps, as the loss still falls"),
+    ],
+)
+def test_a_rate_that_is_wrong(settings, suspect):
+    with pytest.raises(TrainingError, match=f"(?s)overfit=1: it does not learn, after .*Look at .*{suspect}"):
+        learn(make_model(), steps=50, **settings)
+
+
+def test_data_that_contradicts_itself():
+    inputs = torch.randn(4, 6).repeat(2, 1)
+    data = of(inputs, torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]))
+    with pytest.raises(TrainingError, match="in which 4 samples are there again with another target"):
+        learn(make_model(), data, steps=100)
+
+
+def test_weights_that_are_frozen_or_dead():
+    model = make_model()
+    model.requires_grad_(False)
+    model[3].bias.requires_grad_(True)
+    with pytest.raises(TrainingError, match=r"the 160 weights that are frozen"):
+        learn(model, steps=50)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    nn.init.constant_(model[0].bias, -1000.0)
+    with pytest.raises(TrainingError, match=r"0, 2 \(dead\); 1 \(saturated\)"):
+        learn(model, steps=50, optimizer=functools.partial(torch.optim.SGD, lr=1e-2))
+
+
+def test_targets_that_are_all_the_same_teach_nothing():
+    data = of(torch.randn(8, 6), torch.ones(8, 3), kind="regression")
+    with pytest.raises(UserError, match="the targets of the first 8 samples are all the same"):
+        learn(data=data, metrics={"r2": R2()}, loss=nn.MSELoss())
