@@ -173,12 +173,11 @@ def train_in(folder, cfg):
             again = "" if in_sweep() else f" To go on from there:\n{launch.again}"
             print(f"\ninterrupted at step {saver.saved}.{again}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
-    if launch.is_first():
-        for logger in loggers:
-            seen = rundir.read_result(folder / "evaluation.json") or {}
-            logger.finish(result["steps"], rundir.final_numbers(result), seen)
-        if draws_report(cfg):
-            draw_report(folder)
+    if launch.is_first() and draws_report(cfg):
+        draw_report(folder)
+    for logger in loggers:  # what takes longest, last
+        seen = rundir.read_result(folder / "evaluation.json") or {}
+        logger.finish(result["steps"], rundir.final_numbers(result), seen)
     parallel.leave()
 
 

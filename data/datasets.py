@@ -85,7 +85,8 @@ class Data:
             raise UserError(f"dataset: {self.name} is a {self.kind}, and the run is a {about['kind']}.")
         if list(self.in_shape) != about["in_shape"]:
             here, there = ("x".join(map(str, shape)) for shape in (self.in_shape, about["in_shape"]))
-            sizes = f" Type dataset.channels={about['in_shape'][0]} dataset.size={about['in_shape'][-1]}."
+            channels, *_, side = about["in_shape"]
+            sizes = f"\nA folder of images is resized by dataset.channels={channels} dataset.size={side}."
             what = f"dataset: {self.name} has inputs of {here}, and the run was trained on {there}."
             raise UserError(what + sizes * (len(about["in_shape"]) == len(self.in_shape) == 3))
         self.mean, self.std = about["mean"], about["std"]

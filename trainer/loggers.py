@@ -257,7 +257,7 @@ class MLflow(Logger):
             at = Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts"
             at.parent.mkdir(parents=True, exist_ok=True)
         self.client, self.id = MlflowClient(uri), read_id(path) if self.begun_at else None
-        self.last = {}  # {name: the step of the last value that is there}: MLflow would have the others twice
+        self.last = {}  # {name: the step of the last value that is there}: MLflow would have one of the same step twice
         if self.id:
             self.client.update_run(self.id, status="RUNNING")
             for name in self.client.get_run(self.id).data.metrics:
@@ -284,6 +284,7 @@ class MLflow(Logger):
 
         now, new = int(1000 * time.time()), [name for name in numbers if step > self.last.get(name, -1)]
         self.client.log_batch(self.id, metrics=[Metric(name, numbers[name], now, step) for name in new])
+        self.last |= dict.fromkeys(new, step)
 
     def add_result(self, step, numbers, evaluation):
         self.write(numbers, step)
