@@ -31,7 +31,7 @@ from trainer.build import (
     own_packages,
     retarget,
 )
-from trainer.errors import UserError, check_choice
+from trainer.errors import UserError, cause, check_choice, log
 
 ROOT = Path(__file__).resolve().parent
 # The loaders' settings, which stand beside the data set's.
@@ -134,9 +134,9 @@ def train_in(folder, cfg):
     start = time.perf_counter() if in_sweep() else START
     from data.datasets import fingerprint
     from trainer import checkpoint, parallel
-    from trainer.loggers import ConfigFile
+    from trainer.loggers import ConfigFile, Logger
 
-    typed = cli.typed()
+    typed, revision = cli.typed(), rundir.revision(ROOT)
     found = checkpoint.together("resume", lambda: rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg))
     _, state, origin = found or (None, None, None)
     own = {"_target_": "trainer.callbacks.Checkpoint", "folder": str(folder / "checkpoints")}
@@ -149,6 +149,9 @@ def train_in(folder, cfg):
     with building(cfg, [*pruning(cfg), saver, config_file]) as (trainer, data, loaders):
         saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
         saver.about["inputs"] = data.description()
+        loggers = [callback for callback in trainer.callbacks if isinstance(callback, Logger)]
+        for logger in loggers:
+            logger.describe(saved_config.for_reading({**config, "run_dir": str(folder)}), sweep_name())
         launch.check_alike({"data": {data.name: saver.about["data"]}, "code": launch.code(ROOT, own_packages(typed))})
         if state is not None:
             rundir.check_data(state, saver.about["data"])
@@ -158,16 +161,43 @@ def train_in(folder, cfg):
             if parallel.add_up(int(stopping.received is not None)):
                 stopping.received = stopping.received or signal.SIGTERM  # it came to another process
                 raise stopping.Interrupted
-            result = finish(folder, trainer, saver, data, loaders[2], start)
+            result = finish(folder, trainer, saver, data, loaders, start, draws_report(cfg))
+            if launch.is_first():
+                print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))), flush=True)
+                rundir.write_json(
+                    folder / "result.json", {**result, "git": revision(), **efficiency(trainer, data, result)}
+                )
         except KeyboardInterrupt:
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
             again = "" if in_sweep() else f" To go on from there:\n{launch.again}"
             print(f"\ninterrupted at step {saver.saved}.{again}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
-    if launch.is_first():
-        print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))))
+    if launch.is_first() and draws_report(cfg):
+        draw_report(folder)
+    for logger in loggers:  # what takes longest, last
+        seen = rundir.read_result(folder / "evaluation.json") or {}
+        logger.finish(result["steps"], rundir.final_numbers(result), seen)
     parallel.leave()
+
+
+def draws_report(cfg):
+    """Whether the run draws its report: by itself, but a sweep draws that of its best job alone."""
+    return not in_sweep() and launch.job() is None if cfg.report == "auto" else cfg.report
+
+
+def draw_report(folder):
+    """Draws the report. The run is whole without it: what keeps it from being drawn is a warning."""
+    from trainer import report
+
+    again = rundir.command([], start=["python", "-m", "trainer.report", str(folder)])
+    try:
+        print(f"report   {report.write(folder)}")
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the run has ended before. To draw its report:\n{again}", file=sys.stderr)
+        raise SystemExit(stopping.exit_code()) from None
+    except Exception as error:
+        log.warning("the report could not be drawn (%s). To try again: %s", cause(error), again)
 
 
 def pruning(cfg):
@@ -194,22 +224,41 @@ def trial_of(cfg):
     return [*place_of(job.sweeper, Path(job.sweep.dir).resolve()), job.job.num]
 
 
-def finish(folder, trainer, saver, data, test_loader, start):
-    """Tests the best weights, and writes result.json and the model to share."""
-    from trainer import card, checkpoint
+def finish(folder, trainer, saver, data, loaders, start, draws):
+    """Tests the best weights, and writes result.json, evaluation.json and the model to share.
 
-    result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver)}
+    Where there is no test part and a report is drawn, it shows the validation part.
+    """
+    from trainer import card, checkpoint, examine, timing
+
+    result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver), **timing.result_of(trainer)}
     if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
         trainer.load_state_dict(checkpoint.together("best", lambda: checkpoint.best(saver.folder))[1])
-    test = trainer.evaluate(test_loader, "test") if test_loader is not None else {}
+    _, val_loader, test_loader = loaders
+    test, seen = {}, None
+    if test_loader is not None:
+        test, seen = examine.evaluate(trainer, test_loader, "test", data)
+    elif val_loader is not None and draws:
+        _, seen = examine.evaluate(trainer, val_loader, "val", data)
     weights = card.weights(trainer)
     if not launch.is_first():
         return None
     seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
     result |= {**rundir.last_rows(folder), **test, "seconds": seconds}
     card.write(folder, weights, trainer.module, data, result)
+    if seen is not None:
+        examine.write(folder / "evaluation.json", seen, data)
     rundir.write_json(folder / "result.json", result)
     return result
+
+
+def efficiency(trainer, data, result):
+    """What result.json says of FLOPs; it takes 0.2 s, so it comes after the result is shown, and not in a sweep."""
+    from trainer import flops
+
+    if in_sweep():
+        return {}
+    return flops.efficiency(trainer, data.in_shape, result["samples_per_second"])
 
 
 def evaluate(cfg):
@@ -339,6 +388,13 @@ def has_target(item):
 
 def in_sweep():
     return HydraConfig.get().mode.name == "MULTIRUN"
+
+
+def sweep_name():
+    """The name of the sweep that this is a job of; None where it is none."""
+    if of := launch.job():
+        return Path(of["folder"]).parent.name
+    return Path(HydraConfig.get().sweep.dir).name if in_sweep() else None
 
 
 def is_finished(cfg):

@@ -329,7 +329,11 @@ class HostLoader(Loader):
     def read(self, batches):
         # Lists, since the indices travel to the workers, where a tensor would need shared memory.
         for batch in self.workers.read([batch.tolist() for batch in batches]):
-            yield move(batch, self.device)
+            yield self.move(batch)
+
+    def move(self, batch):
+        """The batch on the device; a method, so that it can be timed."""
+        return move(batch, self.device)
 
     def close(self):
         self.split = None

@@ -1,1 +1,1 @@
-"""Trainers of one's own, each a short file that a test runs."""
+"""Parts of one's own, and whole tasks: each a short file with its command, which a test runs."""

@@ -1,4 +1,7 @@
-"""A GAN: python train.py model._target_=examples.gan.GAN trainer._target_=examples.gan.GANTrainer optimizer.lr=1e-3"""
+"""A GAN (Goodfellow 2014, arXiv 1406.2661): a Trainer with a step of its own, and two optimizers.
+
+python train.py model._target_=examples.gan.GAN trainer._target_=examples.gan.GANTrainer optimizer.lr=1e-3
+"""
 
 from torch import Size, nn, randn
 from torch.nn.functional import softplus
@@ -6,14 +9,16 @@ from torch.nn.functional import softplus
 from trainer import Trainer
 
 
-class GAN(nn.Module):  # Goodfellow 2014, arXiv 1406.2661
+class GAN(nn.Module):
+    """(N, *in_shape) -> as many fakes of that shape, whatever the inputs are."""
+
     def __init__(self, in_shape):
         super().__init__()
         size = Size(in_shape).numel()
         self.generator = nn.Sequential(nn.Linear(16, 99), nn.ReLU(), nn.Linear(99, size), nn.Unflatten(1, in_shape))
         self.judge = nn.Sequential(nn.Flatten(), nn.Linear(size, 99), nn.LeakyReLU(0.2), nn.Linear(99, 1))
 
-    def forward(self, inputs):  # as many fakes as there are inputs
+    def forward(self, inputs):
         return self.generator(randn(len(inputs), 16, device=inputs.device))
 
 

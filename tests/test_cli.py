@@ -103,6 +103,8 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "Type task= one of: train, evaluate, predict, export, lr_find.",
     ),
     ("model=null", "model", "Type model= one of"),
+    ("callbacks=[tensorbord]", "error: callbacks=tensorbord: there is no such choice.", "Did you mean 'tensorboard'?"),
+    ("callbacks=[default,default]", "error: callbacks=[default,default]: default is in it twice.", "Type it once."),
     ("-m model=mlp,ccn", "error: model=ccn: there is no such choice. Did you mean 'cnn'?", "Type model= one of"),
     ("-m seeed=1,2", "error: seeed: there is no such key.", "Did you mean 'seed'?"),
     ("batch_size=", "error: batch_size=: give a whole number", "as in batch_size=64."),
@@ -815,6 +817,12 @@ def test_the_whitened_recipe_trains_on_other_images(compose, tmp_path, dataset):
     recipe = ["experiment=cifar10_94", f"dataset={dataset}", "model.widths=[8,12]", *shape]
     trainer = trained(compose, tmp_path, *recipe)
     assert trainer.callbacks == ["Progress", "Lookahead", "JSONL", "NaNGuard", "Whiten"]
+
+
+def test_several_sets_of_callbacks_are_a_list(compose, tmp_path):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install -e '.[tensorboard]'")
+    trainer = trained(compose, tmp_path, "callbacks=[doctor,tensorboard]", "callbacks.doctor.every=7")
+    assert trainer.callbacks == ["Progress", "JSONL", "NaNGuard", "Doctor", "TensorBoard"]
 
 
 def test_callbacks_with_a_null_are_off(compose, tmp_path):

@@ -1,32 +1,83 @@
-"""The examples: short, and right."""
+"""The examples: short, right, and with a command that does what their first lines say."""
 
 import functools
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_same
+from conftest import assert_same, make_data
+from forks import Forks
+from PIL import Image
+from test_docs import commands
+from torch.nn.functional import cross_entropy
 
 from data import datasets
 from data.loader import make_loaders
 from examples.autoencoder import Autoencoder, AutoencoderTrainer
+from examples.finetune import FineTuned, FineTuner, Thaw
 from examples.gan import GAN, GANTrainer
-from trainer import checkpoint
-from trainer.callbacks import Checkpoint
+from examples.mixup import MixupTrainer
+from examples.own_callback import Plateau
+from examples.own_loss import FocalLoss
+from examples.own_metric import BalancedAccuracy
+from examples.own_trainer import RDrop
+from examples.regression import rows
+from examples.rnn import RowReader
+from models.linear import Linear
+from models.mlp import MLP
+from trainer import Trainer, checkpoint
+from trainer.callbacks import Callback, Checkpoint
 from trainer.metrics import MSE
 
 FILES = sorted(Path(__file__).parents[1].glob("examples/[!_]*.py"))
+COMMANDS = [(file.stem, command) for file in FILES for command in commands(file.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture(scope="module")
+def forks():
+    forks = Forks()
+    yield forks
+    forks.close()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_each_example_is_short(file):
-    assert len(file.read_text(encoding="utf-8").splitlines()) <= 40
+def test_each_example_is_short_and_shows_its_command(file):
+    text = file.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= (60 if file.name.startswith("own_") else 80)
+    assert commands(text)
+
+
+def expected(file, number):
+    """(name, value) of "Expect test/acc 0.978 and 0.722" for the command of this number; None where nothing is said."""
+    found = re.search(r"^Expect (test/\w+) ([\d.]+)(?: and ([\d.]+))?", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return found and (found[1], float(found[3] if number and found[3] else found[2]))
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.stem not in ("finetune", "distillation")], ids=lambda file: file.name
+)
+def test_its_commands_come_to_what_it_says(file, forks, tmp_path):
+    for number, command in enumerate(commands(file.read_text(encoding="utf-8"))):
+        if command[0] == "-m":
+            done = forks.run(tmp_path, *command[2:], script=file)
+            assert done.code in (0, 99), done.err  # 99: it came to its end, and left the exit to the fork
+            continue
+        done = forks.run(tmp_path, *command[1:], f"run_dir=run{number}")
+        assert done.code == 0, done.err
+        if file.stem != "gan":
+            name, value = expected(file, number)
+            result = json.loads((tmp_path / f"run{number}" / "result.json").read_text(encoding="utf-8"))
+            tolerance = 0.035 if name.endswith(("acc", "balanced")) else 0.1 * value
+            assert abs(result[name] - value) <= tolerance
 
 
 def fitted(kind, model, **settings):
     (train_loader, val_loader, test_loader), _ = make_loaders(datasets.digits(), batch_size=64)
     torch.manual_seed(0)
-    trainer = kind(model(), optimizer=functools.partial(torch.optim.AdamW, lr=3e-3), device="cpu", **settings)
+    defaults = {"optimizer": functools.partial(torch.optim.AdamW, lr=3e-3), "device": "cpu"}
+    trainer = kind(model(), **(defaults | settings))
     trainer.fit(train_loader, val_loader)
     return trainer, test_loader
 
@@ -57,3 +108,135 @@ def test_the_gan_steps_both_its_optimizers_and_resumes_exactly(tmp_path):
     continued.fit(train_loader, val_loader, resume=tmp_path / "step_00000010.ckpt")
     for name in ("model", "optimizer", "judge_optimizer", "scheduler"):
         assert_same(continued.state_dict()[name], whole.state_dict()[name], name)
+
+
+def test_a_rate_that_follows_the_validation_is_that_of_a_run_that_was_stopped(tmp_path):
+    """At such a rate the validation gets worse soon, so the rate falls more than once."""
+
+    def trainer(*callbacks):
+        torch.manual_seed(0)
+        optimizer = functools.partial(torch.optim.AdamW, lr=0.1)
+        own = {"loss": torch.nn.CrossEntropyLoss(), "optimizer": optimizer, "epochs": 12, "device": "cpu"}
+        return Trainer(MLP((6,), 3, hidden=[32]), callbacks=[Plateau(patience=2), *callbacks], **own)
+
+    (train, val, _), _ = make_loaders(make_data(), batch_size=20)
+    whole = trainer(Checkpoint(tmp_path, keep=99))
+    whole.fit(train, val)
+    rates = whole.scheduler.get_last_lr()
+    assert rates[0] <= 0.1 / 4
+    assert checkpoint.load(tmp_path / "step_00000015.ckpt")["callbacks"]["Plateau"]["waited"] == 1
+    continued = trainer(Checkpoint(tmp_path / "more"))
+    continued.fit(train, val, resume=tmp_path / "step_00000015.ckpt")
+    assert continued.scheduler.get_last_lr() == rates
+    assert_same(continued.module.state_dict(), whole.module.state_dict())
+
+
+def test_the_focal_loss_is_its_formula_and_without_gamma_the_cross_entropy():
+    outputs, targets = torch.randn(50, 4, dtype=torch.float64), torch.arange(50) % 4
+    p = outputs.softmax(1)[torch.arange(50), targets]
+    torch.testing.assert_close(FocalLoss(0)(outputs, targets), cross_entropy(outputs, targets))
+    torch.testing.assert_close(FocalLoss(2)(outputs, targets), -((1 - p) ** 2 * p.log()).mean())
+
+
+def test_the_balanced_accuracy_is_the_mean_recall_of_the_classes_that_are_there():
+    outputs, targets = torch.randn(40, 5), torch.randint(0, 4, (40,))  # the class 4 is not there
+    metric = BalancedAccuracy(5)
+    for part in (slice(0, 7), slice(7, 40)):
+        metric.update(outputs[part], targets[part])
+    recalls = [(outputs.argmax(1)[targets == c] == c).double().mean() for c in range(4)]
+    torch.testing.assert_close(metric.compute().double(), torch.stack(recalls).mean(), atol=1e-7, rtol=0)
+
+
+def test_two_passes_without_dropout_agree_and_those_with_it_do_not():
+    build, loss = functools.partial(MLP, (1, 8, 8), 10, hidden=[32]), torch.nn.CrossEntropyLoss()
+    plain, _ = fitted(Trainer, build, loss=loss, max_steps=10)
+    same, _ = fitted(RDrop, build, loss=loss, max_steps=10)
+    for name, weight in plain.module.state_dict().items():
+        torch.testing.assert_close(same.module.state_dict()[name], weight, atol=1e-5, rtol=0)
+    trainer = RDrop(MLP((6,), 3, dropout=0.5), loss=loss, alpha=2.0, device="cpu")
+    batch = torch.randn(20, 6), torch.arange(20) % 3
+    torch.manual_seed(3)
+    total, _ = trainer.compute_loss(batch)
+    torch.manual_seed(3)
+    p, q = trainer.model(batch[0].repeat(2, 1)).chunk(2)
+    wanted = (loss(p, batch[1]) + loss(q, batch[1])) / 2
+    logs = p.log_softmax(1), q.log_softmax(1)
+    wanted += ((logs[0].exp() - logs[1].exp()) * (logs[0] - logs[1])).sum(1).mean()  # alpha / 2 times both directions
+    torch.testing.assert_close(total, wanted)
+    trainer.model.eval()
+    torch.testing.assert_close(trainer.compute_loss(batch)[0], loss(trainer.model(batch[0]), batch[1]))
+
+
+def test_mixup_is_the_loss_of_both_labels_by_their_shares():
+    loss, shares = torch.nn.CrossEntropyLoss(), []
+    trainer = MixupTrainer(Linear((6,), 3), mixup=0.5, loss=loss, device="cpu")
+    images, labels = torch.randn(20, 6), torch.arange(20) % 3
+    for seed in range(3):
+        torch.manual_seed(seed)
+        mixed, outputs = trainer.compute_loss((images, labels))
+        # Without a bias the outputs of a linear model are mixed as its inputs are.
+        with torch.no_grad():
+            own, other = trainer.model(images), trainer.model(images.roll(1, 0))
+        a = ((outputs - other) * (own - other)).sum() / (own - other).square().sum()
+        torch.testing.assert_close(mixed, a * loss(outputs, labels) + (1 - a) * loss(outputs, labels.roll(1, 0)))
+        shares.append(a.item())
+    assert len({round(a, 4) for a in shares}) == 3
+    assert 0 <= min(shares) <= max(shares) <= 1
+
+
+def test_the_row_reader_is_torchs_gru_and_follows_its_inputs_to_another_device():
+    model, images = RowReader((2, 5, 3), 4, width=8).double(), torch.randn(6, 2, 5, 3, dtype=torch.float64)
+    gru = torch.nn.GRU(6, 8, batch_first=True).double()
+    gru.load_state_dict({f"{name}_l0": weight for name, weight in model.cell.state_dict().items()})
+    _, last = gru(images.transpose(1, 2).reshape(6, 5, 6))
+    torch.testing.assert_close(model(images), model.head(last[0]))
+    assert model.to("meta")(images.to("meta")).device.type == "meta"
+
+
+def test_the_table_of_the_regression_has_the_noise_that_it_says():
+    clean, noisy = ([float(row[-1]) for row in rows(noise=noise)] for noise in (0, 1))
+    errors = torch.tensor(noisy) - torch.tensor(clean)
+    assert abs(errors.std().item() - 1) < 0.05
+    assert abs(errors.mean().item()) < 0.1
+
+
+def tiny_resnet(num_classes=3):
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=num_classes)
+
+
+def test_fine_tuning_leaves_the_body_alone_for_an_epoch_and_then_trains_it_slowly():
+    seen = []
+
+    class Watch(Callback):
+        def on_step_end(self, trainer):
+            seen.append({name: tensor.clone() for name, tensor in trainer.module.state_dict().items()})
+
+    settings = {"loss": torch.nn.CrossEntropyLoss(), "max_steps": 22, "body_rate": 0.01}
+    fitted(FineTuner, lambda: FineTuned(tiny_resnet(), 10), callbacks=[Thaw(1), Watch()], **settings)
+    first, at_thaw, last = seen[0], seen[19], seen[-1]
+    body, head = ([name for name in first if name.startswith(part)] for part in ("body", "head"))
+    assert all(torch.equal(first[name], at_thaw[name]) for name in body)  # BatchNorm's statistics included
+    assert not any(torch.equal(first[name], at_thaw[name]) for name in head)
+    assert not any(torch.equal(last[name], at_thaw[name]) for name in (*body, *head))
+    # AdamW moves a weight by its rate in its first step: 0.01 of that of the head.
+    moved = (seen[20]["body.conv1.weight"] - at_thaw["body.conv1.weight"]).abs()
+    torch.testing.assert_close(moved.median(), torch.tensor(3e-5), rtol=0.05, atol=0)
+
+
+def test_the_command_for_fine_tuning_takes_a_folder_of_images(forks, tmp_path):
+    """As it is typed, but for the weights, which would be fetched, and the sizes of the images and of the body."""
+    for i in range(30):
+        folder = tmp_path / "images" / ("bright" if i % 2 else "dark")
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40), (200 * (i % 2) + i,) * 3).save(folder / f"{i}.png")
+    [command] = commands((FILES[0].parent / "finetune.py").read_text(encoding="utf-8"))
+    other = {"dataset.root=DIR": "dataset.root=images", "dataset.size=224": "dataset.size=32"}
+    other |= {"+model.body.weights=DEFAULT": "+model.body.weights=null", "epochs=5": "epochs=2"}
+    body = "+model.body._target_=torchvision.models."
+    other[f"{body}resnet18"] = f"{body}shufflenet_v2_x0_5"
+    assert set(other) < set(command)
+    done = forks.run(tmp_path, *[other.get(word, word) for word in command[1:]], "batch_size=10")
+    assert done.code == 0, done.err
+    assert "epoch 2/2" in done.out

@@ -5,6 +5,7 @@ import functools
 import gc
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from trainer import checkpoint, optimizers
 from trainer.callbacks import EMA, Callback, Checkpoint
 from trainer.device import choose, move
 from trainer.errors import TrainingError, UserError
+from trainer.timing import Timing
+from trainer.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -192,6 +195,37 @@ def test_data_parallel_gives_what_one_gpu_gives():
         results.append(trainer.module.state_dict())
     for name, tensor in results[0].items():
         torch.testing.assert_close(results[1][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("wait", "least", "most"), [(0.0, 0.0, 0.1), (0.04, 0.4, 0.9)])
+def test_the_split_of_time_is_the_gpu_s_own_and_not_that_of_the_queue(wait, least, most):
+    """Python is far ahead of large products, which are not its waiting; a loader that is slower than they are is."""
+
+    class Slow:
+        batch_size = 8
+
+        def __len__(self):
+            return 40
+
+        def __iter__(self):
+            for _ in range(40):
+                time.sleep(wait)
+                yield torch.randn(8, 64), torch.arange(8) % 3
+
+    class Heavy(torch.nn.Linear):
+        def forward(self, inputs):
+            self.large @ self.large  # 10 to 40 ms
+            return super().forward(inputs)
+
+    model = Heavy(64, 3)
+    model.register_buffer("large", torch.ones(8192, 8192))
+    optimizer, timing = functools.partial(torch.optim.SGD, lr=0.1), Timing()
+    loss, more = torch.nn.CrossEntropyLoss(), {"device": "cuda", "precision": "fp32", "callbacks": [timing]}
+    trainer = Trainer(model, loss, optimizer, **more)
+    trainer.fit(Slow())
+    took = timing.took
+    assert least <= took.get("data", 0.0) / sum(took.values()) <= most
+    assert took["forward"] >= 10 * took["backward"]
 
 
 @two_gpus

@@ -33,6 +33,8 @@ KINDS = {
     "trainer.trainer": ["trainer.Trainer"],
     "trainer.callbacks": ["trainer.callbacks.Callback"],
     "trainer.loggers": ["trainer.callbacks.Callback"],
+    "trainer.timing": ["trainer.callbacks.Callback"],
+    "trainer.doctor": ["trainer.callbacks.Callback"],
     "trainer.metrics": ["trainer.metrics.Sums"],
     "trainer.schedules": ["constant", "linear", "cosine", "step", "onecycle"],
     "trainer.optimizers": ["decoupled_sgd"],
@@ -358,8 +360,7 @@ def outputs_for(model, data):
     """
     import torch
 
-    samples = [data.train[i] for i in range(min(2, len(data.train)))]
-    inputs, targets = (torch.stack([torch.as_tensor(sample[i]) for sample in samples]) for i in (0, 1))
+    inputs, targets = data.train[list(range(min(2, len(data.train))))]
     inputs = inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
     name = type(model).__name__
     model.eval()

@@ -475,6 +475,10 @@ class Progress(Callback):
         epoch = f"{done:{width}g}" if done.is_integer() else f"{done:.2f}"
         text = f"epoch {epoch}/{epochs}{loss}{values}{speed}"
         self.validation = {}
+        self.write(text)
+
+    def write(self, text):
+        """A line, above the bar where there is one."""
         if self.bar is None:
             print(text, flush=True)
         else:

@@ -28,6 +28,7 @@ BUG, IN_USE = 1, 75
 # What Hydra, and OmegaConf below it, raise for mistakes that they have no words for.
 HYDRAS = (ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError, RecursionError)
 LAUNCHERS = ("joblib", "submitit", "ray")  # which start the processes of a sweep's jobs, and miss them
+SEVERAL = ("callbacks",)  # groups of which one may type several options, as a list
 codes = []  # of the errors reported so far
 in_place_of_typed = contextvars.ContextVar("in_place_of_typed", default=())  # where there is no command line
 composed = {}  # the defaults of this process's runs
@@ -193,8 +194,11 @@ def explanation(error):
         reason = (error.strerror or str(error)).lower()
         return f"error: {place}{reason}.\n{WHAT_TO_DO.get(error.errno, '')}"
     options, missing, override = (getattr(error, name, None) for name in ("options", "missing_cfg_file", "override"))
+    group, _, choice = (missing or "").rpartition("/")
+    if group in SEVERAL and options is None:  # in a list, of which Hydra says less
+        folder = Path(sys.argv[0]).resolve().parent / "configs" / group
+        options = sorted(path.stem for path in folder.glob("*.yaml"))
     if options is not None and missing:
-        group, _, choice = missing.rpartition("/")
         if group == "hydra/sweeper" and choice in ("optuna", "ax"):
             return f"error: sweep={choice} needs Hydra's sweeper of that name.\nType pip install -e '.[{choice}]'."
         if group == "hydra/launcher":  # of those installed, the ones that we have tried
@@ -308,6 +312,11 @@ def check_typed(configs, arguments):
         options = sorted(path.stem for path in (configs / key).glob("*.yaml"))
         if listed := re.fullmatch(r"\[(.*)\]", value):
             names = [name.strip() for name in listed[1].split(",") if name.strip()] or options
+            if key in SEVERAL:
+                twice = next((name for name in names if names.count(name) > 1), None)
+                if twice is not None:
+                    raise UserError(f"{argument}: {twice} is in it twice. Type it once.")
+                continue
             more = f", or for a sweep -m {key}={','.join(names if len(names) > 1 else options[:2])}"
             raise UserError(f"{argument}: this is a group, and takes one option. Type {key}={names[0]}{more}.")
         if value == "null" and key != "experiment":  # which is none by default
@@ -366,6 +375,7 @@ def defaults():
 
     choices = HydraConfig.get().runtime.choices.items()
     wanted = [f"{group}={choice}" for group, choice in choices if choice is not None and not group.startswith("hydra/")]
+    wanted += [override for override in typed() if override.startswith(tuple(f"{group}=[" for group in SEVERAL))]
     key = (GlobalHydra.instance().config_loader(), HydraConfig.get().job.config_name, *wanted)
     if key not in composed:  # the jobs of a sweep have the same choices, and Hydra takes 50 ms
         composed[key] = OmegaConf.to_container(hydra.compose(key[1], wanted), resolve=False)

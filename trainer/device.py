@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import sys
+import time
 import warnings
 
 import torch
@@ -276,6 +277,25 @@ def synchronize(device):
     """Waits for the device; a clock read after this tells the truth."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def mark(device):
+    """A point in the work of the device, for `seconds_between`; nothing waits for it."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.get_device_module(device).Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def has_caught_up(mark):
+    """Whether a device beside the CPU has come to the mark: it waits for what Python gives it next."""
+    return not isinstance(mark, float) and mark.query()
+
+
+def seconds_between(start, end):
+    """The seconds from one mark to another one; the device has to have come to both."""
+    return end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
 
 
 def free_memory(device):

@@ -1,16 +1,30 @@
-"""Loggers: callbacks that write each row of numbers somewhere. JSONL is always on; TensorBoard is an extra."""
+"""Loggers: callbacks that write each row of numbers somewhere. JSONL is always on; each of the others is an extra."""
 
 import errno
+import importlib.util
 import itertools
 import json
+import logging
 import os
+import re
+import secrets
+import shlex
+import sys
+import time
 from pathlib import Path
 
+from trainer import parallel, pictures
 from trainer.callbacks import Callback
-from trainer.errors import UserError
-from trainer.files import open_plain, replacing
+from trainer.errors import UserError, as_typed, check_choice, check_number, log, printable
+from trainer.files import open_plain, read, replacing
 from trainer.rundir import finite
 from trainer.state import check_like
+
+PATIENCE = 30  # seconds that a logger's server may take to answer
+# What MLflow does unless the environment says otherwise: it tries 7 times for 2 minutes each, and tells its makers.
+MLFLOW = {"MLFLOW_HTTP_REQUEST_TIMEOUT": str(PATIENCE), "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+MLFLOW |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}
+MLFLOW |= {"MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
 
 
 class JSONL(Callback):
@@ -79,32 +93,234 @@ def read_rows(path):
     return [row for row, _ in rows_in(path)] if os.path.lexists(path) else []
 
 
-class TensorBoard(Callback):
-    """Writes the floats of each row to event files in `folder`; needs the extra `tensorboard`."""
+class Logger(Callback):
+    """Hands the numbers of a run to a tool, which may fail: that is one warning, and the run goes on without it.
+
+    What a tool does is in `begin`, before the first row; `write`, for each; `add_result`, where train.py has one; and
+    `end`. Nothing begins before there is a row: what is wrong with the settings has been found by then.
+    """
 
     first_rank_only = True
+    config, group, awaits_result = {}, None, False
+    begun, failed, begun_at = False, False, 0
 
-    def __init__(self, folder):
-        self.folder = os.fspath(folder)
-        self.writer = None
-        try:
-            import tensorboard  # noqa: F401 (only to know, before anything is trained, that it is there)
-        except ImportError:
-            raise UserError("callbacks=tensorboard needs TensorBoard.\nType pip install -e '.[tensorboard]'.") from None
+    def describe(self, config, group=None):
+        """What train.py says before the fit: {key: value}, the sweep's name, and that `finish` will follow."""
+        self.config, self.group, self.awaits_result = config, group, True
+
+    def on_fit_start(self, trainer):
+        self.begun, self.failed, self.begun_at = False, False, trainer.step
 
     def on_log(self, trainer, row):
-        if self.writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(self.folder, purge_step=trainer.step)
-        for name, value in row.items():
-            if isinstance(value, float):
-                self.writer.add_scalar(name, value, row["step"])
+        if not self.begun:
+            self.begun = True
+            self.attempt(self.begin, trainer)
+        self.attempt(self.write, {name: value for name, value in row.items() if isinstance(value, float)}, row["step"])
 
     def on_fit_end(self, trainer):
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
+        outcome = "failed" if sys.exc_info()[0] else "stopped" if trainer.interrupted else "done"
+        if self.begun and not (self.awaits_result and outcome == "done"):
+            self.attempt(self.end, outcome)
+
+    def finish(self, step, numbers, evaluation):
+        """After the fit: its final numbers, and evaluation.json; nothing of a run that was only looked at."""
+        if self.begun:
+            self.attempt(self.add_result, step, numbers, evaluation)
+            self.attempt(self.end, "done")
+
+    def attempt(self, method, *args):
+        """Calls the tool, unless it has failed before."""
+        if self.failed:
+            return
+        try:
+            method(*args)
+        except Exception as error:
+            self.failed = True
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            which = f"callbacks={type(self).__name__.lower()}"
+            log.warning("%s: %s\nThe run goes on without it.", which, printable(reason)[:300])
+
+
+class TensorBoard(Logger):
+    """Writes event files in `folder`; needs the extra `tensorboard`.
+
+    With `histograms` also the distribution of each weight, at the end of every so many epochs.
+    """
+
+    def __init__(self, folder, histograms=0):
+        self.folder = os.fspath(folder)
+        self.histograms = check_number("callbacks.tensorboard.histograms", histograms, whole=True, least=0)
+        need("tensorboard", "TensorBoard")
+
+    def on_fit_start(self, trainer):
+        super().on_fit_start(trainer)
+        if self.histograms and any(map(parallel.is_shard, trainer.module.parameters())):
+            what = "no process has a whole weight"
+            raise UserError(f"callbacks.tensorboard.histograms={self.histograms}: {what}. Leave it out.")
+
+    def begin(self, trainer):
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        # What a run that was killed has written after its last checkpoint is hidden, since it comes again.
+        self.writer = SummaryWriter(self.folder, purge_step=self.begun_at + 1)
+        parts = ("val", "test") if trainer.val_loader is not None else ()
+        names = ["train/loss", *(f"{part}/{name}" for part in parts for name in ("loss", *trainer.metrics))]
+        plain = {key: as_typed(x) if isinstance(x, (list, dict)) else x for key, x in self.config.items()}
+        for part in hparams(plain, dict.fromkeys(names))[:2]:
+            self.writer.file_writer.add_summary(part)
+
+    def write(self, numbers, step):
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+
+    def on_epoch_end(self, trainer):
+        if self.histograms and trainer.step // trainer.steps_per_epoch % self.histograms == 0:
+            self.attempt(self.write_weights, trainer)
+
+    def write_weights(self, trainer):
+        for name, weight in trainer.module.named_parameters():
+            self.writer.add_histogram(name, weight.detach()[weight.isfinite()].float().cpu(), trainer.step)
+
+    def add_result(self, step, numbers, evaluation):
+        self.write(numbers, step)
+        for name, image in pictures.of(evaluation).items():
+            self.writer.add_image(name, image, step, dataformats="HWC")
+
+    def end(self, outcome):
+        self.writer.close()
+
+
+class WandB(Logger):
+    """Weights & Biases, with its files in `folder`/wandb; needs the extra `wandb`.
+
+    `mode` auto is online where one has logged in, and offline elsewhere: `wandb sync` sends it later.
+    """
+
+    def __init__(self, folder, project="stoker", mode="auto"):
+        self.folder, self.project = Path(folder), project
+        self.mode = check_choice("callbacks.wandb.mode", mode, ["auto", "online", "offline"])
+        need("wandb", "Weights & Biases")
+
+    def begin(self, trainer):
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE") if self.mode == "auto" else self.mode
+        if mode is None:  # it would ask for a login, and wait
+            mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+        path = self.folder / "wandb-id.txt"
+        found = read_id(path) if self.begun_at else None
+        limits = {"init_timeout": PATIENCE, "finish_timeout": PATIENCE, "finish_timeout_raises": True}
+        self.run = wandb.init(
+            id=found or write_id(path, secrets.token_hex(4)), resume="allow", reinit="create_new", mode=mode,
+            project=self.project, group=self.group, name=name_of(self.folder, self.group), dir=self.folder,
+            config=self.config, settings=wandb.Settings(silent=True, console="off", **limits),
+        )  # fmt: skip
+
+    def write(self, numbers, step):
+        self.run.log(numbers, step=step)
+
+    def add_result(self, step, numbers, evaluation):
+        import wandb
+
+        self.run.summary.update(numbers)
+        self.run.log({name: wandb.Image(image) for name, image in pictures.of(evaluation).items()}, step=step)
+
+    def end(self, outcome):
+        own = shlex.quote(str(Path(self.run.dir).parent))
+        where = f"wandb sync {own}" if self.run.offline else self.run.url
+        self.run.finish({"done": 0, "failed": 1, "stopped": 255}[outcome])  # as its own hook has it for a Ctrl-C
+        print(f"wandb    {where}", flush=True)
+
+
+class MLflow(Logger):
+    """A run in MLflow, under the name of `folder`; needs the extra `mlflow`.
+
+    `uri` is a server, or a database with the images in mlartifacts/ beside it; auto is what MLFLOW_TRACKING_URI says,
+    else runs/mlflow.db.
+    """
+
+    def __init__(self, folder, uri="auto", experiment="stoker"):
+        self.folder, self.uri, self.experiment = Path(folder), uri, experiment
+        need("mlflow", "MLflow")
+
+    def begin(self, trainer):
+        for name, value in MLFLOW.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # which tells of each table
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///runs/mlflow.db" if self.uri == "auto" else self.uri
+        path, at = self.folder / "mlflow-id.txt", None
+        if uri.startswith("sqlite:///"):
+            at = Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts"
+            at.parent.mkdir(parents=True, exist_ok=True)
+        self.client, self.id = MlflowClient(uri), read_id(path) if self.begun_at else None
+        self.last = {}  # {name: the step of the last value that is there}: MLflow would have one of the same step twice
+        if self.id:
+            self.client.update_run(self.id, status="RUNNING")
+            for name in self.client.get_run(self.id).data.metrics:
+                self.last[name] = max(value.step for value in self.client.get_metric_history(self.id, name))
+        else:
+            run = self.client.create_run(
+                self.experiment_id(at and at.as_uri()),
+                tags={"sweep": self.group} if self.group else None,
+                run_name=name_of(self.folder, self.group),
+            )
+            self.id = write_id(path, run.info.run_id)
+            params = [Param(key, as_typed(value)) for key, value in self.config.items()]
+            for i in range(0, len(params), 100):  # it takes no more at once
+                self.client.log_batch(self.id, params=params[i : i + 100])
+        shown = uri if at is None else f"mlflow ui --backend-store-uri {uri}"
+        self.where = f"mlflow   {shown}"
+
+    def experiment_id(self, images):
+        found = self.client.get_experiment_by_name(self.experiment)
+        return found.experiment_id if found else self.client.create_experiment(self.experiment, images)
+
+    def write(self, numbers, step):
+        from mlflow.entities import Metric
+
+        now, new = int(1000 * time.time()), [name for name in numbers if step > self.last.get(name, -1)]
+        self.client.log_batch(self.id, metrics=[Metric(name, numbers[name], now, step) for name in new])
+        self.last |= dict.fromkeys(new, step)
+
+    def add_result(self, step, numbers, evaluation):
+        self.write(numbers, step)
+        for name, image in pictures.of(evaluation).items():
+            self.client.log_image(self.id, image, artifact_file=f"{name}.png")
+
+    def end(self, outcome):
+        self.client.set_terminated(self.id, {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}[outcome])
+        print(self.where, flush=True)
+
+
+def need(package, tool):
+    """UserError, before anything is trained, where the package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"callbacks={package} needs {tool}.\nType pip install -e '.[{package}]'.")
+
+
+def name_of(folder, group):
+    """A run's name for people: that of its folder, in a sweep behind the sweep's."""
+    return f"{group}/{folder.absolute().name}" if group else folder.absolute().name
+
+
+def read_id(path):
+    """The id that `write_id` has left, with which a run that is continued goes on; None where there is none."""
+    try:
+        text = read(path, 100).decode()
+    except (OSError, ValueError):
+        return None
+    return text if re.fullmatch(r"[A-Za-z0-9-]+", text) else None
+
+
+def write_id(path, name):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
+        Path(partial).write_text(name, encoding="ascii")
+    return name
 
 
 class ConfigFile(Callback):

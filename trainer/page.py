@@ -1,44 +1,16 @@
-"""Pages of HTML that stand alone: no script, no network, light and dark; tables, and parallel coordinates in SVG."""
+"""Pages of HTML that stand alone, from templates/: no script, no network, light and dark; and the page of a sweep."""
 
 import itertools
 import math
 from collections import Counter
 from html import escape
+from pathlib import Path
+
+from markupsafe import Markup
 
 from trainer.errors import printable
 from trainer.readable import number
 
-STYLE = """
-:root { color-scheme: light dark; --text: #1c2330; --soft: #5d6878; --line: #d9dee6; --back: #ffffff; --panel: #f5f7fa;
-  --worst: #c3cedb; --best: #0a4fa8; --bad: #b3261e }
-@media (prefers-color-scheme: dark) { :root { --text: #e4e8ee; --soft: #98a3b3; --line: #333c49; --back: #14181e;
-  --panel: #1c222a; --worst: #3c4858; --best: #8cc4ff; --bad: #ff8a80 } }
-* { box-sizing: border-box }
-body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif }
-main { max-width: 1200px; margin: 0 auto; padding: 24px 20px 60px }
-h1 { font-size: 24px; margin: 0 0 4px; overflow-wrap: anywhere } h2 { font-size: 17px; margin: 32px 0 8px }
-p { margin: 4px 0 } .soft { color: var(--soft) } .bad { color: var(--bad) }
-pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 8px 12px;
-  margin: 4px 0 12px; white-space: pre-wrap; overflow-wrap: anywhere }
-code, pre { font: 13px/1.5 ui-monospace, monospace }
-.wide { overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }
-th, td { text-align: left; padding: 4px 18px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top;
-  max-width: 460px; overflow-wrap: break-word }
-th { color: var(--soft); font-weight: 500; white-space: nowrap } td.number, th.number { text-align: right }
-td.number { white-space: nowrap } tr.best td { font-weight: 600 }
-summary { cursor: pointer; margin: 8px 0 }
-svg { display: block; font: 12px system-ui, sans-serif; fill: var(--text) }
-svg .axis { stroke: var(--soft); stroke-width: 1 } svg .key { font-weight: 600 }
-svg .tick { fill: var(--soft); paint-order: stroke; stroke: var(--back); stroke-width: 4px; stroke-linejoin: round }
-svg .job { fill: none; stroke: var(--best); stroke-width: 1.6; stroke-opacity: .85;
-  stroke: color-mix(in oklab, var(--best) calc(var(--rank) * 1%), var(--worst)) }
-svg.many .job { stroke-width: 1 }
-svg .job.best, svg.many .job.best { stroke-width: 3.5; stroke-opacity: 1 }
-svg .job:hover, svg.many .job:hover { stroke-width: 5; stroke-opacity: 1 }
-svg .job.failed { stroke: var(--bad); stroke-dasharray: 4 4 } svg .cross { fill: var(--bad) }
-svg .job.pruned { stroke: var(--soft); stroke-dasharray: 4 4 } svg .cut { fill: var(--soft) }
-"""
 # Of the picture, in pixels: above and below the axes, their height, and the room for the letters of a value.
 TOP, HEIGHT, BOTTOM, LETTER, LINE = 56, 320, 44, 7, 16
 MOST_LETTERS = 24  # of a name in the picture; the whole of it is in its tooltip
@@ -47,17 +19,18 @@ MOST_SPREAD = 12  # pixels between the lines of jobs with the same value and its
 FAR = 10  # a number that is so many times another one wants a logarithmic scale
 
 
-def page(title, *parts):
-    """A whole document. What the parts are made of has been escaped by what follows here."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{safe(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in parts if part)
-        + "\n</main>\n</body>\n</html>\n"
-    )
+def render(template, **facts):
+    """A whole document from a file in templates/: whatever is in the facts is text there, but for what is Markup."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
+    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
+    return jinja2.Environment(loader=loader, finalize=plain, **options).get_template(template).render(facts)
+
+
+def plain(value):
+    """What becomes of a value in a template before it is escaped: no control characters."""
+    return value if hasattr(value, "__html__") else printable(value)
 
 
 def safe(text):
@@ -65,39 +38,37 @@ def safe(text):
     return escape(printable(text))
 
 
-def of_sweep(sweep, counts, best, again):
-    """The page of a trainer.sweep.Sweep, with its `counts` in words and the commands of the best job and to go on."""
+def of_sweep(sweep, counts, best, again, report=None):
+    """The page of a trainer.sweep.Sweep, with its `counts` in words, the commands of the best job and to go on, and
+    the path of the best job's `report`."""
     better = f", best first by {sweep.name} ({'higher' if sweep.high else 'lower'} is better)" if sweep.name else ""
-    return page(
-        f"Sweep {sweep.folder.name}",
-        f"<h1>Sweep {safe(sweep.folder.name)}</h1>",
-        f'<p class="soft">{safe(f"{len(sweep.jobs)} jobs: {counts}{better}")}</p>',
-        f"<p>The best</p>\n<pre>{safe(best)}</pre>" if best else "",
-        f"<p>To go on</p>\n<pre>{safe(again)}</pre>" if again else "",
-        picture(sweep),
-        "<h2>Results</h2>" if sweep.groups else "",
-        of_groups(sweep) if sweep.groups else "",
-        "<h2>Jobs</h2>",
-        of_jobs(sweep),
+    return render(
+        "sweep.html",
+        title=f"Sweep {sweep.folder.name}",
+        about=f"{len(sweep.jobs)} jobs: {counts}{better}",
+        best=best,
+        again=again,
+        report=report,
+        picture=picture(sweep),
+        groups=of_groups(sweep),
+        jobs=of_jobs(sweep),
     )
 
 
 def of_groups(sweep):
     """The table of the jobs that are done, those that differ only in their seed in one row."""
-    from trainer.sweep import mean_of, ranges, shown
+    from trainer.sweep import groups
 
     grouped = any(len(group) > 1 for group in sweep.groups)
     keys = [key for key in sweep.keys if not grouped or key != "seed"]
     tests = list(dict.fromkeys(name for group in sweep.groups for job in group for name in job.test))
     numbers = [sweep.name] * bool(sweep.name) + tests + ["seconds"]
     rows = []
-    for group in sweep.groups:
+    for (names, count, value, *others), group in zip(groups(sweep, tests, "±"), sweep.groups, strict=True):
         settings = [group[0].settings.get(key, "") for key in keys]
-        values = [shown(map(sweep.value, group), "±")] * bool(sweep.name)
-        values += [shown([job.test.get(test) for job in group], "±") for test in tests]
-        values.append(f"{mean_of(job.seconds for job in group):.1f}")
-        rows.append([*settings, *([str(len(group))] if grouped else []), *values, ranges(group)])
-    return table([*keys, *["n"] * grouped, *numbers, "jobs"], rows, {*numbers, "n"}, best=bool(sweep.name))
+        rows.append([*settings, *[count] * grouped, *[value] * bool(sweep.name), *others, names])
+    header = [*keys, *["n"] * grouped, *numbers, "jobs"]
+    return {"header": header, "rows": rows, "numbers": [*numbers, "n"], "best": bool(sweep.name)}
 
 
 def of_jobs(sweep):
@@ -112,21 +83,7 @@ def of_jobs(sweep):
         seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
         settings = [job.settings.get(key, "") for key in sweep.keys]
         rows.append([job.name, job.status, *settings, f"{other} {best}".strip(), *tested, seconds, job.note])
-    return table(["job", "status", *sweep.keys, *numbers, "note"], rows, set(numbers))
-
-
-def table(header, rows, numbers, best=False):
-    """A table whose columns of `numbers` are on the right; of its first row it says that it is the best."""
-
-    def cells(kind, row):
-        classes = (' class="number"' if name in numbers else "" for name in header)
-        return "".join(f"<{kind}{c}>{safe(cell)}</{kind}>" for c, cell in zip(classes, row, strict=True))
-
-    lines = [f"<tr>{cells('th', header)}</tr>"]
-    for i, row in enumerate(rows):
-        bad = ' class="bad"' if "failed" in row[1:2] else ' class="best"' if best and i == 0 else ""
-        lines.append(f"<tr{bad}>{cells('td', row)}</tr>")
-    return '<div class="wide">\n<table>\n' + "\n".join(lines) + "\n</table>\n</div>"
+    return {"header": ["job", "status", *sweep.keys, *numbers, "note"], "rows": rows, "numbers": numbers}
 
 
 def picture(sweep):
@@ -178,7 +135,7 @@ def picture(sweep):
     more = f" Of {len(sweep.keys)} keys the first {MOST_AXES} are drawn." if len(sweep.keys) > MOST_AXES else ""
     what = f"A line for each job, through its settings to its {sweep.name or 'result'}"
     label = f"{what}: the stronger its colour, the better.{more}"
-    return (
+    return Markup(
         '<div class="wide">\n'
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{safe(label)}">\n'
         + "\n".join(lines)

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shlex
+import subprocess
 import time
 from pathlib import Path
 
@@ -30,12 +31,12 @@ MOST_JSON = 2**24  # bytes of a result.json: ours have 2 KB, and a confusion mat
 HARMLESS = (
     "run_dir", "resume", "overwrite", "device", "strategy", "log_every", "eval_every", "task", "run", "trusted",
     "max_minutes", "rank_timeout", "eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident",
-    "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download", "sweep.",
+    "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download", "sweep.", "report",
 )  # fmt: skip
 LENGTHS = ("epochs", "max_steps", "patience")  # these too where another run begins with a checkpoint of this one
 LOCK = ".lock"
 # The files that are made anew: what a killed run left half of, and what an older run left in the way of a new one.
-WRITTEN = ("metrics.jsonl", "result.json", "model.safetensors", "model.md")
+WRITTEN = ("metrics.jsonl", "result.json", "evaluation.json", "report.html", "model.safetensors", "model.md")
 
 
 def claim(model, dataset):
@@ -76,7 +77,7 @@ def held(folder):
     The system lets go of the lock when the process ends, however it ends: a file that is left behind locks nothing.
     """
     make(folder)
-    for name in ("checkpoints", "tensorboard"):
+    for name in ("checkpoints", "tensorboard", "wandb"):
         if (folder / name).is_symlink():
             raise UserError(f"run_dir={folder}: {name} in it is a link, and may lead anywhere. Type another run_dir.")
     path = folder / LOCK
@@ -294,6 +295,30 @@ def setting(key, value):
     return f"{key}={value}" if plain else "{}='{}'".format(key, str(value).replace("'", "\\'"))
 
 
+def revision(folder):
+    """A function that gives the {"revision", "dirty"} of the folder as it is now, None where git knows of none.
+
+    git works meanwhile. Dirty is what differs from the revision; files that git does not know do not count.
+    """
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+    except OSError:
+        return lambda: None
+
+    def read():
+        try:
+            said = process.communicate(timeout=10)[0].strip()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return None
+        return {"revision": said.removesuffix("-dirty"), "dirty": said.endswith("-dirty")} if said else None
+
+    return read
+
+
 def result_of(trainer, saver):
     """What result.json says of a finished fit, beside its metrics."""
     from trainer import summary
@@ -316,6 +341,13 @@ def last_rows(folder):
     return {**last, "samples_per_second": round(samples / seconds) if seconds and math.isfinite(samples) else None}
 
 
+def final_numbers(result):
+    """{name: number} of what a run came to: the best, and the test."""
+    best = {f"best/{result['best']['name']}": result["best"]["value"]} if result["best"] else {}
+    test = {name: value for name, value in result.items() if name.startswith("test/")}
+    return {name: value for name, value in (best | test).items() if isinstance(value, float)}
+
+
 def is_numbers(name, value):
     """Whether this is something that a row holds: a number that is one, null in place of one that is not, or a list."""
     own = "/" in name or name in ("step", "epoch")
@@ -331,6 +363,8 @@ def closing_lines(folder, result, packages):
         yield f"test     {shown}"
     speed = result["samples_per_second"]
     yield f"time     {seconds(result['seconds'])}{f', with {speed:,} samples/s in training' if speed else ''}"
+    if result.get("speed"):
+        yield f"speed    {result['speed']}"
     yield f"run      {folder}"
     trusted = [f"trusted=[{','.join(packages)}]"] if packages else []
     yield f"         {command(['task=evaluate', setting('run', folder), *trusted])}"

@@ -199,6 +199,19 @@ def resolved(key, folder, config, parts=None):
     return {part: value_of(part, config[part], 0) for part in parts}
 
 
+def for_reading(config):
+    """{key: value} of this run's config, with ${key} replaced by what is there.
+
+    Any other ${...}, such as what the environment has, stays as it is written.
+    """
+    found = cli.flat(config)
+    for name, value in found.items():
+        while isinstance(value, str) and re.fullmatch(KEY_PATH, value) and value[2:-1] in found:
+            value = found[value[2:-1]]
+        found[name] = value
+    return found
+
+
 def is_ours(name, text):
     """Whether a file in configs/ has the same text for this key of its group, such as our dataset.root."""
     group, _, rest = name.partition(".")

@@ -13,6 +13,7 @@ CHOICES = {
     "monitor_mode": ("auto", "min", "max"),
     "tune": ("allocator", "linear", "threads"),
     "dataset.resident": ("auto", True, False),
+    "report": ("auto", True, False),
     "sweep.on_error": ("continue", "stop"),
     "split": ("train", "val", "test"),
     "format": ("onnx", "torch_export", "safetensors"),

@@ -17,11 +17,12 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from hydra.experimental.callback import Callback
 
 from trainer import cli, files, launch, rundir, settings
-from trainer.errors import UserError, as_typed, did_you_mean, printable
+from trainer.errors import UserError, as_typed, cause, did_you_mean, log, printable
 from trainer.readable import number, numbers
 
 JOB, SWEEP = "job.json", "sweep.json"  # what was typed for a job, and for the whole sweep
@@ -63,7 +64,7 @@ class Table(Callback):
             cli.codes += [job.code for job in jobs if job.code and job.is_of(self.planned)]
             print()
             try:
-                report(folder, jobs)
+                report(folder, jobs, config.get("report") is not False)
             except Exception as error:
                 cli.report(error)
         elif {path.name for path in folder.glob("*")} <= {"multirun.yaml", SWEEP}:
@@ -346,6 +347,14 @@ def shown(values, sign="+-"):
     return f"{number(mean_of(values))}{deviation}" if values else ""
 
 
+def groups(sweep, tests, sign="+-"):
+    """[its jobs, how many, what decides, each of the `tests`, seconds] in words of each group, best first."""
+    for group in sweep.groups:
+        means = [shown([job.test.get(test) for job in group], sign) for test in tests]
+        seconds = f"{mean_of(job.seconds for job in group):.1f}"
+        yield [ranges(group), str(len(group)), shown(map(sweep.value, group), sign), *means, seconds]
+
+
 def test_name(sweep):
     """The test metric of the same name as the one that decides, or the first that there is; '' for none."""
     names = dict.fromkeys(name for job in sweep.jobs for name in job.test)
@@ -365,13 +374,11 @@ def table(sweep):
     rows = [
         ["jobs" if grouped else "job", *["n"] * grouped, sweep.name or "best", test or "test", "seconds", "settings"]
     ]
-    for group in sweep.groups:
-        means = [shown(map(sweep.value, group)), shown([job.test.get(test) for job in group])]
+    for group, (names, count, *means) in zip(sweep.groups, groups(sweep, [test]), strict=True):
         typed = typed_for(group[0], keys or all_keys)
         if sweep.value(group[0]) is None and (other := group[0].best):
             typed = f"{typed}: {other['name']} {number(other['value'])}"
-        seconds = f"{mean_of(job.seconds for job in group):.1f}"
-        rows.append([ranges(group), *[str(len(group))] * grouped, *means, seconds, typed])
+        rows.append([names, *[count] * grouped, *means, typed])
     others = [job for status in STATUSES[1:] for job in sweep.of(status)]
     for job in others:
         shown_keys, why = sweep.keys or job.settings, job.note.partition("\n")[0]
@@ -446,8 +453,8 @@ def command(folder):
     return shlex.join(["python", "train.py", *typed, rundir.setting("hydra.sweep.dir", folder)])
 
 
-def report(folder, jobs):
-    """Prints the lines that end a sweep, and writes its sweep.csv and sweep.html."""
+def report(folder, jobs, draws=True):
+    """Prints the lines that end a sweep, and writes its sweep.csv and sweep.html, and the report of its best job."""
     from trainer import page
 
     sweep = read(folder, jobs)
@@ -465,8 +472,22 @@ def report(folder, jobs):
     print("\n".join(map(printable, lines)), flush=True)
     with files.replacing(sweep.folder / "sweep.csv") as partial, open(partial, "w", newline="", encoding="utf-8") as f:
         csv.writer(f).writerows([cell(value) for value in row] for row in csv_rows(sweep))
+    drawn = draw_best(sweep) if best and draws else None
     with files.replacing(sweep.folder / "sweep.html") as partial:
-        Path(partial).write_text(page.of_sweep(sweep, said, best, again), encoding="utf-8")
+        Path(partial).write_text(page.of_sweep(sweep, said, best, again, drawn), encoding="utf-8")
+
+
+def draw_best(sweep):
+    """Draws the report of the best job and gives its path as a link has it; None, and a warning, where it cannot be."""
+    from trainer import report
+
+    job = sweep.groups[0][0]
+    try:
+        print(printable(f"report   {report.write(sweep.folder / job.name)}"), flush=True)
+    except Exception as error:
+        log.warning("job %s: its report could not be drawn (%s).", printable(job.name), cause(error))
+        return None
+    return f"{quote(job.name)}/{report.NAME}"
 
 
 def is_sweep(folder):

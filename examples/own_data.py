@@ -1,0 +1,59 @@
+"""Data sets of one's own: one whose samples lie in memory, and one that makes (or reads) a batch when it is asked for.
+
+python train.py dataset._target_=examples.own_data.spirals +dataset.noise=0.1
+python train.py dataset._target_=examples.own_data.tones dataset.resident=false
+Expect test/acc 0.978 and 0.722, deviation 0.005 and 0.015 over 3 seeds.
+"""
+
+import math
+
+import torch
+
+from data.datasets import Data, TensorSplit
+
+
+def spirals(n=1500, noise=0.2):
+    """Points (x, y) on three arms of a spiral: which arm is it?"""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(n) % 3
+    radius = torch.rand(n, generator=generator).sqrt()
+    angle = 4 * radius + labels * (2 * math.pi / 3) + noise * torch.randn(n, generator=generator)
+    points = torch.stack([radius * angle.cos(), radius * angle.sin()], 1)
+    train, val, test = (TensorSplit(points[part], labels[part]) for part in parts(n))
+    return Data("spirals", train, val, test, in_shape=(2,), num_classes=3)
+
+
+def tones(n=3000, length=64):
+    """Noisy tones of four pitches: which pitch is it?"""
+    train, val, test = (Tones(range(n)[part], length) for part in parts(n))
+    return Data("tones", train, val, test, in_shape=(length,), num_classes=4)
+
+
+class Tones:
+    """What a part of a Data has: a length, the labels, its size in bytes, and a batch for a list of indices."""
+
+    def __init__(self, numbers, length):
+        self.numbers, self.length = torch.tensor(numbers), length
+        self.targets = self.numbers % 4
+        self.nbytes = 4 * length * len(self.numbers)  # were it all in memory
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, indices):
+        """(inputs, targets): here is where files would be opened and decoded."""
+        return torch.stack([self.tone(i) for i in indices]), self.targets[indices]
+
+    def tensors(self):
+        """All of it, for where there is room; one that is always streamed (dataset.resident=false) needs it not."""
+        return self[list(range(len(self)))]
+
+    def tone(self, i):
+        generator = torch.Generator().manual_seed(self.numbers[i].item())  # each sample is always the same
+        noise = torch.randn(self.length, generator=generator)
+        return torch.sin(torch.arange(self.length) * (0.2 + 0.1 * self.targets[i])) + 3 * noise
+
+
+def parts(n):
+    """The slices of the training, validation and test part: 70, 10 and 20 %."""
+    return slice(0, 7 * n // 10), slice(7 * n // 10, 8 * n // 10), slice(8 * n // 10, n)

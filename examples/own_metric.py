@@ -1,0 +1,35 @@
+"""A metric of one's own: the accuracy where each class counts the same, however many samples it has.
+
+python train.py +metrics.balanced._target_=examples.own_metric.BalancedAccuracy monitor=val/balanced
+Expect test/balanced 0.972, deviation 0.016 over 3 seeds.
+"""
+
+import torch
+
+from trainer.metrics import Sums, class_of
+
+
+class BalancedAccuracy(Sums):
+    """The mean over the classes of the share of their samples that is recognised; outputs (N, C), targets (N,).
+
+    A metric has `update(outputs, targets)`, `compute()` and `reset()`. As a child of Sums it only says what is summed,
+    and what the sums come to: they stay on the device, and are added up over several processes.
+    """
+
+    higher_is_better = True  # for monitor=val/balanced: the checkpoint of the highest value is the best one
+
+    def __init__(self, num_classes):
+        self.num_classes = num_classes
+        super().__init__()
+
+    def update(self, outputs, targets):
+        targets = class_of(targets)
+        hits = outputs.argmax(-1) == targets
+        counts = torch.zeros(2, self.num_classes, dtype=torch.int64, device=outputs.device)
+        counts[0].scatter_add_(0, targets, hits.long())
+        counts[1].scatter_add_(0, targets, torch.ones_like(targets))
+        self.add(counts)
+
+    def value(self, sums):
+        hits, samples = sums
+        return (hits[samples > 0] / samples[samples > 0]).mean()

@@ -1,0 +1,121 @@
+"""The site: it is built without a warning and without the network, knows every module, and its commands are real."""
+
+import ast
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from forks import Forks
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+BUILDERS = ("sphinx", "furo", "myst_parser")
+MISSING = [name for name in BUILDERS if importlib.util.find_spec(name) is None]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def commands(text):
+    """The `python ...` commands of a text, each a list of words without `python`; a backslash ends no line."""
+    lines = re.sub(r"\\\n\s*", " ", text).splitlines()
+    lines = [line.strip() for line in lines if re.match(r"\s*python (train\.py|-m) ", line)]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def forks():
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site."""
+    if MISSING:
+        pytest.skip(f"needs {', '.join(MISSING)}: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "-n",
+        "-q",
+        "-d",
+        folder / "doctrees",
+        ROOT / "docs",
+        folder / "site",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return folder / "site"
+
+
+def test_the_reference_has_every_module_and_what_has_a_docstring_there(site):
+    _, contents = site.joinpath("objects.inv").read_bytes().split(b"using zlib.\n")
+    known = {line.split()[0] for line in zlib.decompress(contents).decode().splitlines()}
+    for file in sorted(file for folder in ("trainer", "data", "models") for file in (ROOT / folder).glob("[!_]*.py")):
+        module = f"{file.parent.name}.{file.stem}"
+        assert module in known, f"docs/api/ lacks .. automodule:: {module}"
+        nodes = ast.parse(file.read_text(encoding="utf-8")).body
+        nodes = [
+            node for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
+        ]
+        assert [node.name for node in nodes if node.name[0] != "_" and f"{module}.{node.name}" not in known] == []
+
+
+def test_the_site_needs_no_network_and_can_be_searched(site):
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > len(DOCS)
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r'<(?:script|img|link|iframe)[^>]*?\b(?:src|href)="([^"]*)"', text)
+        assert loaded, page
+        assert [url for url in loaded if "//" in url] == [], page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//|@import", style.read_text(encoding="utf-8")), style
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    assert index.startswith("Search.setIndex(")
+    for page in DOCS:
+        assert f'"{page.relative_to(ROOT / "docs").with_suffix("").as_posix()}"' in index
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_pages_and_a_search_open_from_the_disk_without_an_error(site, tmp_path):
+    options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
+    options += " --disable-component-update --enable-logging=stderr --virtual-time-budget=3000 --dump-dom"
+    for page, wanted in (("index.html", "<h1>Stoker"), ("search.html?q=EarlyStopping", "callbacks.EarlyStopping")):
+        command = [CHROMIUM, *options.split(), f"--user-data-dir={tmp_path / page[:3]}", f"file://{site}/{page}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert wanted in done.stdout
+        assert "CONSOLE" not in done.stderr
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
+def test_each_command_of_a_page_is_understood(page, forks, tmp_path):
+    """Composed, and nothing is trained. What a page includes from examples/ is that folder's to test."""
+    for command in commands(page.read_text(encoding="utf-8")):
+        if command[0] == "train.py" and not {"-m", "--help"} & set(command):
+            done = forks.run(tmp_path, *command[1:], "--cfg", "job")
+            assert done.code == 0, (command, done.err)
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
+def test_the_python_of_a_page_runs(page, tmp_path):
+    """All blocks of a page one after the other, as somebody who reads it would type them."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    if not blocks:
+        pytest.skip("there is none")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "\n".join(blocks)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,193 @@
+"""The doctor: what it finds in networks that cannot learn, what it says of those that can, and that it changes none."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import assert_same, make_data, make_model, make_trainer
+from torch import nn
+
+from data import datasets
+from data.loader import DeviceLoader, make_loaders
+from models.cnn import CNN
+from models.mlp import MLP
+from trainer import graph, schedules
+from trainer.doctor import Doctor, findings
+from trainer.errors import UserError
+
+
+def examined(model, lr=1e-2, optimizer=torch.optim.AdamW, every=5, **settings):
+    """The doctor of a fit on small data; `said` are its warnings, {kind: [layers]}."""
+    doctor = Doctor(every)
+    settings = {"optimizer": functools.partial(optimizer, lr=lr), "callbacks": [doctor], **settings}
+    make_trainer(model, **settings).fit(DeviceLoader(make_data(), "train", 8, shuffle=True))
+    return doctor
+
+
+def three_layers(activation=nn.ReLU):
+    layers = [nn.Linear(6, 16), activation(), nn.Linear(16, 16), activation(), nn.Linear(16, 3)]
+    return nn.Sequential(*layers)
+
+
+def test_a_layer_that_is_dead_is_named(caplog, capsys):
+    model = three_layers()
+    nn.init.constant_(model[2].bias, -1000.0)
+    doctor = examined(model, optimizer=torch.optim.SGD)
+    assert doctor.said == {"dead": ["0", "2", "4"], "saturated": ["3"]}  # in front of it and behind it nothing arrives
+    dead, saturated = caplog.messages  # and not again at each of the samples after it
+    assert dead.startswith("doctor: dead, at step 3: 0 (no gradient in 16 of 16 units), 2 (no gradient in 16 of 16")
+    assert saturated.startswith("doctor: saturated, at step 3: 3 (100% of its outputs).\nPut a norm in front")
+    assert capsys.readouterr().out == "doctor   3 weights in 7 of 24 steps: dead in 3; saturated in 1\n"
+
+
+class Functional(nn.Module):
+    """An activation that is no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, inputs):
+        return self.two(torch.relu(self.one(inputs)))
+
+
+def test_units_are_counted_also_where_the_activation_is_no_module(caplog):
+    model = Functional()
+    with torch.no_grad():
+        model.one.bias[:10] = -1000.0
+    assert examined(model, optimizer=torch.optim.SGD).said == {"dead": ["one"]}
+    assert "one (no gradient in 10 of 16 units)" in caplog.messages[0]
+    few = Functional()
+    with torch.no_grad():
+        few.one.bias[:4] = -1000.0  # some dead units are nothing to warn of
+    assert examined(few, optimizer=torch.optim.SGD).said == {}
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_rate_that_is_far_too_high_or_too_low(optimizer):
+    high = examined(three_layers(nn.Tanh), 1e3, optimizer, scheduler=schedules.constant)
+    assert set(high.said["large updates"]) >= {"0", "2"}
+    low = examined(three_layers(nn.Tanh), 1e-9, optimizer)
+    assert low.said == {"small updates": ["0", "2", "4"]}
+
+
+def test_the_ends_of_a_schedule_are_no_small_updates():
+    cosine = functools.partial(schedules.cosine, warmup=12, final=0.0)
+    assert examined(three_layers(), 1e-4, every=1, scheduler=cosine).said == {}
+
+
+def test_gradients_vanish_in_fifty_sigmoid_layers_and_are_there_in_fifty_with_norms(caplog):
+    def deep(*between):
+        middle = [layer for _ in range(50) for layer in (nn.Linear(16, 16), *(make() for make in between))]
+        return nn.Sequential(nn.Linear(6, 16), *middle, nn.Linear(16, 3))
+
+    doctor = examined(deep(nn.Sigmoid), 1e-3, every=50)
+    assert set(doctor.said) == {"vanishing"} and len(doctor.said["vanishing"]) > 30
+    assert doctor.said["vanishing"][0] == "0" and "101" not in doctor.said["vanishing"]
+    assert "more" in caplog.messages[0] and len(caplog.messages[0]) < 500
+    healthy = deep(functools.partial(nn.BatchNorm1d, 16), nn.ReLU)
+    assert "vanishing" not in examined(healthy, 1e-3, every=50).said
+
+
+def test_gradients_that_explode():
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(12)), nn.Linear(16, 3))
+    model = nn.Sequential(nn.Linear(6, 16), *model)
+    for layer in list(model)[1:]:
+        nn.init.orthogonal_(layer.weight, gain=4.0)
+    assert "exploding" in examined(model, 1e-6).said
+
+
+def test_activations_that_are_saturated():
+    model = three_layers(nn.Tanh)
+    with torch.no_grad():
+        model[0].weight.mul_(1000)
+    assert examined(model, 1e-3).said["saturated"] == ["1"]
+
+
+@pytest.mark.parametrize("make", [MLP, CNN])
+def test_healthy_trainings_on_the_digits_get_no_warning(make, capsys, caplog):
+    data = datasets.digits()
+    (train, val, _), _ = make_loaders(data, batch_size=64)
+    torch.manual_seed(0)
+    doctor = Doctor(every=20)
+    model = make(data.in_shape, data.num_classes)
+    cosine = functools.partial(schedules.cosine, warmup=0.05)
+    optimizer = functools.partial(torch.optim.AdamW, lr=3e-3)
+    trainer = make_trainer(model, optimizer=optimizer, scheduler=cosine, callbacks=[doctor], epochs=5)
+    trainer.fit(train, val)
+    assert not doctor.said and not caplog.messages
+    assert f"doctor   {3 if make is MLP else 4} weights in 8 of 100 steps: nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("settings", [{}, {"grad_accum_steps": 3}, {"max_grad_norm": 0.5}, {"eval_every": 2}])
+def test_it_changes_nothing_and_leaves_nothing(settings):
+    def fitted(*callbacks):
+        data = make_data()
+        loaders = DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 7)
+        trainer = make_trainer(make_model(dropout=0.3), callbacks=callbacks, **settings)
+        trainer.fit(*loaders)
+        return trainer
+
+    with_it, without = fitted(Doctor(every=1)), fitted()
+    assert_same(with_it.state_dict() | {"callbacks": None}, without.state_dict() | {"callbacks": None})
+    for part in [*with_it.module.modules(), *with_it.module.parameters()]:
+        assert not getattr(part, "_forward_hooks", None)
+        assert not getattr(part, "_post_accumulate_grad_hooks", None)
+
+
+def test_micro_batches_have_the_gradient_of_the_whole_batch():
+    doctors = []
+    for parts in (1, 4):
+        doctor = Doctor(every=1)
+        make_trainer(callbacks=[doctor], grad_accum_steps=parts, max_steps=1, epochs=None).fit(
+            DeviceLoader(make_data(), "train", 8)
+        )
+        doctors.append(doctor.samples[-1])
+    for name, size in doctors[0].gradients.items():
+        assert size == pytest.approx(doctors[1].gradients[name], rel=1e-5)
+        assert doctors[0].updates[name] == pytest.approx(doctors[1].updates[name], rel=1e-3)
+
+
+def test_sizes_are_those_of_the_step():
+    model = nn.Sequential(nn.Linear(6, 3, bias=False))
+    before = model[0].weight.detach().clone()
+    batch = next(iter(DeviceLoader(make_data(), "train", 8)))
+    loss = nn.functional.cross_entropy(batch[0] @ before.requires_grad_().T, batch[1])
+    (gradient,) = torch.autograd.grad(loss, before)
+    doctor = Doctor()
+    settings = {"scheduler": schedules.constant, "max_steps": 1, "epochs": None}
+    optimizer = functools.partial(torch.optim.SGD, lr=0.25)
+    make_trainer(model, optimizer=optimizer, callbacks=[doctor], **settings).fit(DeviceLoader(make_data(), "train", 8))
+    size = (gradient.norm() / before.norm()).item()
+    assert doctor.samples[-1].gradients["0"] == pytest.approx(size, rel=1e-5)
+    assert doctor.samples[-1].updates["0"] == pytest.approx(0.25 * size, rel=1e-4)
+
+
+def test_steps_in_between_have_no_hooks():
+    seen = []
+
+    class Watch(Doctor):
+        def on_step_end(self, trainer):
+            seen.append((trainer.step, bool(self.hooks)))
+            super().on_step_end(trainer)
+
+    make_trainer(callbacks=[Watch(every=10)]).fit(DeviceLoader(make_data(), "train", 8))
+    assert [step for step, looked in seen if looked] == [1, 2, 3, 10, 20]
+
+
+def test_what_cannot_be_looked_into_is_refused():
+    def begin(strategy, execute):
+        trainer = SimpleNamespace(strategy=strategy, execute=execute, step=0)
+        Doctor().on_fit_start(trainer)
+
+    with pytest.raises(UserError, match="callbacks=doctor: strategy=fsdp has no whole layers.*\nType strategy=ddp"):
+        begin("fsdp", graph.eagerly)
+    with pytest.raises(UserError, match="a graph's steps cannot be looked into. Type compile=false"):
+        begin("single", graph.Captured(None, None))
+    with pytest.raises(UserError, match="callbacks.doctor.every=0: give a whole number at least 1"):
+        Doctor(every=0)
+
+
+def test_nothing_seen_is_nothing_found():
+    assert findings([], {}) == {}

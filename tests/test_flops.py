@@ -1,0 +1,43 @@
+import torch
+from torch import nn
+
+from models.cnn import CNN
+from trainer import flops
+
+
+def test_the_flops_of_linear_layers_are_two_for_each_weight_and_product():
+    weights = (20 * 30, 30 * 7)
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 7))
+    # Forward, the gradient of each weight, and that of each input but the first layer's, which nobody asks for.
+    assert flops.per_sample(model, (20,)) == 2 * sum(weights) + 2 * sum(weights) + 2 * weights[1]
+
+
+def test_a_frozen_layer_has_no_gradient_to_be_computed():
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 7))
+    model[0].requires_grad_(False)
+    assert flops.per_sample(model, (20,)) == 2 * (20 * 30) + 2 * 2 * (30 * 7)
+
+
+def test_the_flops_of_a_convolution_are_those_of_its_windows():
+    model = nn.Conv2d(3, 8, kernel_size=3, padding=1)
+    forward = 2 * (3 * 3 * 3) * 8 * (5 * 6)
+    assert flops.per_sample(model, (3, 5, 6)) == 2 * forward  # and as much for its weights
+
+
+def test_counting_changes_nothing_in_the_model():
+    model = CNN((1, 8, 8), 10).eval()
+    before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    assert flops.per_sample(model, (1, 8, 8)) > 0
+    after = model.state_dict(keep_vars=True)
+    assert all(id(after[name]) == was and torch.equal(after[name], value) for name, (was, value) in before.items())
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_that_needs_numbers_has_no_count():
+    class Decides(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) if inputs.sum() > 0 else inputs
+
+    assert flops.per_sample(Decides(4, 4), (4,)) is None
+    assert flops.per_sample(nn.ReLU(), (4,)) is None

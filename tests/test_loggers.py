@@ -1,0 +1,479 @@
+"""What the loggers write is what their tools read; one that fails costs the run nothing."""
+
+import functools
+import importlib.util
+import io
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+from conftest import assert_same, make_data, make_trainer
+from test_cli import ENVIRONMENT, ROOT, forked, read
+
+from data.loader import DeviceLoader
+from trainer import checkpoint, loggers, pictures
+from trainer.callbacks import Callback, Checkpoint
+from trainer.loggers import JSONL, Logger, MLflow, TensorBoard, WandB
+from trainer.metrics import Accuracy
+
+TOOLS = ["tensorboard", "wandb", "mlflow"]
+CONFIG = {
+    "optimizer.lr": 0.01,
+    "model._target_": "models.mlp.MLP",
+    "ema": None,
+    "tune": ["threads"],
+    "drop_last": False,
+}
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAAAAABX3VL4AAAADElEQVR4nGNg+A+EAAYAAf+T0eSJAAAAAElFTkSuQmCC"
+SEEN = {"split": "test", "classes": ["a", "b", "$c"], "confusion": [[5, 1, 0], [0, 7, 0], [2, 0, 0]]}
+SEEN |= {"worst": [{"png": PNG, "true": 2, "predicted": 0, "probability": 0.9}]}
+FINAL = {"test/loss": 0.25, "test/acc": 0.75}
+
+
+def need(*tools):
+    for tool in tools:
+        if importlib.util.find_spec(tool) is None:
+            pytest.skip(f"{tool} is not installed: pip install -e '.[{tool}]'")
+
+
+def make(tool, folder):
+    """The logger of a run in `folder`."""
+    if tool == "tensorboard":
+        return TensorBoard(folder / "tensorboard")
+    if tool == "wandb":
+        return WandB(folder, mode="offline")
+    return MLflow(folder, f"sqlite:///{folder}/mlflow.db")
+
+
+def numbers_of(tool, folder):
+    """{name: [(step, value)]} as the tool's own reader has it."""
+    return {"tensorboard": of_tensorboard, "wandb": of_wandb, "mlflow": of_mlflow}[tool](folder)
+
+
+def events_of(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def of_tensorboard(folder):
+    events = events_of(folder)
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def of_mlflow(folder):
+    client, run = mlflow_of(folder)
+    found = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    return {name: [(metric.step, metric.value) for metric in values] for name, values in found.items()}
+
+
+def mlflow_of(folder, uri=None):
+    """(the client, the one run in it)."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri or f"sqlite:///{folder}/mlflow.db")
+    [run] = client.search_runs([client.get_experiment_by_name("stoker").experiment_id])
+    return client, run
+
+
+def of_wandb(folder):
+    found = {}
+    for record in records_of(folder):
+        items = values_of(record.history.item)
+        for name in items:
+            if name[0] != "_":
+                found.setdefault(name, []).append((items["_step"], items[name]))
+    return found
+
+
+def values_of(items):
+    """{name: value} of wandb's records of them; an image is no value."""
+    pairs = [([item.key] if item.key else item.nested_key, json.loads(item.value_json)) for item in items]
+    return {name[0]: value for name, value in pairs if len(name) == 1 and not isinstance(value, dict)}
+
+
+def records_of(folder):
+    """What wandb's files hold, in their order: blocks of 32 KB with fragments of records, as LevelDB's log has them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        content, at, whole = path.read_bytes(), 7, b""
+        while at + 7 <= len(content):
+            if 2**15 - at % 2**15 < 7:  # too little for a header: the rest of the block is empty
+                at += 2**15 - at % 2**15
+                continue
+            _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+            whole, at = whole + content[at + 7 : at + 7 + length], at + 7 + length
+            if kind in (1, 4):  # the whole one, or its last fragment
+                yield Record.FromString(whole)
+                whole = b""
+
+
+def of_rows(folder):
+    """The same of metrics.jsonl."""
+    found = {}
+    for row in loggers.read_rows(folder / "metrics.jsonl"):
+        for name, value in row.items():
+            if isinstance(value, float):
+                found.setdefault(name, []).append((row["step"], value))
+    return found
+
+
+def as_kept(tool, numbers):
+    """TensorBoard keeps float32; the others one value a step, so not the epoch of an evaluation's row once more."""
+    if tool != "tensorboard":
+        return {name: list(dict(values).items()) for name, values in numbers.items()}
+    return {
+        name: [(step, torch.tensor(value, dtype=torch.float32).item()) for step, value in values]
+        for name, values in numbers.items()
+    }
+
+
+def fit(folder, *callbacks, resume=None, **settings):
+    data = make_data()
+    callbacks = [JSONL(folder / "metrics.jsonl"), *callbacks]
+    trainer = make_trainer(metrics={"acc": Accuracy()}, callbacks=callbacks, log_every=3, **settings)
+    trainer.fit(DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 8), resume=resume)
+    return trainer
+
+
+class Dies(Callback):
+    def __init__(self, step, error=KeyboardInterrupt):
+        self.step, self.error = step, error
+
+    def on_step_end(self, trainer):
+        if trainer.step == self.step:
+            raise self.error
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """A function: tool -> the folder of a run that a logger was told all of."""
+
+    @functools.cache
+    def tell(tool):
+        need(tool)
+        folder = tmp_path_factory.mktemp(tool)
+        logger = make(tool, folder)
+        logger.describe(CONFIG, "a-sweep")
+        fit(folder, logger)
+        logger.finish(24, FINAL, SEEN)
+        return folder
+
+    return tell
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_has_the_rows_and_the_result(told, tool):
+    rows = of_rows(told(tool))
+    assert {"train/loss", "train/lr", "train/seconds", "val/loss", "val/acc", "epoch"} == set(rows)
+    expected = rows | {name: [(24, value)] for name, value in FINAL.items()}
+    if tool == "wandb":  # it has them in the summary
+        expected = rows
+        summary = [item for record in records_of(told(tool)) for item in record.summary.update]
+        assert FINAL.items() <= values_of(summary).items()
+    assert as_kept(tool, numbers_of(tool, told(tool))) == as_kept(tool, expected)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_run_that_was_killed_goes_on_in_the_same_place_and_has_no_row_twice(tmp_path, tool):
+    """Killed at step 16, with a checkpoint of step 10, and rows up to 15."""
+    need(tool)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    fit(whole)
+    with pytest.raises(KeyboardInterrupt):
+        fit(cut, make(tool, cut), Dies(16), Checkpoint(cut / "checkpoints", every=10, epochs=None))
+    fit(cut, make(tool, cut), resume=checkpoint.path_of(cut / "checkpoints", 10))
+    expected, found = as_kept(tool, of_rows(whole)), numbers_of(tool, cut)
+    del expected["train/seconds"], found["train/seconds"]
+    if tool == "wandb":  # W&B drops those that it has when they are sent
+        runs = [record.run for record in records_of(cut) if record.WhichOneof("record_type") == "run"]
+        assert len({run.run_id for run in runs}) == 1 and len(list(cut.glob("wandb/offline-run-*"))) == 2
+        found = {name: sorted(set(values)) for name, values in found.items()}
+    assert found == expected
+
+
+def test_a_run_that_begins_anew_is_another_run(tmp_path):
+    need("wandb")
+    for _ in range(2):
+        fit(tmp_path, make("wandb", tmp_path), max_steps=1)
+    ids = {record.run.run_id for record in records_of(tmp_path) if record.WhichOneof("record_type") == "run"}
+    assert len(ids) == 2 and loggers.read_id(tmp_path / "wandb-id.txt") in ids
+
+
+@pytest.mark.parametrize("text", ["", "../x", "a/b", "a b", "x" * 101, "é", "a\n"])
+def test_an_id_that_no_run_has_is_none(tmp_path, text):
+    (tmp_path / "id").write_text(text, encoding="utf-8")
+    assert loggers.read_id(tmp_path / "id") is None and loggers.read_id(tmp_path / "no") is None
+
+
+def test_tensorboards_hparams_tab_has_the_settings_and_which_numbers_are_its_metrics(told):
+    from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    content = events_of(told("tensorboard")).summary_metadata
+    session, experiment = (
+        HParamsPluginData.FromString(content[tag].plugin_data.content)
+        for tag in (SESSION_START_INFO_TAG, EXPERIMENT_TAG)
+    )
+    session = session.session_start_info.hparams
+    assert session["optimizer.lr"].number_value == 0.01 and session["tune"].string_value == "[threads]"
+    assert session["model._target_"].string_value == "models.mlp.MLP" and "ema" not in session
+    metrics = {info.name.tag for info in experiment.experiment.metric_infos}
+    assert metrics == {"train/loss", "val/loss", "val/acc", "test/loss", "test/acc"}
+    assert metrics <= set(of_tensorboard(told("tensorboard")))
+
+
+def test_the_other_tools_have_the_settings_the_name_and_the_sweep(told):
+    need("wandb", "mlflow")
+    [run] = [record.run for record in records_of(told("wandb")) if record.WhichOneof("record_type") == "run"]
+    assert CONFIG.items() <= values_of(run.config.update).items()
+    name = told("wandb").name
+    assert (run.run_group, run.display_name, run.project) == ("a-sweep", f"a-sweep/{name}", "stoker")
+    _, run = mlflow_of(told("mlflow"))
+    expected = {"optimizer.lr": "0.01", "ema": "null", "tune": "[threads]", "drop_last": "false"}
+    assert run.data.params == expected | {"model._target_": "models.mlp.MLP"}
+    assert run.info.run_name == f"a-sweep/{told('mlflow').name}" and run.data.tags["sweep"] == "a-sweep"
+    assert run.info.status == "FINISHED"
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_has_the_images(told, tool):
+    from matplotlib.image import imread
+
+    folder, expected = told(tool), pictures.of(SEEN)
+    assert list(expected) == ["test/confusion", "test/worst"]
+    for name, image in expected.items():
+        if tool == "tensorboard":
+            [event] = events_of(folder).Images(name)
+            found = io.BytesIO(event.encoded_image_string)
+        elif tool == "wandb":
+            [found] = folder.glob(f"wandb/offline-run-*/files/media/images/{name}_*.png")
+        else:
+            client, run = mlflow_of(folder)
+            found = client.download_artifacts(run.info.run_id, f"{name}.png")
+        assert ((imread(found)[..., :3] * 255).round() == image).all()
+
+
+def test_a_matrix_of_many_classes_and_a_name_that_is_a_formula_are_drawn():
+    for n in (1, 30, 200):
+        counts = torch.eye(n, dtype=torch.int64).tolist()
+        image = pictures.confusion(counts, [pictures.short(f"$class {i}$ " + "x" * 50) for i in range(n)])
+        assert image.dtype == "uint8" and image.shape[0] == image.shape[1] <= 1200 and image.std() > 0
+    assert pictures.of({}) == {} and pictures.of({"split": "test", "worst": [{"columns": {}}]}) == {}
+
+
+def test_histograms_are_there_on_request(tmp_path):
+    need("tensorboard")
+    trainer = fit(tmp_path, TensorBoard(tmp_path / "tensorboard", histograms=2))
+    events = events_of(tmp_path)
+    names = [name for name, _ in trainer.module.named_parameters()]
+    assert events.Tags()["histograms"] == names
+    for name, weight in trainer.module.named_parameters():
+        [event] = events.Histograms(name)  # of epoch 2 of 3
+        assert event.step == 16 and event.histogram_value.num == weight.numel()
+
+
+# A logger that fails
+
+
+class Broken(Logger):
+    """Fails where it is told to."""
+
+    def __init__(self, where, error=OSError):
+        self.where, self.error, self.calls = where, error, []
+
+    def do(self, name):
+        self.calls.append(name)
+        if name == self.where:
+            raise self.error("the disk\x1b[2J is full\nand more")
+
+    def begin(self, trainer):
+        self.do("begin")
+
+    def write(self, numbers, step):
+        self.do("write")
+
+    def add_result(self, step, numbers, evaluation):
+        self.do("add_result")
+
+    def end(self, outcome):
+        self.do("end")
+
+
+@pytest.mark.parametrize(
+    ("where", "calls"),
+    [("begin", ["begin"]), ("write", ["begin", "write"]), ("add_result", None), ("end", None), (None, None)],
+)
+def test_a_logger_that_fails_costs_one_warning_and_no_bit(tmp_path, caplog, where, calls):
+    broken = Broken(where)
+    broken.describe({})
+    trainer = fit(tmp_path / "a", broken)
+    broken.finish(trainer.step, FINAL, {})
+    without = fit(tmp_path / "b")
+    assert_same(dict(trainer.module.state_dict()), dict(without.module.state_dict()))
+    warnings = [record.getMessage() for record in caplog.records]
+    expected = "callbacks=broken: the disk\\x1b[2J is full\nThe run goes on without it."
+    assert warnings == [expected] * (where is not None)
+    usual = ["begin", *["write"] * len(loggers.read_rows(tmp_path / "a" / "metrics.jsonl")), "add_result", "end"]
+    assert broken.calls == (calls or (usual[:-1] if where == "add_result" else usual))
+
+
+def test_a_signal_in_a_logger_is_none_of_its_failures(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, Broken("write", KeyboardInterrupt))
+
+
+def test_a_tool_hears_how_the_run_ended(tmp_path):
+    class Stops(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 7:
+                trainer.interrupt("asked to")
+
+    class Ends(Broken):
+        def end(self, outcome):
+            self.calls.append(outcome)
+
+    ends = [Ends(None) for _ in range(4)]
+    fit(tmp_path, ends[0])
+    fit(tmp_path, ends[1], Stops())
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, ends[2], Dies(7, ZeroDivisionError))
+    ends[3].describe({})
+    fit(tmp_path, ends[3])
+    assert [logger.calls[-1] for logger in ends] == ["done", "stopped", "failed", "write"]
+
+
+@pytest.fixture
+def silent_server():
+    """The port of a server that takes every connection and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=50) as server:
+        yield server.getsockname()[1]
+
+
+SILENT = """
+import sys
+sys.path[:0] = [{tests!r}, {root!r}]
+from pathlib import Path
+from test_loggers import MLflow, WandB, fit, loggers
+loggers.PATIENCE = 1
+folder = Path({folder!r})
+fit(folder, WandB(folder, mode="online"), MLflow(folder, {url!r}), max_steps=3)
+print([row["step"] for row in loggers.read_rows(folder / "metrics.jsonl")])
+"""
+
+
+def test_a_server_that_never_answers_holds_no_run_up(tmp_path, silent_server):
+    need("wandb", "mlflow")
+    url = f"http://127.0.0.1:{silent_server}"
+    script = SILENT.format(tests=str(ROOT / "tests"), root=str(ROOT), folder=str(tmp_path), url=url)
+    servers = {"WANDB_BASE_URL": url, "WANDB_API_KEY": "a" * 40, "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"}
+    command, options = [sys.executable, "-c", script], {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command, env=ENVIRONMENT | servers, check=False, **options)
+    assert done.returncode == 0 and done.stdout == "[3, 3]\n", done.stderr
+    said = [line for line in done.stderr.splitlines() if not line.startswith("wandb:")]  # where it has the key from
+    assert [line.partition(" ")[0] for line in said] == ["callbacks=wandb:", "The", "callbacks=mlflow:", "The"]
+
+
+# Whole runs
+
+
+@pytest.fixture
+def server(tmp_path):
+    """The address of MLflow's own server, with a database in `tmp_path`."""
+    need("mlflow", "flask")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    places = [f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path / "artifacts")]
+    command += ["--backend-store-uri", *places]
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    process = subprocess.Popen(command, env=os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true"}, cwd=tmp_path, **options)
+    try:
+        for _ in range(600):
+            assert process.poll() is None
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        (os.killpg if hasattr(os, "killpg") else os.kill)(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def test_mlflows_server_has_the_rows_and_the_images(tmp_path, server):
+    logger = MLflow(tmp_path / "run", server)
+    logger.describe(CONFIG)
+    fit(tmp_path, logger)
+    logger.finish(24, FINAL, SEEN)
+    client, run = mlflow_of(tmp_path, server)
+    found = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    found = {name: [(metric.step, metric.value) for metric in values] for name, values in found.items()}
+    expected = as_kept("mlflow", of_rows(tmp_path)) | {name: [(24, value)] for name, value in FINAL.items()}
+    assert as_kept("mlflow", found) == expected and run.info.status == "FINISHED"
+    images = [file.path for file in client.list_artifacts(run.info.run_id, "test")]
+    assert images == ["test/confusion.png", "test/worst.png"]
+
+
+TINY = ["device=cpu", "max_steps=2", "model.hidden=[8]", "log_every=1", "callbacks=[tensorboard,wandb,mlflow]"]
+
+
+def test_the_jobs_of_a_sweep_are_together_and_nothing_from_the_environment_is_told(tmp_path):
+    """On the command line, all three at once."""
+    need(*TOOLS)
+    typed = [*TINY, "-m", "seed=0,1", "hydra.sweep.dir=mine", "ema='${oc.decode:${oc.env:SECRET}}'"]
+    secret = "0.98765454321"
+    [done] = forked(tmp_path, [typed], "hydra", "torch", SECRET=secret)
+    assert done.code == 0 and done.err == "", done.err
+    folder = tmp_path / "0"
+    runs = tracked(folder / "runs" / "mlflow.db")
+    for i, run in enumerate(sorted(runs, key=lambda run: run.info.run_name)):
+        job, result = folder / "mine" / str(i), read(folder / "mine" / str(i) / "result.json")
+        assert (
+            run.info.run_name == f"mine/{i}" and run.data.tags["sweep"] == "mine" and run.data.params["seed"] == str(i)
+        )
+        assert run.data.params["ema"] == "${oc.decode:${oc.env:SECRET}}"
+        assert run.data.params["callbacks.jsonl.path"] == "${run_dir}/metrics.jsonl"
+        assert run.data.params["callbacks.ema.decay"] == "${oc.decode:${oc.env:SECRET}}"
+        assert run.data.params["callbacks.time_limit.minutes"] == "null"
+        [wandb_run] = [record.run for record in records_of(job) if record.WhichOneof("record_type") == "run"]
+        assert (wandb_run.run_group, wandb_run.display_name) == ("mine", f"mine/{i}")
+        for numbers in (of_tensorboard(job), {name: [(0, value)] for name, value in run.data.metrics.items()}):
+            assert numbers["test/acc"][-1][1] == pytest.approx(result["test/acc"], rel=1e-6)
+            best = result["best"]
+            assert numbers[f"best/{best['name']}"][-1][1] == pytest.approx(best["value"], rel=1e-6)
+    left = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [str(path) for path in left if secret.encode() in path.read_bytes()] == []
+
+
+def tracked(database):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{database}")
+    return client.search_runs([client.get_experiment_by_name("stoker").experiment_id])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
+def test_of_several_processes_one_writes(tmp_path):
+    from forks import Forks
+
+    need("tensorboard")
+    forks = Forks(distributed=True)
+    try:
+        done = forks.ranks(tmp_path, 2, *TINY[:-1], "callbacks=tensorboard", "strategy=ddp", "run_dir=run")
+    finally:
+        forks.close()
+    assert done.codes == [0, 0] and done.errs == ["", ""] and done.outs[1] == "", (done.errs, done.outs)
+    assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1
+    rows = as_kept("tensorboard", of_rows(tmp_path / "run"))
+    assert rows.items() <= of_tensorboard(tmp_path / "run").items()

@@ -1,0 +1,290 @@
+import contextlib
+import functools
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from data.datasets import Data, TensorSplit
+from data.loader import HostLoader, make_loaders
+from trainer.callbacks import Callback, Checkpoint, Progress
+from trainer.timing import MOST_COST, STAGES, Timing, verdict
+from trainer.trainer import Trainer
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+POINTS = 0.05
+
+
+class Clock:
+    """Seconds that were spent within it, counted where they are spent: what the shares are held against."""
+
+    def __init__(self, at_least=0.0):
+        self.at_least, self.seconds = at_least, 0.0
+
+    @contextlib.contextmanager
+    def __call__(self):
+        start = time.perf_counter()
+        yield
+        time.sleep(self.at_least)
+        self.seconds += time.perf_counter() - start
+
+
+class Net(nn.Linear):
+    """Takes 5 ms, or more, for a forward."""
+
+    seconds = 0.005
+
+    def forward(self, inputs):
+        time.sleep(self.seconds)
+        return super().forward(inputs)
+
+
+class Sends:
+    """A batch of (inputs, targets) whose way to a device takes its time."""
+
+    def __init__(self, pair, clock):
+        self.pair, self.clock = pair, clock
+
+    def to(self, device):
+        with self.clock():
+            return self.pair
+
+
+class OnItsWay(Trainer):
+    def compute_loss(self, batch):
+        return super().compute_loss(batch if isinstance(batch, tuple) else batch.pair)
+
+
+class Slow:
+    """A loader of `n` batches that takes its time for each."""
+
+    def __init__(self, n, clock, size=8, sends=None):
+        generator = torch.Generator().manual_seed(0)
+        self.pairs = [(torch.randn(size, 6, generator=generator), torch.arange(size) % 3) for _ in range(n)]
+        self.clock, self.sends, self.batch_size = clock, sends, size
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __iter__(self):
+        for pair in self.pairs:
+            with self.clock():
+                pass
+            yield pair if self.sends is None else Sends(pair, self.sends)
+
+
+def fitted(train, val=None, model=None, callbacks=(), trainer=Trainer, optimizer=SGD, **settings):
+    """(its Timing, the seconds of the fit) of a training on the CPU."""
+    timing = Timing()
+    torch.manual_seed(0)
+    model = model or Net(6, 3)
+    fits = trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=[*callbacks, timing], device="cpu", **settings)
+    fits.fit(train, val)
+    return timing, sum(timing.took.values())
+
+
+def test_a_slow_loader():
+    clock = Clock(at_least=0.015)
+    timing, total = fitted(Slow(60, clock), epochs=1)
+    assert abs(timing.took["data"] - clock.seconds) <= POINTS * total
+    share = 100 * timing.took["data"] / total
+    assert timing.said.startswith(
+        f"the CPU waited {share:.0f} % of the time for data: give the DataLoader num_workers="
+    )
+
+
+def test_a_slow_split_that_is_streamed():
+    clock = Clock(at_least=0.015)
+
+    class Reads(TensorSplit):
+        def __getitem__(self, index):
+            with clock():
+                return super().__getitem__(index)
+
+        tensors = None
+
+    split = Reads(torch.randn(400, 6), torch.arange(400) % 3)
+    (train, _, _), _ = make_loaders(
+        Data("slow", split, None, None, in_shape=(6,), num_classes=3), batch_size=8, resident=False, workers=0
+    )
+    assert isinstance(train, HostLoader)
+    clock.seconds = 0.0
+    timing, total = fitted(train, epochs=1)
+    assert abs(timing.took["data"] - clock.seconds) <= POINTS * total
+    assert "for data: set dataset.workers=" in timing.said and timing.said.endswith("or dataset.resident=true")
+
+
+def test_a_slow_way_to_the_device():
+    sends = Clock(at_least=0.015)
+    timing, total = fitted(Slow(60, Clock(), sends=sends), epochs=1, trainer=OnItsWay)
+    assert abs(timing.took["transfer"] - sends.seconds) <= POINTS * total
+    assert "for batches to be copied to it: give the DataLoader pin_memory=True" in timing.said
+
+
+def test_too_many_evaluations():
+    clock = Clock(at_least=0.01)
+    timing, total = fitted(Slow(70, Clock()), Slow(2, clock), epochs=1, eval_every=2)
+    evaluated = clock.seconds + 35 * 2 * 0.005
+    assert timing.took["evaluation"] >= evaluated
+    assert abs(timing.took["evaluation"] - evaluated) <= POINTS * total
+    share = timing.took["evaluation"] / total
+    assert timing.said == f"evaluations took {100 * share:.0f} % of the time: set eval_every={proposed(2, share)}"
+
+
+def test_too_many_checkpoints(tmp_path):
+    clock = Clock()
+
+    class Saves(Checkpoint):
+        def save(self, trainer):
+            with clock():
+                super().save(trainer)
+
+    slowly = functools.partial(torch.optim.SGD, lr=1e-3)
+    big = nn.Sequential(nn.Linear(6, 1000), nn.Linear(1000, 1000), nn.Linear(1000, 3))
+    timing, total = fitted(
+        Slow(120, Clock()), model=big, callbacks=[Saves(tmp_path, every=1)], max_steps=60, optimizer=slowly
+    )
+    assert abs(timing.took["checkpoint"] - clock.seconds) <= POINTS * total
+    share = timing.took["checkpoint"] / total
+    assert timing.said == f"checkpoints took {100 * share:.0f} % of the time: set checkpoint.every={proposed(1, share)}"
+
+
+def proposed(every, share, aim=0.05):
+    """The next of 1, 2, 5, 10, 20, ... with which what took this share takes `aim`, or less."""
+    least = every * share / (1 - share) / (aim / (1 - aim))
+    return next(step * 10**power for power in range(9) for step in (1, 2, 5) if step * 10**power >= least)
+
+
+class SlowSGD(torch.optim.SGD):
+    clock = None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with self.clock():
+            return super().step(closure)
+
+
+def test_tiny_batches():
+    SlowSGD.clock = Clock(at_least=0.003)
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+    timing, total = fitted(Slow(300, Clock(), size=1), model=model, optimizer=functools.partial(SlowSGD, lr=0.01))
+    assert abs(timing.took["optimizer"] - SlowSGD.clock.seconds) <= POINTS * total
+    share = (timing.took["optimizer"] + timing.took["other"]) / total
+    assert timing.said == (
+        f"{100 * share:.0f} % of the time went to the optimizer and the loop, which cost the same for any batch: "
+        f"set batch_size={2 ** math.ceil(math.log2(share / (1 - share) / (0.15 / 0.85)))}"
+    )
+
+
+def test_nothing_to_do():
+    model = Net(6, 3)
+    model.seconds = 0.05
+    timing, total = fitted(Slow(24, Clock()), model=model)
+    assert timing.took["forward"] >= 24 * 0.05
+    compute = sum(timing.took[stage] for stage in ("forward", "backward", "optimizer"))
+    assert timing.said == f"compute bound: {100 * compute / total:.0f} % of the time is forward, backward and optimizer"
+
+
+def test_the_sentence_is_said_after_the_first_epoch(capsys):
+    clock = Clock(at_least=0.015)
+    fitted(Slow(60, clock), callbacks=[Progress()], epochs=2)
+    lines = capsys.readouterr().out.splitlines()
+    said = [i for i, line in enumerate(lines) if line.startswith("speed    the CPU waited")]
+    assert len(said) == 1 and lines[said[0] - 1].startswith("epoch 1/2")
+
+
+def test_all_of_the_time_is_in_the_split_and_none_twice():
+    class Lasts(Callback):
+        def on_fit_start(self, trainer):
+            self.start = time.perf_counter()
+
+        def on_fit_end(self, trainer):
+            self.seconds = time.perf_counter() - self.start
+
+    lasts = Lasts()
+    timing, total = fitted(
+        Slow(30, Clock(0.002)), Slow(3, Clock(0.002)), callbacks=[lasts], epochs=4, grad_accum_steps=3
+    )
+    assert set(timing.took) <= set(STAGES) and all(seconds > 0 for seconds in timing.took.values())
+    assert abs(total - lasts.seconds) <= 0.05 * lasts.seconds
+    assert timing.took["forward"] >= 4 * 30 * 3 * 0.005
+
+
+@pytest.mark.parametrize("settings", [{}, {"grad_accum_steps": 2, "max_grad_norm": 0.1}, {"precision": "bf16"}])
+def test_the_weights_are_those_of_a_training_that_nobody_times(settings):
+    def weights(callbacks):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+        fits = Trainer(model, nn.CrossEntropyLoss(), SGD, callbacks=callbacks, device="cpu", epochs=3, **settings)
+        fits.fit(Slow(40, Clock()), Slow(2, Clock()))
+        assert not {"begin_step", "train_step", "compute_loss"} & set(vars(fits))
+        assert not {"step", "unscale_"} & set(vars(fits.scaler))
+        return model.state_dict()
+
+    timed, plain = weights([Timing()]), weights([])
+    assert all(torch.equal(timed[name], plain[name]) for name in plain)
+
+
+def test_a_step_of_one_s_own_is_one_stage():
+    class Own(Trainer):
+        def train_step(self, batch):
+            loss, _ = self.compute_loss(batch)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            return loss.detach()
+
+    timing, _ = fitted(Slow(40, Clock()), trainer=Own)
+    assert timing.took["step"] >= 40 * 0.005
+    assert not {"forward", "backward", "optimizer"} & set(timing.took)
+
+
+def test_a_fit_that_fails_leaves_nothing_behind():
+    class Fails(Net):
+        def forward(self, inputs):
+            raise ZeroDivisionError
+
+    fits = Trainer(Fails(6, 3), nn.CrossEntropyLoss(), SGD, callbacks=[timing := Timing()], device="cpu")
+    with pytest.raises(ZeroDivisionError):
+        fits.fit(Slow(4, Clock()))
+    assert not {"begin_step", "train_step", "compute_loss"} & set(vars(fits)) and timing.took == {}
+
+
+def test_the_sampling_has_its_share_and_no_more():
+    cheap = nn.Sequential(nn.Linear(6, 3))
+    timing, total = fitted(Slow(2000, Clock()), model=cheap)
+    assert len(timing.firsts) == 1 and 5 <= len(timing.others) <= 0.5 * 2000
+    assert timing.cost <= 2 * MOST_COST * total + 0.001
+
+
+WAITS = {"data": 3.0, "forward": 1.0, "backward": 1.0}
+COPIES = {"transfer": 1.0, "step": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "facts", "said"),
+    [
+        (WAITS, {"cores": 8}, "waited 60 % of the time for data: set dataset.workers=8 or dataset.resident=true"),
+        (WAITS, {"loader": "resident"}, "waited 60 % of the time for data: leave out some of dataset.augment"),
+        (COPIES, {}, "waited 25 % of the time for batches to be copied to it: set dataset.resident=true"),
+        (
+            {"evaluation": 5.0, "step": 5.0},
+            {"eval_every": 100},
+            "evaluations took 50 % of the time: set eval_every=2000",
+        ),
+        (
+            {"checkpoint": 2.0, "step": 8.0},
+            {"save_every": ("epochs", 1)},
+            "checkpoints took 20 % of the time: set checkpoint.epochs=5",
+        ),
+        ({"evaluation": 1.9, "step": 8.1}, {}, "compute bound: 81 % of the time is forward, backward and optimizer"),
+        ({"step": 9.0}, {"idle": 0.9, "batch_size": 64}, "for Python to give it work: set batch_size=4096, or compile"),
+        ({"step": 0.5, "data": 0.4}, {}, None),
+    ],
+)
+def test_the_verdict_is_a_function_of_the_shares(seconds, facts, said):
+    given = verdict(seconds, where="GPU", **facts)
+    assert given is None if said is None else said in given

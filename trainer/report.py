@@ -1,0 +1,609 @@
+"""The report of a run, from the files in its directory alone: report.html; `python -m trainer.report DIR [--open]`.
+
+The directory may be anybody's: what is missing or wrong in it leaves its part out, and all else is text on the page.
+"""
+
+import base64
+import binascii
+import json
+import math
+import re
+import struct
+import sys
+import zlib
+from pathlib import Path
+
+from trainer import cli, files, rundir, saved_config
+from trainer.errors import UserError, as_typed, did_you_mean
+from trainer.readable import number, seconds
+
+NAME = "report.html"
+MOST_ROWS = 2**26  # bytes of a metrics.jsonl: half a million rows
+MOST_JSON = 2**24  # bytes of an evaluation.json: 1,000 classes are 2 MB
+MOST_TEXT = 200  # letters of anything that is shown
+MOST_ENTRIES = 300  # of the settings
+MOST_CLASSES = 40  # of a matrix that is drawn
+MOST_PAIRS = 20  # of classes that are confused, where there are more
+MOST_SAMPLES = 24  # of each kind
+MOST_COLUMNS = 12  # of a table's row
+MOST_PNG, MOST_SIDE = 2**15, 256  # bytes and pixels of a picture
+MOST_PICTURES = 450_000  # letters of all pictures
+MOST_PAGE = 1_000_000  # bytes
+STAGES = ("data", "transfer", "forward", "backward", "optimizer", "step", "evaluation", "checkpoint", "other")
+MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
+COLOURS = dict(zip(STAGES, (0, 6, 1, 4, 3, 1, 2, 5, 7), strict=True)) | {"parameters": 1, "gradients": 4, "buffers": 5}
+
+
+def write(folder):
+    """Makes folder/report.html anew, and gives its path; OSError where it cannot be written."""
+    path = Path(folder) / NAME
+    with files.replacing(path) as partial:
+        Path(partial).write_text(html(folder), encoding="utf-8")
+    return path
+
+
+def html(folder):
+    """The whole page, below MOST_PAGE bytes: too large a page has first no pictures and then no settings."""
+    from trainer.page import render
+
+    facts = facts_of(folder)
+    for smaller in ({}, {"hardest": []}, {"settings": None, "confusion": None}):
+        facts |= smaller
+        text = render("report.html", **facts)
+        if len(text.encode()) < MOST_PAGE:
+            break
+    return text
+
+
+def facts_of(folder):
+    """What the template shows: a part that is not known is None or empty."""
+    folder = Path(folder)
+    config = saved_config.load_config("run_dir", folder)
+    result, rows = read_json(folder / "result.json", rundir.MOST_JSON), read_rows(folder / "metrics.jsonl")
+    seen = evaluation_of(read_json(folder / "evaluation.json", MOST_JSON))
+    best = best_of(result, rows)
+    typed = result.get("overrides")
+    typed = typed if isinstance(typed, list) and all(isinstance(one, str) for one in typed) else []
+    return {
+        "title": f"Run {folder.resolve().name}",
+        "folder": str(folder),
+        "about": about(config, result),
+        "split": seen.get("split"),
+        "verdict": verdict(result, rows, seen, best),
+        "remarks": list(remarks(result)),
+        "tiles": tiles(result, best),
+        "curves": curves(rows, best),
+        "confusion": confusion(seen),
+        "hardest": hardest(seen),
+        "regression": regression(seen),
+        "time": shares(result.get("time"), STAGES, seconds),
+        "speed": speed(result),
+        "memory": shares(result.get("memory_mib"), MEMORY, mib),
+        "peak": None if (peak := number_in(result.get("memory_mib"), "peak")) is None else mib(peak),
+        "settings": settings(config, typed),
+        "versions": versions(result),
+        "commands": commands(folder, typed, result),
+    }
+
+
+# What is in the files.
+
+
+def read_json(path, most):
+    """The object in a JSON file, {} for anything else."""
+    try:
+        found = json.loads(files.read(path, most))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_rows(path):
+    """The rows of a metrics.jsonl that have an epoch, each with its numbers alone."""
+    try:
+        lines = files.read(path, MOST_ROWS).splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        row = {name: value for name, value in row.items() if is_number(value)} if isinstance(row, dict) else {}
+        if row.get("epoch", -1) >= 0:
+            rows.append(row)
+    return rows
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
+
+
+def is_count(value, most=2**53):
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def number_in(mapping, key):
+    """The number of that name, None where there is none."""
+    value = mapping.get(key) if isinstance(mapping, dict) else None
+    return value if is_number(value) else None
+
+
+def text_in(mapping, key):
+    value = mapping.get(key) if isinstance(mapping, dict) else None
+    return short(value) if isinstance(value, str) and value else None
+
+
+def short(value):
+    """The value as text of at most MOST_TEXT letters."""
+    text = str(value)
+    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…"
+
+
+def evaluation_of(found):
+    """What evaluation.json says, each entry of the form that trainer/examine.py gives it; {} if it is none."""
+    if found.get("kind") not in ("classification", "regression") or found.get("split") not in ("train", "val", "test"):
+        return {}
+    seen = {"kind": found["kind"], "split": found["split"]}
+    if not is_count(found.get("samples")) or not found["samples"]:
+        return {}
+    seen["samples"] = found["samples"]
+    if seen["kind"] == "regression":
+        points = found.get("points")
+        pairs = points if isinstance(points, list) else []
+        seen["points"] = [pair for pair in pairs if is_pair(pair)]
+    else:
+        names = found.get("classes")
+        if not isinstance(names, list) or not names:
+            return {}
+        seen["classes"] = [short(name) for name in names]
+        if is_number(found.get("chance")) and 0 < found["chance"] <= 1:
+            seen["chance"] = found["chance"]
+        if is_matrix(found.get("confusion"), len(names)):
+            seen["confusion"] = found["confusion"]
+    for name in ("worst", "uncertain"):
+        samples = found.get(name)
+        samples = samples[:MOST_SAMPLES] if isinstance(samples, list) else []
+        seen[name] = [sample for sample in samples if isinstance(sample, dict) and is_count(sample.get("index"))]
+    return seen
+
+
+def is_pair(pair):
+    """Whether it is [the true numbers, as many predicted ones]."""
+    lists = isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, list) for part in pair)
+    return lists and len(pair[0]) == len(pair[1]) <= 100 and all(map(is_number, [*pair[0], *pair[1]]))
+
+
+def is_matrix(rows, size):
+    """Whether it is a square of counts, not all of which are 0."""
+    if not isinstance(rows, list) or len(rows) != size:
+        return False
+    lists = all(isinstance(row, list) and len(row) == size and all(map(is_count, row)) for row in rows)
+    return lists and sum(map(sum, rows)) > 0
+
+
+def best_of(result, rows):
+    """{"name", "value", "high", "epoch", "row"} of the evaluation whose weights were kept; None where nobody knows.
+
+    Without a result the number that decides is not known either.
+    """
+    best = result.get("best")
+    name, step = text_in(best, "name"), number_in(best, "step")
+    value = number_in(best, "value")
+    if name is None or value is None or step is None:
+        return None
+    row = next((row for row in rows if row.get("step") == step and name in row), None)
+    return {"name": name, "value": value, "high": best.get("mode") == "max", "epoch": row and row["epoch"]}
+
+
+# What is said of it.
+
+
+def about(config, result):
+    """'MLP on digits, cpu, fp32': the model and the data by their names in the config."""
+
+    def named(group):
+        node = config.get(group)
+        target = text_in(node, "_target_")
+        return target and target.rpartition(".")[2]
+
+    parts = [" on ".join(filter(None, (named("model"), named("dataset"))))]
+    parts += [text_in(result, "device"), text_in(result, "precision")]
+    return ", ".join(filter(None, parts))
+
+
+def verdict(result, rows, seen, best):
+    """One sentence: how good the run is, against chance and against its first evaluation."""
+    if text := text_in(result, "error"):
+        return f"The run has failed: {text}"
+    tested = judged(result, seen)
+    course = progress(rows, best)
+    if tested is None and course is None:
+        step = max((row.get("step", 0) for row in rows), default=None)
+        return "There are no numbers yet." if step is None else f"There is no evaluation yet, up to step {step:,.0f}."
+    if not result:
+        course = f"{course}; the run has not come to its end"
+    text = "; ".join(filter(None, (tested, course)))
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def judged(result, seen):
+    """'the model gets 97.2 % of 360 test samples right, where the most frequent class alone would be 10.3 %'."""
+    split = seen.get("split", "test")
+    if "confusion" in seen:
+        total = sum(map(sum, seen["confusion"]))
+        share = sum(row[i] for i, row in enumerate(seen["confusion"])) / total
+        chance = seen.get("chance") or max(map(sum, seen["confusion"])) / total
+        text = f"the model gets {percent(share)} of {total:,} {split} samples right"
+        if share <= chance + 2 * math.sqrt(chance * (1 - chance) / total):
+            return f"{text}, which is no better than chance: the most frequent class alone would be {percent(chance)}"
+        return f"{text}, where the most frequent class alone would be {percent(chance)}"
+    r2, mae = (number_in(result, f"{split}/{name}") for name in ("r2", "mae"))
+    if seen.get("kind") == "regression" and r2 is not None:
+        what = f"{seen['samples']:,} {split} samples"
+        text = f"the model explains {percent(r2)} of the variance of {what}, of which their mean explains none"
+        if r2 <= 0:
+            text = f"the model is no better on {what} than always answering their mean (r2 {number(r2)})"
+        return text if mae is None else f"{text}, and is off by {number(mae)} on average"
+    name, value = next(
+        ((name, result[name]) for name in result if name.startswith("test/") and is_number(result[name])), (None, None)
+    )
+    return None if name is None else f"{short(name)} is {number(value)}"
+
+
+def progress(rows, best):
+    """'val/acc rose from 0.8436 after epoch 1 to 0.9777 after epoch 9'."""
+    if best is None:
+        return None
+    name, value = best["name"], best["value"]
+    first = next((row for row in rows if name in row), None)
+    if first is None or best["epoch"] is None:
+        return f"{name} is {number(value)} at its best"
+    if first["epoch"] == best["epoch"]:
+        later = "" if sum(name in row for row in rows) == 1 else ", and not better later"
+        return f"{name} was {number(value)} after {epoch(first['epoch'])}{later}"
+    way = "rose" if best["high"] else "fell"
+    return (
+        f"{name} {way} from {number(first[name])} after {epoch(first['epoch'])} to {number(value)}"
+        f" after {epoch(best['epoch'])}"
+    )
+
+
+def epoch(value):
+    return f"epoch {value:.0f}" if float(value).is_integer() else f"{value:.3g} epochs"
+
+
+def percent(share):
+    """'97.2 %', with more digits near the ends: '99.94 %', '0.012 %'."""
+    near = min(share, 1 - share)
+    return f"{100 * share:.{max(1, math.floor(-math.log10(near))) if 1e-5 < near < 1 else 1}f} %"
+
+
+def remarks(result):
+    """Lines on what else has to be known: a stop before the end."""
+    step, total, why = number_in(result, "steps"), number_in(result, "total_steps"), text_in(result, "stopped")
+    if step is not None and total is not None and step < total:
+        yield f"It ended at step {step:,.0f} of {total:,.0f}{f': {why}' if why else ''}."
+
+
+def tiles(result, best):
+    """[(what, value)] of the numbers one looks for first."""
+    tests = [name for name, value in result.items() if name.startswith("test/") and is_number(value)]
+    tests.sort(key="test/loss".__eq__)  # what was trained for says less
+    found = [(short(name), tile(result[name])) for name in tests[:3]]
+    if best:
+        found.append((f"best {best['name']}", tile(best["value"])))
+    if (taken := number_in(result, "seconds")) is not None:
+        found.append(("time", seconds(taken)))
+    if (speed := number_in(result, "samples_per_second")) is not None:
+        found.append(("samples/s in training", f"{speed:,.0f}"))
+    if (parameters := number_in(result, "parameters")) is not None:
+        found.append(("parameters", amount(parameters)))
+    return found
+
+
+def tile(value):
+    """The number as far as a tile has room for it."""
+    return number(value) if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def amount(value):
+    """'1,234', '12.3 k', '51.9 M', '3.41 T'."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= (size if unit != "k" else 1e4):
+            return f"{value / size:.3g} {unit}"
+    return f"{value:,.4g}" if value != int(value) else f"{value:,.0f}"
+
+
+def mib(value):
+    return f"{value:,.0f} MiB" if value >= 100 else f"{value:.3g} MiB"
+
+
+def curves(rows, best):
+    """[{"title", "keys", "svg"}] of loss, metric and learning rate."""
+    from trainer import plots
+
+    def series(name):
+        return [(row["epoch"], row[name]) for row in rows if name in row]
+
+    def mark(points):
+        return None if best is None else next((point for point in points if point[0] == best["epoch"]), None)
+
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith("val/") and name != "val/loss")
+    metric = best["name"] if best and best["name"] in names else next(iter(names), None)
+    frames = [("loss", "train/loss", "val/loss"), ("metric", f"train/{metric[4:]}" if metric else None, metric)]
+    frames.append(("rate", "train/lr", None))
+    drawn = []
+    for name, train, val in frames:
+        lines = {"train": series(train) if train else [], "val": series(val) if val else []}
+        if name == "rate":
+            lines = {"val": lines["train"]}
+        if max(map(len, lines.values())) < 2:
+            continue
+        title = {"loss": "loss", "metric": short(metric[4:]) if metric else "", "rate": "learning rate"}[name]
+        point = mark(lines["val"]) if name != "rate" else None
+        keys = [key for key, points in lines.items() if points] if name != "rate" else []
+        drawn.append(
+            {
+                "title": title,
+                "keys": keys,
+                "best": point and epoch(point[0]),
+                "svg": plots.curves(name, lines, point, f"{title} over the epochs", name == "loss"),
+            }
+        )
+    return drawn
+
+
+def confusion(seen):
+    """{"names", "rows"} of the matrix of few classes, {"pairs", "lowest"} of many; None where there is none."""
+    if "confusion" not in seen:
+        return None
+    counts, names = seen["confusion"], seen["classes"]
+    columns, rows = [sum(column) for column in zip(*counts, strict=True)], []
+    for i, row in enumerate(counts):
+        precision, recall = (f"{row[i] / all_of:.3f}" if all_of else "" for all_of in (columns[i], sum(row)))
+        cells = [cell(count, sum(row), i == j) for j, count in enumerate(row)] if len(names) <= MOST_CLASSES else []
+        about = {"name": names[i], "cells": cells, "precision": precision, "recall": recall, "n": f"{sum(row):,}"}
+        rows.append(about)
+    if len(names) <= MOST_CLASSES:
+        return {"names": names, "rows": rows}
+    wrong = [(-count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count]
+    pairs = [(names[i], names[j], f"{-count:,}", rows[i]["n"]) for count, i, j in sorted(wrong)[:MOST_PAIRS]]
+    lowest = sorted((row for row in rows if row["recall"]), key=lambda row: float(row["recall"]))[:MOST_PAIRS]
+    lowest = [[row[key] for key in ("name", "precision", "recall", "n")] for row in lowest]
+    return {"names": None, "pairs": pairs, "lowest": lowest}
+
+
+def cell(count, total, right):
+    """A cell of the matrix: the count, and how strong its colour is; of the wrong ones a few are seen already."""
+    share = count / total if total else 0
+    strength = round(100 * (share if right else min(1, math.sqrt(share))))
+    return {"count": count, "share": strength, "kind": "right" if right else "wrong"}
+
+
+def hardest(seen):
+    """[{"title", "samples", "pictures", and the table of them}] of the highest loss, and of the highest entropy."""
+    left, groups = MOST_PICTURES, []
+    titles = {"worst": "Worst: the highest loss", "uncertain": "Most uncertain: the highest entropy"}
+    if seen.get("kind") == "regression":
+        titles = {"worst": "Worst: the farthest off"}
+    for name, title in titles.items():
+        samples = []
+        for sample in seen.get(name, ()):
+            if (shown := sample_of(sample, seen, left)) is not None:
+                samples.append(shown)
+                left -= len(shown["png"] or "")
+        if samples:
+            pictures = any(sample["png"] for sample in samples)
+            groups.append({"title": title, "samples": samples, "pictures": pictures, **table_of(samples)})
+    return groups
+
+
+def table_of(samples):
+    """The rows of samples that are no pictures."""
+    more = list(dict.fromkeys(key for sample in samples for key in sample["columns"]))[:MOST_COLUMNS]
+    header = ["name", "true", "predicted", *["probability"] * any(sample["probability"] for sample in samples)]
+    rows = [[*(sample[key] for key in header), *(sample["columns"].get(key, "") for key in more)] for sample in samples]
+    return {"header": ["", *header[1:], *more], "rows": rows, "numbers": ["probability"]}
+
+
+def sample_of(sample, seen, left):
+    """What is shown of a sample; None where it is not of the form that it should have."""
+    true, predicted = sample.get("true"), sample.get("predicted")
+    if seen["kind"] == "regression":
+        if not is_pair([true, predicted]):
+            return None
+        true, predicted = (", ".join(map(number, values)) for values in (true, predicted))
+    else:
+        if not all(is_count(label, len(seen["classes"]) - 1) for label in (true, predicted)):
+            return None
+        true, predicted = seen["classes"][true], seen["classes"][predicted]
+    picture, columns = sample.get("png"), sample.get("columns")
+    fits = isinstance(picture, str) and len(picture) <= left and is_png(picture)
+    columns = list(columns.items())[:MOST_COLUMNS] if isinstance(columns, dict) else []
+    probability = number_in(sample, "probability") if seen["kind"] == "classification" else None
+    return {
+        "name": text_in(sample, "file") or f"sample {sample['index']:,}",
+        "true": true,
+        "predicted": predicted,
+        "right": sample["true"] == sample["predicted"],
+        "probability": "" if probability is None else percent(probability),
+        "png": picture if fits else None,
+        "columns": {short(key): value_of(value) for key, value in columns},
+    }
+
+
+def value_of(value):
+    return f"{value:.4g}" if is_number(value) and not isinstance(value, int) else short(value)
+
+
+def is_png(text):
+    """Whether this is base64 of a small PNG that has nothing but its pixels in it."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return False
+    if len(data) > MOST_PNG or data[:8] != b"\x89PNG\r\n\x1a\n":
+        return False
+    place, kinds = 8, []
+    while place + 12 <= len(data):
+        size, kind = struct.unpack(">I4s", data[place : place + 8])
+        body = data[place + 8 : place + 8 + size]
+        if data[place + 8 + size : place + 12 + size] != struct.pack(">I", zlib.crc32(kind + body)):
+            return False
+        if not kinds and (kind != b"IHDR" or not all(0 < side <= MOST_SIDE for side in struct.unpack(">II", body[:8]))):
+            return False
+        kinds.append(kind)
+        place += 12 + size
+    return place == len(data) and set(kinds) <= {b"IHDR", b"PLTE", b"IDAT", b"IEND"} and kinds[-1] == b"IEND"
+
+
+def regression(seen):
+    """[{"title", "svg"}] of the errors and of predicted against true, all targets together."""
+    from trainer import plots
+
+    points = [pair for both in seen.get("points", ()) for pair in zip(*both, strict=True)]
+    if not points:
+        return []
+    errors = [predicted - true for true, predicted in points]
+    return [
+        {
+            "title": "predicted against true",
+            "svg": plots.scatter("against", points, "true", "predicted", "predicted against true"),
+        },
+        {"title": "errors", "svg": plots.histogram("errors", errors, "predicted minus true", "how often errors come")},
+    ]
+
+
+def shares(mapping, names, words):
+    """[{"name", "share", "value", "colour"}] of the numbers of these names that are above 0; [] where there is none."""
+    found = {name: value for name in names if (value := number_in(mapping, name)) is not None and value > 0}
+    total = math.fsum(found.values())
+    return [
+        {
+            "name": name,
+            "share": f"{100 * value / total:.4f}",
+            "percent": f"{100 * value / total:.1f} %",
+            "value": words(value),
+            "colour": COLOURS[name],
+        }
+        for name, value in found.items()
+    ]
+
+
+def speed(result):
+    """{"sentence", "numbers": [(what, value)]} on how fast it was."""
+    flops, mfu = number_in(result, "flops_per_second"), number_in(result, "mfu")
+    each, peak = number_in(result, "flops_per_sample"), number_in(result, "peak_flops")
+    found = [("FLOPs a sample, forward and backward", each and amount(each)), ("FLOP/s", flops and amount(flops))]
+    found.append(
+        (
+            "of the device's peak (MFU)",
+            None if mfu is None else percent(mfu) + (f" of {amount(peak)}FLOP/s" if peak else ""),
+        )
+    )
+    return {"sentence": text_in(result, "speed"), "numbers": [(what, value) for what, value in found if value]}
+
+
+def settings(config, typed):
+    """{"changed": [(key, value, default)], "all": [...]} of the config, what differs from the defaults first."""
+    given, usual = cli.flat(config), defaults_of(typed)
+    given = dict(list(given.items())[:MOST_ENTRIES])
+    rows = []
+    for key, value in given.items():
+        default = usual.get(key)
+        differs = bool(usual) and key != "run_dir" and (key not in usual or default != value)
+        rows.append(
+            {
+                "key": short(key),
+                "value": short(as_typed(value)),
+                "changed": differs,
+                "default": short(as_typed(default)) if key in usual else "(none)",
+            }
+        )
+    chosen = [short(one) for one in typed if is_choice(one)]
+    return {"changed": [row for row in rows if row["changed"]], "all": rows, "known": bool(usual), "chosen": chosen}
+
+
+def is_choice(override):
+    """Whether this has chosen a file of a group in configs/, such as model=cnn."""
+    match = re.fullmatch(r"(\w+)=(?:(\w+)|\[([\w,]+)\])", override)
+    names = (match[2] or match[3]).split(",") if match else []
+    return bool(names) and all((configs() / match[1] / f"{name}.yaml").is_file() for name in names)
+
+
+def configs():
+    return Path(__file__).resolve().parents[1] / "configs"
+
+
+def defaults_of(typed):
+    """{key: value} of this project's config with the groups that were chosen; {} where it has no such config."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    chosen = [one for one in typed if is_choice(one)]
+    try:
+        if GlobalHydra.instance().is_initialized():
+            return cli.flat(OmegaConf.to_container(hydra.compose("train", chosen), resolve=False))
+        with hydra.initialize_config_dir(str(configs())):
+            return cli.flat(OmegaConf.to_container(hydra.compose("train", chosen), resolve=False))
+    except Exception:  # Hydra raises what it likes; that nothing is marked is no reason for no report
+        return {}
+
+
+def versions(result):
+    """[(what, value)] of the versions that the run had, and its revision."""
+    found = result.get("versions")
+    pairs = list(found.items())[:20] if isinstance(found, dict) else []
+    rows = [(short(name), short(value)) for name, value in pairs if isinstance(value, str)]
+    git = result.get("git")
+    if (revision := text_in(git, "revision")) is not None:
+        dirty = ", with changes that are not committed" if git.get("dirty") is True else ""
+        rows.append(("git", f"{revision}{dirty}"))
+    return rows
+
+
+def commands(folder, typed, result):
+    """[(what for, command)] of what one does with a run."""
+    from trainer.build import own_packages
+
+    packages = own_packages(typed)
+    trusted = [f"trusted=[{','.join(packages)}]"] if packages else []
+    run = [rundir.setting("run", folder), *trusted]
+    ended = number_in(result, "steps") is not None and result.get("steps") == result.get("total_steps")
+    return [
+        ("train the same again", rundir.command([one for one in typed if not one.startswith("run_dir=")])),
+        *([] if ended else [("go on with it", rundir.command(typed, rundir.setting("run_dir", folder)))]),
+        ("evaluate it", rundir.command(["task=evaluate", *run])),
+        ("predict with it", rundir.command(["task=predict", *run, "input=PATH"])),
+        ("export it", rundir.command(["task=export", *run, "format=onnx"])),
+    ]
+
+
+def main(arguments):
+    """`python -m trainer.report DIR [--open]`: gives the exit code."""
+    opens = "--open" in arguments
+    names = [argument for argument in arguments if argument != "--open"]
+    try:
+        if len(names) != 1 or names[0].startswith("-"):
+            raise UserError("Type python -m trainer.report DIR, a run directory; with --open it is shown as well.")
+        folder = Path(names[0])
+        if not folder.is_dir():
+            near = [path.parent.name for path in folder.parent.glob("*/config.yaml")]
+            hint = did_you_mean(folder.name, near, whole=lambda name: str(folder.parent / name))
+            raise UserError(f"{folder}: there is no such folder.{hint}")
+        path = write(folder)
+        print(f"report   {path}")
+    except (UserError, OSError) as error:
+        return cli.report(error)
+    if opens:
+        import webbrowser
+
+        webbrowser.open(path.resolve().as_uri())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

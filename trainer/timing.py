@@ -1,0 +1,268 @@
+"""Where the time of a training goes: sampled steps, cut into stages, and one sentence on what to change."""
+
+import contextlib
+import math
+import random
+import sys
+import time
+from collections import Counter
+
+from data.loader import DeviceLoader, HostLoader, IterableLoader, StreamedOnce
+from trainer import device as devices
+from trainer import graph, launch
+from trainer.callbacks import Callback, Checkpoint, Progress
+
+STAGES = ("data", "transfer", "forward", "backward", "optimizer", "step", "evaluation", "checkpoint", "other")
+MOST_COST = 0.01  # of the time, for the sampling
+SOON = 1.0  # seconds: what is shorter says nothing of what is longer
+# The share of the time from which on a stage is worth a change. Evaluations and checkpoints are of use, waiting is not.
+WORTH = {"data": 0.1, "transfer": 0.1, "checkpoint": 0.1, "evaluation": 0.2, "fixed": 0.3, "idle": 0.5}
+AIM = {"checkpoint": 0.05, "evaluation": 0.05, "fixed": 0.15, "idle": 0.15}  # the share that the change leaves
+
+
+class Timing(Callback):
+    """Splits the time of a fit into STAGES, and says at the end of the first epoch what to change.
+
+    Evaluations and checkpoints are timed as they come. Of the steps some are cut into stages by marks in the work of
+    the device (events on a GPU, for which nothing waits): the first of the fit and those of each epoch, which stand for
+    themselves, and of the others so many, at random, that the sampling takes at most MOST_COST of the time. A sampled
+    step does the same work: the methods that it goes through are timed from outside, for this step alone. A step that
+    is one graph, or that a Trainer does in its own way, is the stage "step".
+    """
+
+    first_rank_only = True
+    evaluation = contextlib.nullcontext()
+
+    def on_fit_start(self, trainer):
+        self.device, self.took, self.said, self.is_new = trainer.device, {}, None, True
+        self.whole = {"evaluation": 0.0, "checkpoint": 0.0}  # seconds of what is timed as it comes
+        # Last, whatever place it was given: what others do after a step is no waiting for the loader.
+        trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
+        self.first_step, self.firsts, self.others = trainer.step, [], []  # {stage: seconds} of each sampled step
+        self.unread, self.marks = [], None  # marks of the steps that were sampled, and of the one that is or will be
+        self.random, self.cost, self.next, self.hosts = random.Random(0), 0.0, trainer.step + 1, []
+        self.in_step, self.in_fit = contextlib.ExitStack(), contextlib.ExitStack()
+        for callback in trainer.callbacks:
+            if isinstance(callback, Checkpoint):
+                self.in_fit.enter_context(replaced(callback, "save", self.timing, "checkpoint"))
+        self.began = time.perf_counter()
+        self.begin(trainer, self.firsts)
+
+    def on_fit_end(self, trainer):
+        self.in_step.close()
+        self.in_fit.close()
+        if sys.exc_info()[0] is None:
+            self.took, self.said = self.split(trainer), self.sentence(trainer)
+
+    def on_eval_start(self, trainer):
+        self.evaluation = self.timing("evaluation") if trainer.train_loader is not None else contextlib.nullcontext()
+        self.evaluation.__enter__()
+
+    def on_eval_end(self, trainer):
+        self.evaluation.__exit__(None, None, None)
+
+    def on_log(self, trainer, row):
+        if "train/loss" in row:  # for which the device was waited for
+            self.read()
+
+    def on_epoch_end(self, trainer):
+        if self.is_new and trainer.step < trainer.total_steps and (said := self.sentence(trainer)):
+            for callback in trainer.callbacks:
+                if isinstance(callback, Progress):
+                    callback.write(f"speed    {said}")
+        self.is_new = False
+
+    def on_step_end(self, trainer):
+        if not trainer.step % trainer.steps_per_epoch:
+            self.begin(trainer, self.firsts)
+        elif trainer.step >= self.next:
+            self.begin(trainer, self.others)
+
+    @contextlib.contextmanager
+    def timing(self, stage):
+        """Adds the time within to the stage; the steps that the device still had to do are no part of it."""
+        devices.synchronize(self.device)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            devices.synchronize(self.device)
+            self.whole[stage] += time.perf_counter() - start
+            if self.marks is not None:  # the step that will be sampled has not begun
+                self.marks = [(None, devices.mark(self.device))]
+
+    def begin(self, trainer, samples):
+        """Has the next step sampled, for one of the `samples`."""
+        start = time.perf_counter()
+        self.in_step.close()
+        self.replace(trainer, "begin_step", self.around, "data", "other")
+        self.replace(trainer, "train_step", self.to_the_end, trainer, samples)
+        loader = trainer.train_loader.loader if isinstance(trainer.train_loader, StreamedOnce) else trainer.train_loader
+        if isinstance(loader, HostLoader):
+            self.replace(loader, "move", self.around, "data", "transfer")
+        if trainer.execute is graph.eagerly:  # a graph would capture the marks
+            self.replace(trainer, "compute_loss", self.around, "backward", "forward")
+            self.replace(trainer.scaler, "unscale_", self.around, "backward", "optimizer")
+            self.replace(trainer.scaler, "step", self.around, "backward", "optimizer")
+        self.marks = [(None, devices.mark(self.device))]
+        self.cost += 3 * (time.perf_counter() - start)  # as much again for the marks, and for the end
+
+    def replace(self, *method):
+        self.in_step.enter_context(replaced(*method))
+
+    def mark(self, stage):
+        self.marks.append((stage, devices.mark(self.device)))
+
+    @contextlib.contextmanager
+    def around(self, before, after):
+        """Two marks: what is done within is the stage `after`, and what came between the last mark and it `before`."""
+        self.mark(before)
+        yield
+        self.mark(after)
+
+    @contextlib.contextmanager
+    def to_the_end(self, trainer, samples):
+        """The last marks of a sampled step; the next one is so far away that their cost stays within MOST_COST."""
+        self.mark("transfer")
+        yield
+        self.mark("optimizer")
+        self.in_step.close()
+        self.hosts.append(devices.has_caught_up(self.marks[-2][1]))
+        self.unread.append((samples, self.marks))
+        self.marks, took = None, time.perf_counter() - self.began
+        too_early = max(0.0, self.cost / MOST_COST - took)  # seconds
+        # At random, since a loader may do more in each fourth step, say.
+        steps = trainer.step + 1 - self.first_step
+        self.next = trainer.step + 2 + int(2 * self.random.random() * too_early / took * steps)
+
+    def read(self):
+        """Turns the marks that the device has come to into seconds."""
+        for samples, marks in self.unread:
+            seconds = Counter()
+            for stage, (_, start), (_, end) in zip(named(marks), marks[:-1], marks[1:], strict=True):
+                seconds[stage] += devices.seconds_between(start, end)
+            samples.append(seconds)
+        self.unread = []
+
+    def split(self, trainer):
+        """{stage: seconds} of the fit so far, all of its time."""
+        devices.synchronize(self.device)
+        self.read()
+        total = time.perf_counter() - self.began
+        others = trainer.step - self.first_step - len(self.firsts)
+        weights = [1.0] * len(self.firsts) + [others / max(1, len(self.others))] * len(self.others)
+        steps = Counter()
+        for seconds, weight in zip(self.firsts + self.others, weights, strict=True):
+            for stage in seconds:
+                steps[stage] += weight * seconds[stage]
+        left = total - sum(self.whole.values())
+        scale = min(1.0, left / max(steps.total(), 1e-9))  # the estimate may come to more than there was
+        took = {stage: self.whole.get(stage, scale * steps[stage]) for stage in STAGES}
+        took["other"] += total - sum(took.values())
+        return {stage: seconds for stage, seconds in took.items() if seconds > 0}
+
+    def sentence(self, trainer):
+        """`verdict` on the fit so far."""
+        loader, saver = trainer.train_loader, next((c for c in trainer.callbacks if isinstance(c, Checkpoint)), None)
+        return verdict(
+            self.split(trainer),
+            where=trainer.device.type.upper().replace("CUDA", "GPU"),
+            idle=sum(self.hosts) / max(1, len(self.hosts)),
+            loader={DeviceLoader: "resident", IterableLoader: "own"}.get(type(loader), "streamed"),
+            cores=launch.cores(),
+            batch_size=loader.batch_size,
+            eval_every=trainer.eval_every or trainer.steps_per_epoch,
+            save_every=saver and (("every", saver.every) if saver.every else ("epochs", saver.epochs)),
+        )
+
+
+def result_of(trainer):
+    """What result.json says of the last fit: {stage: seconds}, and the sentence on them."""
+    own = next((callback for callback in trainer.callbacks if isinstance(callback, Timing)), None)
+    took = {stage: round(seconds, 6) for stage, seconds in own.took.items()} if own else {}
+    return {"time": took, "speed": own and own.said} if took else {}
+
+
+def verdict(
+    seconds, *, where="CPU", idle=0.0, loader="streamed", cores=1, batch_size=None, eval_every=1, save_every=None
+):
+    """One sentence on {stage: seconds}: the one change that helps most and its setting, or that there is nothing to do.
+
+    `idle`: in what share of the steps a device beside the CPU waited for Python. `loader`: whether the data is
+    "resident" on the device, "streamed", or comes from a loader of the user's "own". `save_every`: ("every", steps) or
+    ("epochs", epochs) between two checkpoints. None for what was over within SOON.
+    """
+    total = sum(seconds.values())
+    if total < SOON:
+        return None
+    share = {stage: seconds.get(stage, 0.0) / total for stage in STAGES}
+    compute = sum(share[stage] for stage in ("forward", "backward", "optimizer", "step"))
+    share |= {"fixed": share["optimizer"] + share["other"], "idle": idle * compute}
+    worst = max(WORTH, key=lambda name: (share[name] >= WORTH[name], share[name]))
+    if share[worst] < WORTH[worst]:
+        return f"compute bound: {percent(compute)} of the time is forward, backward and optimizer"
+    aim = AIM.get(worst, 0.5)
+    of, rarer = f"{percent(share[worst])} of the time", share[worst] / (1 - share[worst]) * (1 - aim) / aim
+    larger = f"batch_size={2 ** math.ceil(math.log2(batch_size * rarer))}" if batch_size else "larger batches"
+    if worst == "data":
+        own = f"give the DataLoader num_workers={cores} and persistent_workers=True"
+        set_to = f"set dataset.workers={cores} or dataset.resident=true"
+        change = {"streamed": set_to, "own": own, "resident": "leave out some of dataset.augment"}[loader]
+        return f"the {where} waited {of} for data: {change}"
+    if worst == "transfer":
+        own = "give the DataLoader pin_memory=True, and send bytes instead of floats"
+        change = own if loader == "own" else "set dataset.resident=true"
+        return f"the {where} waited {of} for batches to be copied to it: {change}"
+    if worst == "evaluation":
+        return f"evaluations took {of}: set eval_every={rounded_up(eval_every * rarer)}"
+    if worst == "checkpoint":
+        key, every = save_every
+        return f"checkpoints took {of}: set checkpoint.{key}={rounded_up((every or 1) * rarer)}"
+    if worst == "idle":
+        return f"the {where} waited in {of} for Python to give it work: set {larger}, or compile=graph"
+    return f"{of} went to the optimizer and the loop, which cost the same for any batch: set {larger}"
+
+
+def percent(share):
+    return f"{100 * share:.0f} %"
+
+
+def rounded_up(number):
+    """The next of 1, 2, 5, 10, 20, 50, ..."""
+    power = 10 ** math.floor(math.log10(number))
+    return next(int(step * power) for step in (1, 2, 5, 10) if step * power >= number)
+
+
+def named(marks):
+    """The stages of a step between its marks, by what was called in which order."""
+    stages = [stage for stage, _ in marks[1:]]
+    begins = stages.index("transfer", stages.index("other")) + 1 if "other" in stages else 0
+    before, within = stages[:begins], stages[begins:]
+    if within.count("optimizer") < 2:  # no scaler in between: nobody knows where its backward ended
+        return before + ["step"] * len(within)
+    # In front of the first forward there is no backward, and behind an unscale_ none either.
+    for i, stage in enumerate(within):
+        if stage == "backward" and i == 0:
+            within[i] = "forward"
+        if stage == "backward" and i and within[i - 1] == "optimizer":
+            within[i] = "optimizer"
+    return before + within
+
+
+@contextlib.contextmanager
+def replaced(owner, name, around, *args):
+    """Until the end, whoever calls this method of this object calls it within `around(*args)`."""
+    method, own = getattr(owner, name), vars(owner).get(name)
+
+    def timed(*given, **named):
+        with around(*args):
+            return method(*given, **named)
+
+    setattr(owner, name, timed)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
