@@ -175,10 +175,11 @@ def train_in(folder, cfg):
     config = {key: value for key, value in OmegaConf.to_container(cfg, resolve=False).items() if key != "run_dir"}
     about = {"config": config, "versions": rundir.versions(), "world_size": launch.world_size(), "origin": origin}
     config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg), rundir.WRITTEN)
-    profile = [Profile(folder / "profile")] if cfg.profile else []
-    with building(cfg, [*profile, *pruning(cfg), saver, config_file]) as (trainer, data, loaders):
+    with building(cfg, [*pruning(cfg), saver, config_file]) as (trainer, data, loaders):
         saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
         saver.about["inputs"] = data.description()
+        if cfg.profile and launch.is_first():
+            trainer.callbacks.insert(0, Profile(folder / "profile"))
         loggers = [callback for callback in trainer.callbacks if isinstance(callback, Logger)]
         for logger in loggers:
             logger.describe(saved_config.for_reading({**config, "run_dir": str(folder)}), sweep_name())
