@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 import time
 
 import torch
@@ -31,6 +32,8 @@ def per_sample(module, in_shape):
     Matrix products, convolutions and attentions are counted, on the meta device, where nothing is computed; the module
     stays as it is. None where a module cannot do without numbers, or is in parts.
     """
+    # Where there is no Triton it warns of that, in the lines of a run of several processes.
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
     from torch.utils.flop_counter import FlopCounterMode  # 0.1 s
 
     samples = 2  # a BatchNorm wants two

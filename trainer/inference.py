@@ -36,7 +36,10 @@ class Trained(torch.nn.Module):
         self.classes, self.columns = about["classes"], columns_of(about["table"])
         self.pixels = about["dtype"] == "uint8"
         for name, value in constants(about).items():
-            self.register_buffer(name, value, persistent=False)
+            if value is None:  # not as a buffer, which torch.export would miscount
+                setattr(self, name, None)
+            else:
+                self.register_buffer(name, value, persistent=False)
 
     def forward(self, inputs):
         if self.pixels:

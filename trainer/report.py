@@ -275,9 +275,9 @@ def epoch(value):
 
 
 def percent(share):
-    """'97.2 %', with more digits near the ends: '99.94 %', '0.012 %'."""
-    near = min(share, 1 - share)
-    return f"{100 * share:.{max(1, math.floor(-math.log10(near))) if 1e-5 < near < 1 else 1}f} %"
+    """'97.2 %', with more digits near the ends: '99.94 %', '0.01 %'."""
+    near = 100 * min(share, 1 - share)
+    return f"{100 * share:.{max(1, math.ceil(-math.log10(near))) if 1e-4 < near < 100 else 1}f} %"
 
 
 def remarks(result):

@@ -32,6 +32,8 @@ HARMLESS = (
     "run_dir", "resume", "overwrite", "device", "strategy", "log_every", "eval_every", "task", "run", "trusted",
     "max_minutes", "rank_timeout", "eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident",
     "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download", "sweep.", "report",
+    "profile", "overfit", "debug",
+    "callbacks.tensorboard", "callbacks.wandb", "callbacks.mlflow",
 )  # fmt: skip
 LENGTHS = ("epochs", "max_steps", "patience")  # these too where another run begins with a checkpoint of this one
 LOCK = ".lock"
@@ -77,7 +79,7 @@ def held(folder):
     The system lets go of the lock when the process ends, however it ends: a file that is left behind locks nothing.
     """
     make(folder)
-    for name in ("checkpoints", "tensorboard", "wandb"):
+    for name in ("checkpoints", "tensorboard", "wandb", "profile"):
         if (folder / name).is_symlink():
             raise UserError(f"run_dir={folder}: {name} in it is a link, and may lead anywhere. Type another run_dir.")
     path = folder / LOCK
