@@ -100,7 +100,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "task=tarin",
         "error: task=tarin: there is no such choice. Did you mean 'train'?",
-        "Type task= one of: train, evaluate, predict, export, lr_find.",
+        "Type task= one of: train, plan, evaluate, predict, export, lr_find.",
     ),
     ("model=null", "model", "Type model= one of"),
     ("callbacks=[tensorbord]", "error: callbacks=tensorbord: there is no such choice.", "Did you mean 'tensorboard'?"),
@@ -804,15 +804,18 @@ def test_every_model_trains(compose, tmp_path, model):
 
 
 @pytest.mark.parametrize("callbacks", GROUPS["callbacks"])
-def test_every_set_of_callbacks_trains(compose, tmp_path, callbacks):
-    if callbacks == "tensorboard":
-        pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install -e '.[tensorboard]'")
+def test_every_set_of_callbacks_trains(compose, tmp_path, monkeypatch, callbacks):
+    if callbacks in ("tensorboard", "wandb", "mlflow"):
+        pytest.importorskip(callbacks, reason=f"{callbacks} is not installed: pip install -e '.[{callbacks}]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     trainer = trained(compose, tmp_path, f"callbacks={callbacks}", "ema=0.9", "patience=3", "max_minutes=5")
     assert (
         trainer.callbacks[:6] == ["Progress", "TimeLimit", "EMA", "EarlyStopping", "JSONL", "NaNGuard"]
         and (tmp_path / "metrics.jsonl").is_file()
     )
-    assert (tmp_path / "tensorboard").exists() == (callbacks == "tensorboard")
+    for logger, left in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow.db")):
+        assert (tmp_path / left).exists() == (callbacks == logger)
 
 
 @pytest.mark.parametrize("dataset", ["digits", "synthetic"])
@@ -820,17 +823,17 @@ def test_the_whitened_recipe_trains_on_other_images(compose, tmp_path, dataset):
     shape = ["dataset.in_shape=[3,9,11]"] if dataset == "synthetic" else []
     recipe = ["experiment=cifar10_94", f"dataset={dataset}", "model.widths=[8,12]", *shape]
     trainer = trained(compose, tmp_path, *recipe)
-    assert trainer.callbacks == ["Progress", "Lookahead", "JSONL", "NaNGuard", "Whiten"]
+    assert trainer.callbacks == ["Progress", "Lookahead", "JSONL", "NaNGuard", "Whiten", "Timing"]
 
 
 def test_several_sets_of_callbacks_are_a_list(compose, tmp_path):
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install -e '.[tensorboard]'")
     trainer = trained(compose, tmp_path, "callbacks=[doctor,tensorboard]", "callbacks.doctor.every=7")
-    assert trainer.callbacks == ["Progress", "JSONL", "NaNGuard", "Doctor", "TensorBoard"]
+    assert trainer.callbacks == ["Progress", "JSONL", "NaNGuard", "Doctor", "TensorBoard", "Timing"]
 
 
 def test_callbacks_with_a_null_are_off(compose, tmp_path):
-    assert trained(compose, tmp_path).callbacks == ["Progress", "JSONL", "NaNGuard"]
+    assert trained(compose, tmp_path).callbacks == ["Progress", "JSONL", "NaNGuard", "Timing"]
 
 
 @pytest.mark.parametrize("dataset", ["digits", "synthetic", "csv"])
