@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 import train
 from data import datasets
 from data.loader import make_loaders, normalizer
+from data.tables import csv
 from models.mlp import MLP
 from trainer import examine, page, plots, report
 from trainer.metrics import R2, Accuracy
@@ -519,3 +520,20 @@ def test_whatever_is_given_to_a_template_is_escaped():
     shown = page.render("sweep.html", title="<x>", about="", best="", again="", report=None, picture="<p>",
                         groups={"rows": []}, jobs={"header": ["<h>"], "rows": [["<c>"]]})  # fmt: skip
     assert all(f"&lt;{name}&gt;" in shown for name in "xphc")
+
+
+def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
+    generator = random.Random(0)
+    lines = ["area,kind,price"]
+    lines += [f"{generator.uniform(30, 200):.1f},{generator.choice('abc')},{i * 10 + 5}" for i in range(80)]
+    (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
+    data = csv(str(tmp_path / "a.csv"), "price")
+    by_price = {float(line.split(",")[2]): line.split(",")[:2] for line in lines[1:]}
+    trainer = make_trainer(torch.nn.Linear(4, 1), loss=torch.nn.MSELoss())
+    (_, _, loader), _ = make_loaders(data, batch_size=8)
+    _, seen = examine.evaluate(trainer, loader, "test", data)
+    examine.write(tmp_path / "evaluation.json", seen, data)
+    trainer.close()
+    for sample in read(tmp_path)["worst"]:
+        area, kind = by_price[round(sample["true"][0], 2)]
+        assert sample["columns"] == {"area": pytest.approx(float(area), rel=1e-4), "kind": kind}
