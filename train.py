@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
+import math
 from pathlib import Path
 
 import hydra
@@ -31,7 +32,7 @@ from trainer.build import (
     own_packages,
     retarget,
 )
-from trainer.errors import UserError, cause, check_choice, log
+from trainer.errors import TrainingError, UserError, cause, check_choice, log
 
 ROOT = Path(__file__).resolve().parent
 # The loaders' settings, which stand beside the data set's.
@@ -56,10 +57,14 @@ def main(cfg):
         cli.check_config(cfg)
         check_choice("task", cfg.task, TASKS)
         settings.check_task(cfg)
+        if cfg.debug:
+            settings.check_debug(cfg, cli.typed_keys())
+            for key, value in settings.DEBUG.items():
+                OmegaConf.update(cfg, key, value)
         retarget(cfg, keep=LOADING)
-        if cfg.task != "train" and launch.world_size() > 1:
-            raise UserError(f"task={cfg.task} is for one process. Type python train.py, without torchrun.")
-        if in_sweep() and cfg.task == "train":
+        if in_place_of_run(cfg) and launch.world_size() > 1:
+            raise UserError(f"{in_place_of_run(cfg)} is for one process. Type python train.py, without torchrun.")
+        if in_sweep() and not in_place_of_run(cfg):
             if is_finished(cfg):
                 rundir.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
                 return sweep.pass_over(folder, job.job.num)
@@ -67,7 +72,8 @@ def main(cfg):
         if (processes := launch.count(cfg.strategy, cfg.devices, cfg.device)) > 1:
             start(processes, cfg)
         else:
-            TASKS[cfg.task](cfg)
+            with debugging() if cfg.debug else contextlib.nullcontext():
+                (TASKS[cfg.task] if cfg.overfit is None else overfit)(cfg)
         return sweep.value(folder) if in_sweep() else None
     except Exception as error:
         if cli.is_interruption(error):
@@ -82,12 +88,34 @@ def main(cfg):
         return float("nan")
 
 
+def in_place_of_run(cfg):
+    """'task=plan' or 'overfit=1', as it was typed; '' where this is a run."""
+    if cfg.task != "train":
+        return f"task={cfg.task}"
+    return f"overfit={cfg.overfit}" if cfg.overfit is not None else ""
+
+
+@contextlib.contextmanager
+def debugging():
+    """Autograd's anomaly mode: TrainingError where a gradient is not a number, by the line that it comes from."""
+    import torch
+
+    with torch.autograd.set_detect_anomaly(True):
+        try:
+            yield
+        except RuntimeError as error:
+            if "returned nan values" not in str(error):
+                raise
+            what = "The traceback of the forward call, printed above, ends with the line that it comes from"
+            raise TrainingError(f"{str(error).splitlines()[0]}\n{what}.") from error
+
+
 def start(processes, cfg):
     """Does this run in several processes, which are this program again: as rank 0 to the last one."""
-    if cfg.task != "train":
+    if task := in_place_of_run(cfg):
         typed = [override for override in cli.typed() if re.match("(strategy|devices)=", override)]
         what = f"Leave out {' and '.join(typed)}" if typed else "Type strategy=single"
-        raise UserError(f"task={cfg.task} is for one process. {what}.")
+        raise UserError(f"{task} is for one process. {what}.")
     if not in_sweep():
         raise SystemExit(launch.start(processes, sys.argv[1:]))
     folder = run_directory(cfg)
@@ -135,6 +163,7 @@ def train_in(folder, cfg):
     from data.datasets import fingerprint
     from trainer import checkpoint, parallel
     from trainer.loggers import ConfigFile, Logger
+    from trainer.profiling import Profile
 
     typed, revision = cli.typed(), rundir.revision(ROOT)
     found = checkpoint.together("resume", lambda: rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg))
@@ -149,6 +178,8 @@ def train_in(folder, cfg):
     with building(cfg, [*pruning(cfg), saver, config_file]) as (trainer, data, loaders):
         saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
         saver.about["inputs"] = data.description()
+        if cfg.profile and launch.is_first():
+            trainer.callbacks.insert(0, Profile(folder / "profile"))
         loggers = [callback for callback in trainer.callbacks if isinstance(callback, Logger)]
         for logger in loggers:
             logger.describe(saved_config.for_reading({**config, "run_dir": str(folder)}), sweep_name())
@@ -164,9 +195,8 @@ def train_in(folder, cfg):
             result = finish(folder, trainer, saver, data, loaders, start, draws_report(cfg))
             if launch.is_first():
                 print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))), flush=True)
-                rundir.write_json(
-                    folder / "result.json", {**result, "git": revision(), **efficiency(trainer, data, result)}
-                )
+                more = {"git": revision(), **efficiency(trainer, data, result)}
+                rundir.write_json(folder / "result.json", more | result)
         except KeyboardInterrupt:
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
@@ -243,8 +273,8 @@ def finish(folder, trainer, saver, data, loaders, start, draws):
     weights = card.weights(trainer)
     if not launch.is_first():
         return None
-    seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
-    result |= {**rundir.last_rows(folder), **test, "seconds": seconds}
+    result |= {**rundir.last_rows(folder), **test, "seconds": round(time.perf_counter() - start, 3)}
+    result |= rundir.measured_before(folder, result)
     card.write(folder, weights, trainer.module, data, result)
     if seen is not None:
         examine.write(folder / "evaluation.json", seen, data)
@@ -256,7 +286,7 @@ def efficiency(trainer, data, result):
     """What result.json says of FLOPs; it takes 0.2 s, so it comes after the result is shown, and not in a sweep."""
     from trainer import flops
 
-    if in_sweep():
+    if in_sweep() or "mfu" in result:
         return {}
     return flops.efficiency(trainer, data.in_shape, result["samples_per_second"])
 
@@ -325,7 +355,48 @@ def lr_find(cfg):
     print(f"use it   {rundir.command(typed, f'optimizer.lr={found.suggestion:.2g}')}")
 
 
-TASKS = {"train": train, "evaluate": evaluate, "predict": predict, "export": export, "lr_find": lr_find}
+def overfit(cfg):
+    """Says whether the model can learn `overfit` batches by heart; TrainingError where not. Writes nothing."""
+    from trainer.overfit import learn
+
+    with open_dict(cfg):
+        cfg.dataset.augment = []
+    with building(cfg) as (trainer, _, (train_loader, _, _)):
+        print(f"verdict  {learn(trainer, train_loader, cfg.overfit, cfg.max_steps)}")
+
+
+def plan(cfg):
+    """Says what this run would take, by a few real steps of it; trains nothing, and writes nothing."""
+    from trainer import checkpoint
+    from trainer.plan import lines, look
+
+    folder = None if cfg.run_dir is None else Path(cfg.run_dir)
+    if folder is not None and cfg.resume == "auto" and (folder / "config.yaml").exists():
+        rundir.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
+    with building(cfg) as (trainer, _, loaders):
+        started = time.perf_counter() - START
+        found = look(trainer, *loaders)
+        per_epoch = len(loaders[0])
+    at = next(iter(checkpoint.files(folder / "checkpoints")), 0) if folder is not None else 0
+    found.steps -= min(at, found.steps)
+    evaluations = math.ceil(found.steps / (cfg.eval_every or per_epoch)) if loaders[1] is not None else 0
+    every, epochs = cfg.checkpoint.every, cfg.checkpoint.epochs
+    saves = (found.steps // every if every else 0) + (math.ceil(found.steps / (per_epoch * epochs)) if epochs else 0)
+    print("\n".join(lines(found, started, evaluations, saves, cfg.checkpoint.keep)))
+    typed = [override for override in cli.typed() if not override.startswith("task=")]
+    where = cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
+    where += f", where it goes on at step {at:,}" if at else ""
+    print(f"run      {where}; nothing was written\n         {rundir.command(typed)}")
+
+
+TASKS = {
+    "train": train,
+    "plan": plan,
+    "evaluate": evaluate,
+    "predict": predict,
+    "export": export,
+    "lr_find": lr_find,
+}
 
 
 @contextlib.contextmanager
@@ -340,6 +411,7 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
     from trainer import Trainer, parallel, summary
     from trainer import device as devices
     from trainer.metrics import default_metrics
+    from trainer.timing import Timing
 
     devices.leave_imports()
     device = devices.choose(launchers.device(cfg.device, devices.available()))
@@ -374,6 +446,7 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
             check_size(f"metrics.{name}", node, num_classes=data.num_classes)
         metrics[name] = build(f"metrics.{name}", node, num_classes=data.num_classes)
     callbacks = [build(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if is_on(node)]
+    callbacks.sort(key=lambda callback: isinstance(callback, Timing))  # its clock goes on when the others are done
     parts = {"model": model, "loss": loss, "metrics": metrics, "callbacks": [*callbacks, *more_callbacks]}
     parts |= {"optimizer": build("optimizer", cfg.optimizer), "scheduler": build("scheduler", cfg.scheduler)}
     with contextlib.ExitStack() as stack:
@@ -400,7 +473,7 @@ def sweep_name():
 def is_finished(cfg):
     """Whether this is a job of a sweep that came to its end when the same sweep was started before."""
     job = HydraConfig.get()
-    again = cfg.task == "train" and cfg.resume != "never"
+    again = not in_place_of_run(cfg) and cfg.resume != "never"
     return in_sweep() and again and sweep.finished(job.runtime.output_dir) is not None
 
 
@@ -409,10 +482,15 @@ def run_directory(cfg):
     job = HydraConfig.get()
     if in_sweep():
         return f"{job.sweep.dir}/{job.sweep.subdir}"
+    return str(cfg.run_dir or rundir.claim(*names_of(cfg)))
+
+
+def names_of(cfg):
+    """The model's and the data set's names, for that of the run directory."""
     typed = [override.partition("=")[0] for override in cli.typed()]
-    names = {group: job.runtime.choices[group] for group in ("model", "dataset")}
+    names = {group: HydraConfig.get().runtime.choices[group] for group in ("model", "dataset")}
     names |= {group: cfg[group]._target_.split(".")[-1] for group in names if f"{group}._target_" in typed}
-    return str(cfg.run_dir or rundir.claim(names["model"], names["dataset"]))
+    return names["model"], names["dataset"]
 
 
 if __name__ == "__main__":

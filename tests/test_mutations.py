@@ -24,7 +24,7 @@ CHOICES = {
     "monitor_mode": ["auto", "min", "max"],
     "strategy": ["single"],
     "device": ["auto", "cpu", "cuda"],
-    "task": ["train", "evaluate", "lr_find"],
+    "task": ["train", "evaluate", "lr_find", "plan"],
 }
 WHOLE = ["epochs", "batch_size", "eval_batch_size", "grad_accum_steps", "log_every", "seed", "checkpoint.keep"]
 WHOLE += ["max_steps", "eval_every", "patience", "checkpoint.every"]

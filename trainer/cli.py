@@ -138,7 +138,8 @@ def report(error, note=None):
     if isinstance(error, BrokenPipeError):
         return nobody_reads()
     code = exit_code(error)
-    text = "".join(traceback.format_exception(error)).rstrip() if code == BUG else message(error)
+    whole = "".join(traceback.format_exception(error)).rstrip()
+    text = whole if code == BUG else f"{whole}\n{message(error)}" if is_debugged() else message(error)
     sys.stdout.flush()  # what was printed before it stands before it, also in a file
     if launch.world_size() > 1:
         lost = launch.is_lost(error)
@@ -151,6 +152,11 @@ def report(error, note=None):
     if text and not isinstance(error, launch.JobFailed):  # its processes have
         print(text, file=sys.stderr, flush=True)
     return code
+
+
+def is_debugged():
+    """Whether debug=true was typed, also where no config came of what was typed."""
+    return any(re.fullmatch(r"\+*debug=true", argument, re.IGNORECASE) for argument in sys.argv[1:])
 
 
 def exit_code(error):

@@ -41,7 +41,7 @@ def of_this_machine(cfg, loading):
     Its data may lie elsewhere here, and for an evaluation be other data. What only a training needs is left out, and
     what reaches out of the run directory; the settings of `loading` are as they are there.
     """
-    typed = cli.typed_keys() - {"task", "run", "device", "trusted"}
+    typed = cli.typed_keys() - {"task", "run", "device", "trusted", "debug"}
     if cfg.run is None:
         raise UserError(f"task={cfg.task} needs a run directory. Type run={cfg.run_dir or 'DIR'}.")
     check_folder(cfg.run)

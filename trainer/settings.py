@@ -9,6 +9,8 @@ from trainer.errors import UserError, as_typed, check_choice, check_number, did_
 CHOICES = {
     "precision": ("auto", "fp32", "bf16", "fp16"),
     "compile": (False, True, "graph"),
+    "profile": (False, True),
+    "debug": (False, True),
     "channels_last": ("auto", True, False),
     "monitor_mode": ("auto", "min", "max"),
     "tune": ("allocator", "linear", "threads"),
@@ -24,12 +26,15 @@ OF_TASKS = {  # what only these tasks have a use for
     "input": ("predict",),
     "output": ("predict", "export"),
     "format": ("export",),
+    "profile": ("train",),
+    "overfit": ("train",),
 }
 WHOLE = {"whole": True, "least": 1}
 NUMBERS = {
     "epochs": WHOLE,
     "max_steps": WHOLE | {"optional": True},
     "max_minutes": {"above": 0},
+    "overfit": WHOLE | {"optional": True},
     "batch_size": WHOLE,
     "eval_batch_size": WHOLE,
     "grad_accum_steps": WHOLE,
@@ -50,6 +55,8 @@ NUMBERS = {
 AUTO = {"sweep.at_once": WHOLE}  # or auto
 KEYS = [*NUMBERS, *AUTO, *CHOICES]
 AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")
+# What debug=true runs with, in place of what these keys say.
+DEBUG = {"device": "cpu", "strategy": "single", "devices": "auto", "compile": False, "dataset.workers": 0}
 # Kinds of devices that torch has names for; which of them are there, only torch knows.
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla")
 GPUS = ("auto", "cuda", "xpu")  # those of which a machine may have several
@@ -146,9 +153,24 @@ def check_augmentation(name):
 def check_task(config):
     """UserError for a key that only other tasks have a use for."""
     for key, tasks in OF_TASKS.items():
-        if config.get(key) is not None and config["task"] not in tasks:
+        if config.get(key) not in (None, False) and config["task"] not in tasks:
             hint = " To name the folder of a new run, type run_dir=DIR." if key == "run" else ""
-            raise UserError(f"{key}={config[key]} is for task={' or '.join(tasks)}.{hint}")
+            raise UserError(f"{key}={as_typed(config[key])} is for task={' or '.join(tasks)}.{hint}")
+    if config.get("profile") and config.get("overfit") is not None:
+        raise UserError(f"profile=true is for a run, and overfit={config['overfit']} is none. Leave out one of them.")
+
+
+def check_debug(config, typed):
+    """UserError where one of the `typed` keys says otherwise than debug=true."""
+    for key, value in DEBUG.items():
+        group, _, name = key.partition(".")
+        given = config[group][name] if name else config[group]
+        if key in typed and given not in (value, "auto"):
+            raise UserError(
+                f"debug=true is {key}={as_typed(value)}, and there is {key}={as_typed(given)}. Leave out one of them."
+            )
+    if launch.world_size() > 1:
+        raise UserError("debug=true is for one process. Type python train.py, without torchrun.")
 
 
 def check_parts(config):

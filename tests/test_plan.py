@@ -1,0 +1,129 @@
+"""The plan: what it measures of a run, and the lines that say so."""
+
+import functools
+import math
+
+import pytest
+import torch
+from conftest import make_data, make_model, make_trainer
+
+from data.loader import DeviceLoader
+from trainer import checkpoint, plan, schedules, summary
+from trainer.callbacks import EMA, Callback
+
+
+def loaders():
+    data = make_data()
+    return DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 7)
+
+
+def look(*given, **settings):
+    trainer = make_trainer(*given, **settings)
+    return plan.look(trainer, *loaders()), trainer
+
+
+class Loud(Callback):
+    """A callback that must not be called: it could write."""
+
+    def on_fit_start(self, trainer):
+        raise AssertionError
+
+    on_log = on_step_end = on_fit_end = on_fit_start
+
+
+def test_it_does_steps_of_the_run_and_no_more_than_it_has(capsys):
+    found, trainer = look(callbacks=[Loud()], epochs=1000)
+    assert found.steps == 8000 and plan.STEPS <= found.timed <= plan.MOST
+    assert trainer.step == found.timed + plan.WARMUP
+    assert found.step > 0 and found.evaluation > 0 and found.test == 0
+    opening = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in opening] == ["device", "model", "plan"]
+    for steps in (1, 3, 5):
+        found, trainer = look(max_steps=steps, epochs=None)
+        assert trainer.step == found.steps == steps and 1 <= found.timed <= steps and found.step > 0
+
+
+def test_its_memory_is_that_of_the_parts():
+    model = make_model()
+    size = sum(p.numel() for p in model.parameters()) * 4
+    found, trainer = look(model)
+    mib = 2**20
+    assert found.memory["parameters"] == found.memory["gradients"] == size / mib
+    assert found.memory["optimizer"] == summary.mib(summary.optimizer_tensors(trainer.optimizer)) > 2 * size / mib
+    train_loader, val_loader = loaders()
+    assert found.memory["data"] == (train_loader.nbytes + val_loader.nbytes) / mib
+    # The loader gathers all 60 samples at once: 6 numbers and a class each. Of a batch of 8 the tanh's outputs (16) and
+    # the log-softmax (3) are kept, and the weight of the mean.
+    assert found.memory["activations"] * mib == 60 * (6 * 4 + 8) + 8 * (16 + 3) * 4 + 4
+    frozen = make_model()
+    frozen[0].requires_grad_(False)
+    assert look(frozen)[0].memory["gradients"] < size / mib
+
+
+def test_micro_batches_keep_less():
+    whole, parts = (look(grad_accum_steps=n)[0].memory["activations"] for n in (1, 4))
+    assert parts < whole
+
+
+def test_a_checkpoint_has_the_size_that_it_says(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 500), torch.nn.Linear(500, 3))
+    found, trainer = look(model, callbacks=[EMA(0.9)])
+    checkpoint.save(tmp_path / "step_00000001.ckpt", trainer.state_dict())
+    written = (tmp_path / "step_00000001.ckpt").stat().st_size
+    assert found.checkpoint <= written < found.checkpoint + 20_000  # the header
+    assert found.checkpoint > 4 * found.memory["parameters"] * 2**20  # weights, two moments, the average
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        schedules.constant,
+        functools.partial(schedules.cosine, warmup=7),
+        functools.partial(schedules.linear, warmup=0.3, start=0.1),
+        schedules.onecycle,
+        functools.partial(torch.optim.lr_scheduler.StepLR, step_size=5, gamma=0.5),
+        functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1),
+    ],
+)
+def test_the_rates_are_those_of_the_run(scheduler):
+    class Rates(Callback):
+        def on_step_end(self, trainer):
+            rates[trainer.step] = float(trainer.lr)
+
+    rates, settings = {}, {"scheduler": scheduler, "epochs": 9}
+    make_trainer(callbacks=[Rates()], **settings).fit(*loaders())
+    found, _ = look(**settings)
+    assert 60 <= len(found.rates) <= 72 and {1, 72} <= found.rates.keys()
+    assert found.rates == {step: pytest.approx(rates[step], rel=1e-12) for step in found.rates}
+    assert max(found.rates.values()) == pytest.approx(max(rates.values()), rel=1e-12)
+
+
+def test_the_picture():
+    assert plan.picture([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert plan.picture([0, 1, 2, 3, 4, 5, 6, 7], encoding="ascii") == "_.-=+*%#"
+    assert plan.picture([1.0] * 500) == "█" * plan.WIDTH
+    assert plan.picture([0.0, 0.0]) == "" == plan.picture([math.inf])
+    assert plan.picture(range(1000))[:2] == "▁▁" and plan.picture(range(1000))[-1] == "█"
+
+
+def test_the_lines_add_up():
+    memory = {"parameters": 1.0, "gradients": 1.0, "optimizer": 2.0, "data": 3.0, "peak": 500.0}
+    found = plan.Found(
+        steps=1000, timed=50, first=2.0, step=0.01, evaluation=0.5, test=1.0, copy=0.1, checkpoint=2**20,
+        memory=memory, rates={1: 0.001, 50: 0.01, 1000: 0.0},
+    )  # fmt: skip
+    lines = list(plan.lines(found, started=1.0, evaluations=10, saves=5, keep=2))
+    parts = "parameters 1.0", "gradients 1.0", "optimizer 2.0", "data 3.0"
+    times = ["1.0 s to the first step", "2.0 s more for that one", "10.0 s of 1,000 steps (10 ms each)"]
+    times += ["5.0 s of 10 evaluations", "0.5 s of 5 checkpoints", "1.0 s of the test"]
+    assert lines == [
+        "schedule ▁█▁",
+        "         lr 0.001 at step 1, 0.01 at step 50, 0 at step 1,000",
+        f"memory   500 MiB at the peak: {', '.join(parts)} MiB; the rest is Python and PyTorch",
+        "disk     1.0 MiB a checkpoint, of which the last 2 and the best stay; 1.0 MiB of weights",
+        "time     about 19.5 s, by 50 steps of it:",
+        f"         {', '.join(times)}",
+    ]
+    unknown = plan.Found(**{**vars(found), "memory": memory | {"peak": math.nan}, "rates": {}})
+    lines = list(plan.lines(unknown, started=1.0, evaluations=10, saves=5, keep=2))
+    assert lines[0].startswith("memory   7 MiB at the peak")
