@@ -194,7 +194,7 @@ def is_description(about):
     """Whether this is of the form of Data.description(), with numbers that can be used: it may be anybody's."""
     try:
         return has_form(about)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         return False
 
 

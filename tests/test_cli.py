@@ -804,15 +804,18 @@ def test_every_model_trains(compose, tmp_path, model):
 
 
 @pytest.mark.parametrize("callbacks", GROUPS["callbacks"])
-def test_every_set_of_callbacks_trains(compose, tmp_path, callbacks):
-    if callbacks == "tensorboard":
-        pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install -e '.[tensorboard]'")
+def test_every_set_of_callbacks_trains(compose, tmp_path, monkeypatch, callbacks):
+    if callbacks in ("tensorboard", "wandb", "mlflow"):
+        pytest.importorskip(callbacks, reason=f"{callbacks} is not installed: pip install -e '.[{callbacks}]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     trainer = trained(compose, tmp_path, f"callbacks={callbacks}", "ema=0.9", "patience=3", "max_minutes=5")
     assert (
         trainer.callbacks[:6] == ["Progress", "TimeLimit", "EMA", "EarlyStopping", "JSONL", "NaNGuard"]
         and (tmp_path / "metrics.jsonl").is_file()
     )
-    assert (tmp_path / "tensorboard").exists() == (callbacks == "tensorboard")
+    for logger, left in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow.db")):
+        assert (tmp_path / left).exists() == (callbacks == logger)
 
 
 @pytest.mark.parametrize("dataset", ["digits", "synthetic"])

@@ -24,7 +24,7 @@ from trainer.state import check_like
 PATIENCE = 30  # seconds that a logger's server may take to answer
 # What MLflow does unless the environment says otherwise: it tries 7 times for 2 minutes each, and tells its makers.
 MLFLOW = {"MLFLOW_HTTP_REQUEST_TIMEOUT": str(PATIENCE), "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-MLFLOW |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}
+MLFLOW |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "CRITICAL"}
 MLFLOW |= {"MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
 
 
@@ -137,7 +137,7 @@ class Logger(Callback):
             method(*args)
         except Exception as error:
             self.failed = True
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = " ".join(str(error).split()) or type(error).__name__
             which = f"callbacks={type(self).__name__.lower()}"
             log.warning("%s: %s\nThe run goes on without it.", which, printable(reason)[:300])
 

@@ -1,8 +1,12 @@
 """The profile of a few steps: a trace to look at, and the operators that take longest."""
 
+import contextlib
 import gzip
+import os
 import shutil
 import tempfile
+import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import torch
 from trainer import device as devices
 from trainer.callbacks import Callback, Progress
 from trainer.files import replacing
+from trainer.timing import Timing
 
 BEFORE, WARMUP, ACTIVE = 10, 3, 5  # steps in front of it, with the profiler on and unread, and in the trace
 MOST = 10  # operators in the table
@@ -30,7 +35,8 @@ class Profile(Callback):
     """Writes a trace of ACTIVE steps, and a table of the most expensive operators, into `folder`; prints the table.
 
     The steps come after the first ones, or as late as the run has so many. They are slower than others, and come out
-    as they would have. The trace is for chrome://tracing, ui.perfetto.dev, or TensorBoard's profiler.
+    as they would have. The trace is for chrome://tracing, ui.perfetto.dev, or TensorBoard's profiler. The first of the
+    callbacks, or its own time is taken for theirs.
     """
 
     first_rank_only = True
@@ -41,7 +47,7 @@ class Profile(Callback):
 
     def on_fit_start(self, trainer):
         left = trainer.total_steps - trainer.step
-        self.active = max(0, min(ACTIVE, left))
+        self.active = min(ACTIVE, max(1, left - 1)) if left else 0
         self.warmup = min(WARMUP, left - self.active)
         self.begin_at = trainer.step + min(BEFORE, left - self.active - self.warmup)
         self.profiler, self.recorded = None, 0
@@ -49,15 +55,22 @@ class Profile(Callback):
 
     def begin_when_due(self, trainer):
         if self.active and trainer.step == self.begin_at:
-            from torch import profiler
+            with aside(trainer):
+                self.begin(trainer)
 
-            kinds = [profiler.ProfilerActivity.CPU]
-            for kind in ("CUDA", "XPU"):
-                if trainer.device.type == kind.lower():
-                    kinds.append(getattr(profiler.ProfilerActivity, kind))
+    def begin(self, trainer):
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells stderr that it has begun, and of GPUs that are none
+        from torch import profiler
+
+        kinds = [profiler.ProfilerActivity.CPU]
+        for kind in ("CUDA", "XPU"):
+            if trainer.device.type == kind.lower():
+                kinds.append(getattr(profiler.ProfilerActivity, kind))
+        with warnings.catch_warnings():  # a run of one step has no other for a warmup
+            warnings.simplefilter("ignore")
             plan = profiler.schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1)
-            self.profiler = profiler.profile(activities=kinds, schedule=plan)
-            self.profiler.start()
+        self.profiler = profiler.profile(activities=kinds, schedule=plan)
+        self.profiler.start()
 
     def on_step_end(self, trainer):
         if self.profiler is None:
@@ -65,7 +78,8 @@ class Profile(Callback):
         done = trainer.step - self.begin_at
         if done == self.warmup + self.active:
             devices.synchronize(trainer.device)  # what the steps have left to do is a part of them
-            self.finish(trainer)
+            with aside(trainer):
+                self.finish(trainer)
         else:
             self.profiler.step()
 
@@ -88,6 +102,18 @@ class Profile(Callback):
         lines = f"profile  steps {first} to {trainer.step} on {trainer.device}, by operator:\n{text}\n         {trace}"
         write = next((c.write for c in trainer.callbacks if isinstance(c, Progress)), print)
         write(lines)
+
+
+@contextlib.contextmanager
+def aside(trainer):
+    """The time within is no part of the training's, nor of any stage's: it is the profiler's own."""
+    start = time.perf_counter()
+    yield
+    seconds = time.perf_counter() - start
+    trainer.window_start += seconds
+    for callback in trainer.callbacks:
+        if isinstance(callback, Timing) and hasattr(callback, "began"):
+            callback.began += seconds
 
 
 def write_trace(profiler, path):

@@ -29,9 +29,24 @@ MOST_COLUMNS = 12  # of a table's row
 MOST_PNG, MOST_SIDE = 2**15, 256  # bytes and pixels of a picture
 MOST_PICTURES = 450_000  # letters of all pictures
 MOST_PAGE = 1_000_000  # bytes
-STAGES = ("data", "transfer", "forward", "backward", "optimizer", "step", "evaluation", "checkpoint", "other")
+STAGES = (
+    "data",
+    "transfer",
+    "forward",
+    "backward",
+    "optimizer",
+    "step",
+    "evaluation",
+    "checkpoint",
+    "logging",
+    "other",
+)
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
-COLOURS = dict(zip(STAGES, (0, 6, 1, 4, 3, 1, 2, 5, 7), strict=True)) | {"parameters": 1, "gradients": 4, "buffers": 5}
+COLOURS = dict(zip(STAGES, (0, 6, 1, 4, 3, 1, 2, 5, 6, 7), strict=True)) | {
+    "parameters": 1,
+    "gradients": 4,
+    "buffers": 5,
+}
 
 
 def write(folder):
