@@ -195,9 +195,8 @@ def train_in(folder, cfg):
             result = finish(folder, trainer, saver, data, loaders, start, draws_report(cfg))
             if launch.is_first():
                 print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))), flush=True)
-                rundir.write_json(
-                    folder / "result.json", {**result, "git": revision(), **efficiency(trainer, data, result)}
-                )
+                more = {"git": revision(), **efficiency(trainer, data, result)}
+                rundir.write_json(folder / "result.json", more | result)
         except KeyboardInterrupt:
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
@@ -274,8 +273,8 @@ def finish(folder, trainer, saver, data, loaders, start, draws):
     weights = card.weights(trainer)
     if not launch.is_first():
         return None
-    seconds = rundir.seconds_before(folder, result) or round(time.perf_counter() - start, 3)
-    result |= {**rundir.last_rows(folder), **test, "seconds": seconds}
+    result |= {**rundir.last_rows(folder), **test, "seconds": round(time.perf_counter() - start, 3)}
+    result |= rundir.measured_before(folder, result)
     card.write(folder, weights, trainer.module, data, result)
     if seen is not None:
         examine.write(folder / "evaluation.json", seen, data)
@@ -287,7 +286,7 @@ def efficiency(trainer, data, result):
     """What result.json says of FLOPs; it takes 0.2 s, so it comes after the result is shown, and not in a sweep."""
     from trainer import flops
 
-    if in_sweep():
+    if in_sweep() or "mfu" in result:
         return {}
     return flops.efficiency(trainer, data.in_shape, result["samples_per_second"])
 

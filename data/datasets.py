@@ -62,7 +62,8 @@ class Data:
 
     def description(self):
         """What a trained model has to know of its inputs and outputs, as plain values: its checkpoints keep it."""
-        target = {key: torch.as_tensor(getattr(self, key)).tolist() for key in ("target_mean", "target_scale")}
+        units = {"target_mean": self.target_mean, "target_scale": self.target_scale}
+        units = {key: torch.as_tensor(value, dtype=torch.float64).tolist() for key, value in units.items()}
         return {
             "dataset": self.name,
             "kind": self.kind,
@@ -72,7 +73,7 @@ class Data:
             "classes": None if self.classes is None else [str(name) for name in self.classes],
             "mean": self.mean,
             "std": self.std,
-            **target,
+            **units,
             "table": self.table,
         }
 
@@ -100,9 +101,9 @@ class Data:
             what = f"has {self.num_classes} classes or targets, and the run {about['num_classes']}"
             raise UserError(f"dataset: {self.name} {what}.")
         self.classes, self.num_classes = known, about["num_classes"]
-        units = (self.target_mean, self.target_scale), (about["target_mean"], about["target_scale"])
+        units = [(of["target_mean"], of["target_scale"]) for of in (self.description(), about)]
         if self.kind == "regression" and units[0] != units[1]:
-            (mean, scale), (to_mean, to_scale) = (tuple(map(torch.as_tensor, unit)) for unit in units)
+            (mean, scale), (to_mean, to_scale) = torch.tensor(units, dtype=torch.float64)
             self.change_targets(lambda old: ((old.double() * scale + mean - to_mean) / to_scale).to(old.dtype))
             self.target_mean, self.target_scale = units[1]
 
@@ -193,7 +194,7 @@ def is_description(about):
     """Whether this is of the form of Data.description(), with numbers that can be used: it may be anybody's."""
     try:
         return has_form(about)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         return False
 
 

@@ -15,7 +15,6 @@ autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # those of torch are about torch
 autodoc_mock_imports = [name for name in ("ax", "hydra_plugins", "optuna") if importlib.util.find_spec(name) is None]
-add_module_names = False
 maximum_signature_line_length = 100
 # Nothing is fetched, so nothing is linked to the references of other projects.
 nitpick_ignore_regex = [("py:.*", r"(ax|hydra|hydra_plugins|omegaconf|optuna|pathlib|torch)\..*")]

@@ -282,6 +282,8 @@ FORKS = """
             os.chdir(folder)
             for stream, name in ((1, ".out"), (2, ".err")):
                 os.dup2(os.open(folder + name, os.O_WRONLY | os.O_CREAT), stream)
+            from trainer import report
+            report.html = lambda folder: ""  # half a second of drawing, of which tests/test_report.py has enough
             sys.argv = [train, *arguments]
             runpy.run_path(train, run_name="__main__")
             os._exit(99)
@@ -444,11 +446,12 @@ def test_the_default_run_learns_the_digits(default):
 
 
 RUN_FILES = {"checkpoints", "config.yaml", "metrics.jsonl", "model.safetensors", "model.md", "result.json"}
+RUN_FILES |= {"evaluation.json"}
 
 
 def test_the_run_directory(default):
     [folder] = default.found
-    assert {path.name for path in folder.iterdir()} == RUN_FILES
+    assert {path.name for path in folder.iterdir()} == RUN_FILES | {"report.html"}
     assert [name for name in default.first.files if not name.startswith("runs")] == []  # and nothing beside it
     assert default.second.code == 0 and all(name.startswith("again") for name in default.second.files)
     found = checkpoint.files(folder / "checkpoints")
@@ -613,10 +616,11 @@ def test_a_sweep_ends_with_a_table_the_best_first_and_the_failed_last(sweep):
     table = [re.split(" {2,}", line) for line in lines[start + 1 : start + 5]]
     assert [row[5] for row in table[:2]] == ["model=mlp", "model=linear"]
     assert [row[:2] for row in table[2:]] == [["2", "failed"], ["5", "failed"]] and "seed=-1" in table[2][2]
-    assert [line.split()[0] for line in lines[start + 5 :]] == ["best", "sweep", "go"]
+    assert [line.split()[0] for line in lines[start + 5 :]] == ["best", "sweep", "go", "report"]
     assert lines[start + 5] == "best     python train.py model=mlp epochs=2"
     for job in map(str, range(6)):
-        assert set(os.listdir(sweep.folder / job)) == ({"result.json"} if job in "25" else {*RUN_FILES, "job.json"})
+        left = {*RUN_FILES, "job.json", *["report.html"] * (f"report   {Path('all', job, 'report.html')}" in lines)}
+        assert set(os.listdir(sweep.folder / job)) == ({"result.json"} if job in "25" else left)
     assert {path.name for path in sweep.folder.iterdir() if path.is_file()} == {
         "multirun.yaml",
         "sweep.csv",
@@ -800,15 +804,18 @@ def test_every_model_trains(compose, tmp_path, model):
 
 
 @pytest.mark.parametrize("callbacks", GROUPS["callbacks"])
-def test_every_set_of_callbacks_trains(compose, tmp_path, callbacks):
-    if callbacks == "tensorboard":
-        pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install -e '.[tensorboard]'")
+def test_every_set_of_callbacks_trains(compose, tmp_path, monkeypatch, callbacks):
+    if callbacks in ("tensorboard", "wandb", "mlflow"):
+        pytest.importorskip(callbacks, reason=f"{callbacks} is not installed: pip install -e '.[{callbacks}]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     trainer = trained(compose, tmp_path, f"callbacks={callbacks}", "ema=0.9", "patience=3", "max_minutes=5")
     assert (
         trainer.callbacks[:6] == ["Progress", "TimeLimit", "EMA", "EarlyStopping", "JSONL", "NaNGuard"]
         and (tmp_path / "metrics.jsonl").is_file()
     )
-    assert (tmp_path / "tensorboard").exists() == (callbacks == "tensorboard")
+    for logger, left in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow.db")):
+        assert (tmp_path / left).exists() == (callbacks == logger)
 
 
 @pytest.mark.parametrize("dataset", ["digits", "synthetic"])

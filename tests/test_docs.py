@@ -11,13 +11,20 @@ import sys
 import zlib
 from pathlib import Path
 
+import hydra
 import pytest
 from forks import Forks
+from PIL import Image
+
+from data import datasets
+from train import TASKS
+from trainer import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 BUILDERS = ("sphinx", "furo", "myst_parser")
 MISSING = [name for name in BUILDERS if importlib.util.find_spec(name) is None]
+AFTER = ROOT / "docs" / "after-training.md"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -30,7 +37,7 @@ def commands(text):
 
 @pytest.fixture(scope="module")
 def forks():
-    forks = Forks()
+    forks = Forks(modules=("torch._dynamo", "torch.utils.flop_counter"))  # which each run would import anew
     yield forks
     forks.close()
 
@@ -101,21 +108,75 @@ def test_pages_and_a_search_open_from_the_disk_without_an_error(site, tmp_path):
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
-def test_each_command_of_a_page_is_understood(page, forks, tmp_path):
+def test_each_command_of_a_page_is_understood(page, monkeypatch):
     """Composed, and nothing is trained. What a page includes from examples/ is that folder's to test."""
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py")])  # beside which the groups lie
     for command in commands(page.read_text(encoding="utf-8")):
-        if command[0] == "train.py" and not {"-m", "--help"} & set(command):
-            done = forks.run(tmp_path, *command[1:], "--cfg", "job")
-            assert done.code == 0, (command, done.err)
+        if command[0] == "train.py" and "--help" not in command:
+            cli.check_typed(ROOT / "configs", command[1:])
+            # Of a sweep one job, without what starts the jobs.
+            words = [re.sub(r"^([\w.]+=[\w.-]+),.*", r"\1", word) if "-m" in command else word for word in command[1:]]
+            words = [word for word in words if not re.match(r"-m$|sweep|hydra|.*=(tag|choice)\(", word)]
+            with hydra.initialize_config_dir(str(ROOT / "configs")):
+                config = hydra.compose("train", overrides=cli.of_the_run(words))
+            assert config.task in TASKS
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
-def test_the_python_of_a_page_runs(page, tmp_path):
-    """All blocks of a page one after the other, as somebody who reads it would type them."""
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    if not blocks:
-        pytest.skip("there is none")
+def python_of(page):
+    """The blocks of Python of a page, one after the other, as somebody who reads it would type them."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
+
+
+def run_python(code, folder):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", "\n".join(blocks)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in DOCS if python_of(page) and page != AFTER], ids=lambda page: page.stem
+)
+def test_the_python_of_a_page_runs(page, tmp_path):
+    run_python(python_of(page), tmp_path)
+
+
+def test_what_comes_after_a_training_is_as_its_page_says(forks, tmp_path):
+    """Its commands for runs/mine, then its Python: what is exported and served answers as the test says."""
+    for name in ("onnxruntime", "onnxscript"):
+        pytest.importorskip(name)
+    text, images = AFTER.read_text(encoding="utf-8"), datasets.digits().test.inputs
+    (tmp_path / "photographs").mkdir()
+    for i in range(3):
+        Image.fromarray(images[i, 0].numpy()).save(tmp_path / "photographs" / f"{i}.png")
+    for command in commands(text[: text.index("## ")]):
+        if {"run=runs/mine", "run_dir=runs/mine"} & set(command):
+            done = forks.run(tmp_path, *command[1:], *["report=false"] * ("task" not in command[1]))
+            assert done.code == 0, done.err
+    rows = (tmp_path / "classes.csv").read_text(encoding="utf-8").splitlines()[1:]
+    classes = [int(row.split(",")[1]) for row in rows]
+    ask = f"""
+import threading, urllib.request
+Answer.log_message = lambda *_: None
+server = HTTPServer(("127.0.0.1", 0), Answer)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+body = json.dumps(images[:3].tolist()).encode()
+answer = urllib.request.urlopen(f"http://127.0.0.1:{{server.server_port}}", body).read()
+assert json.loads(answer) == {classes}
+"""
+    server = 'server = HTTPServer(("localhost", 8000), Answer)'
+    code = python_of(AFTER)
+    assert server in code
+    printed = run_python(code.replace(server, "") + ask, tmp_path)
+    shown = re.search(r"^test .* acc ([\d.]+)$", text, re.MULTILINE)[1]
+    assert abs(float(re.search(r"tensor\(([\d.]+)", printed)[1]) - float(shown)) < 0.01
+
+
+def test_the_first_run_prints_the_lines_that_the_first_page_shows(forks, tmp_path):
+    page = (ROOT / "docs" / "first-five-minutes.md").read_text(encoding="utf-8")
+    shown = re.search(r"^data .*?^report .*?\n", page, re.DOTALL | re.MULTILINE)[0]
+    done = forks.run(tmp_path, "run_dir=runs/mine")
+    kinds = [{line.split()[0] for line in text.splitlines()} - {"...", "speed"} for text in (shown, done.out)]
+    assert kinds[0] == kinds[1]
+    slip = re.search(r"^\$ python train\.py (.*)\n(error: .*\n.*)$", page, re.MULTILINE)
+    assert forks.run(tmp_path, *slip[1].split()).err.strip() == slip[2]

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 
@@ -31,6 +32,7 @@ CONFIG = {
     "ema": None,
     "tune": ["threads"],
     "drop_last": False,
+    "device": "cpu",
 }
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAAAAABX3VL4AAAADElEQVR4nGNg+A+EAAYAAf+T0eSJAAAAAElFTkSuQmCC"
 SEEN = {"split": "test", "classes": ["a", "b", "$c"], "confusion": [[5, 1, 0], [0, 7, 0], [2, 0, 0]]}
@@ -201,6 +203,30 @@ def test_a_run_that_was_killed_goes_on_in_the_same_place_and_has_no_row_twice(tm
     assert found == expected
 
 
+def test_jobs_that_begin_at_once_make_one_database(tmp_path):
+    """MLflow itself would have each of them make its tables, of which all fail."""
+    need("mlflow")
+    pytest.importorskip("fcntl")
+    uri, found = f"sqlite:///{tmp_path}/mlflow.db", []
+    with open(tmp_path / ".mlflow.lock", "w") as file:
+        loggers.lock(file)
+        thread = threading.Thread(target=lambda: found.append(loggers.open_experiment(uri, "mine")))
+        thread.start()
+        time.sleep(0.5)
+        assert list(tmp_path.iterdir()) == [tmp_path / ".mlflow.lock"]
+    thread.join()
+    assert found[0][0].get_experiment_by_name("mine").experiment_id == found[0][1]
+
+
+def test_a_run_that_another_database_has_is_a_new_one_here(tmp_path):
+    need("mlflow")
+    (tmp_path / "mlflow-id.txt").write_text("0" * 32, encoding="utf-8")
+    logger = make("mlflow", tmp_path)
+    logger.begun_at = 5
+    logger.begin(None)
+    assert mlflow_of(tmp_path)[1].info.run_id == loggers.read_id(tmp_path / "mlflow-id.txt") != "0" * 32
+
+
 def test_a_run_that_begins_anew_is_another_run(tmp_path):
     need("wandb")
     for _ in range(2):
@@ -226,7 +252,7 @@ def test_tensorboards_hparams_tab_has_the_settings_and_which_numbers_are_its_met
     )
     session = session.session_start_info.hparams
     assert session["optimizer.lr"].number_value == 0.01 and session["tune"].string_value == "[threads]"
-    assert session["model._target_"].string_value == "models.mlp.MLP" and "ema" not in session
+    assert session["model._target_"].string_value == "models.mlp.MLP" and not {"ema", "device"} & set(session)
     metrics = {info.name.tag for info in experiment.experiment.metric_infos}
     assert metrics == {"train/loss", "val/loss", "val/acc", "test/loss", "test/acc"}
     assert metrics <= set(of_tensorboard(told("tensorboard")))
@@ -239,7 +265,7 @@ def test_the_other_tools_have_the_settings_the_name_and_the_sweep(told):
     name = told("wandb").name
     assert (run.run_group, run.display_name, run.project) == ("a-sweep", f"a-sweep/{name}", "stoker")
     _, run = mlflow_of(told("mlflow"))
-    expected = {"optimizer.lr": "0.01", "ema": "null", "tune": "[threads]", "drop_last": "false"}
+    expected = {"optimizer.lr": "0.01", "ema": "null", "tune": "[threads]", "drop_last": "false", "device": "cpu"}
     assert run.data.params == expected | {"model._target_": "models.mlp.MLP"}
     assert run.info.run_name == f"a-sweep/{told('mlflow').name}" and run.data.tags["sweep"] == "a-sweep"
     assert run.info.status == "FINISHED"
@@ -321,7 +347,7 @@ def test_a_logger_that_fails_costs_one_warning_and_no_bit(tmp_path, caplog, wher
     without = fit(tmp_path / "b")
     assert_same(dict(trainer.module.state_dict()), dict(without.module.state_dict()))
     warnings = [record.getMessage() for record in caplog.records]
-    expected = "callbacks=broken: the disk\\x1b[2J is full\nThe run goes on without it."
+    expected = "callbacks=broken: the disk\\x1b[2J is full and more\nThe run goes on without it."
     assert warnings == [expected] * (where is not None)
     usual = ["begin", *["write"] * len(loggers.read_rows(tmp_path / "a" / "metrics.jsonl")), "add_result", "end"]
     assert broken.calls == (calls or (usual[:-1] if where == "add_result" else usual))

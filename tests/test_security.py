@@ -15,6 +15,7 @@ import hydra
 import pytest
 import torch
 import yaml
+from PIL import Image
 from test_cli import CONFIGS, ROOT, forked
 
 from trainer import build, cli, saved_config, sweep
@@ -417,10 +418,17 @@ def good(tmp_path_factory):
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes and links")
 def test_hostile_run_directories_do_nothing(tmp_path, good, large):
-    """Evaluated, and continued by the command that made them: a result as ever, or three lines, and nothing outside."""
+    """Evaluated, applied, exported, and continued by the command that made them: as ever, or three lines, and nothing
+    outside.
+    """
     names = [name for name in HOSTILE if large or name in SMALL]
     commands, before = [], []
-    for i, (name, command) in enumerate((n, c) for n in names for c in (["task=evaluate", "run=run"], GOOD)):
+    picture = tmp_path / "picture.png"
+    Image.frombytes("L", (8, 8), bytes(range(64))).save(picture)
+    tasks = [["task=evaluate", "run=run"], GOOD, ["task=predict", "run=run", f"input={picture}"]]
+    tasks += [["task=export", "run=run", "format=safetensors"]]
+    pairs = [(n, c) for k, n in enumerate(names) for c in (tasks if large else [*tasks[:2], tasks[2 + k % 2]])]
+    for i, (name, command) in enumerate(pairs):
         place = tmp_path / str(i)
         shutil.copytree(good / "run", place / "run")
         shutil.copytree(good, place / "away")
@@ -431,8 +439,8 @@ def test_hostile_run_directories_do_nothing(tmp_path, good, large):
     problems = []
     for i, ((name, command), done) in enumerate(zip(commands, answers, strict=True)):
         what, after = f"{name}, {command[0]} ({i})", states(tmp_path / str(i))
-        reading = command[0] == "task=evaluate"
-        own = {name for name in before[i].keys() | after if not name.startswith("run/") or reading}
+        reading, using = command[0] == "task=evaluate", command[0] in ("task=evaluate", "task=predict")
+        own = {name for name in before[i].keys() | after if not name.startswith("run/") or using}
         if changed := sorted(name for name in own if before[i].get(name) != after.get(name)):
             problems.append(f"{what}: changed {changed}")
         if "Traceback" in done.err or done.code not in (0, 2, 3):

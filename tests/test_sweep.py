@@ -26,6 +26,7 @@ from trainer import cli, launchers, rundir, sweep
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 JOB = ("dataset=synthetic", "dataset.n=100", "batch_size=8", "epochs=2", "model.hidden=[8]")  # 10 steps an epoch
 FILES = {"job.json", "result.json", "config.yaml", "metrics.jsonl", "checkpoints", "model.safetensors", "model.md"}
+FILES |= {"evaluation.json"}
 
 
 class Returned(Callback):
@@ -171,7 +172,9 @@ def test_the_page_has_a_line_for_each_job_and_stands_alone(swept):
     page = Page(text)
     assert sorted(page.kinds("path")) == ["job"] * 5 + ["job best"] + ["job failed"] * 6
     assert page.kinds("text").count("key") == 4  # three keys and the result
-    assert not {"script", "link", "img", "iframe", "a"} & {tag for tag, _ in page.seen}
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.seen}
+    [link] = [attributes["href"] for tag, attributes in page.seen if tag == "a"]
+    assert line_of(swept.out, "report") == f"all/{link}" and (swept.folder / link).is_file()
     assert "url(" not in text and re.findall(r"https?://\S+", text) == ['http://www.w3.org/2000/svg"']
     assert "prefers-color-scheme: dark" in text and line_of(swept.out, "best") in page.text
 
@@ -238,7 +241,9 @@ def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(forks
     assert len(re.findall(r": done, val/acc ", done.out)) == len(seen)
     for job in range(jobs):
         left = {path.name for path in (tmp_path / "all" / str(job)).iterdir()}
-        assert left - {".lock"} == FILES  # which a kill just after the result leaves, and which locks nothing
+        assert (
+            left - {".lock", "report.html"} == FILES
+        )  # which a kill just after the result leaves, and which locks nothing
     for job in sorted(cut)[: 6 if large else 2]:
         alone = read_json(tmp_path / "all" / job / "job.json")["overrides"]
         assert forks.run(tmp_path, *alone, f"run_dir=alone{job}").code == 0

@@ -10,6 +10,7 @@ from torch import nn
 from data.datasets import Data, TensorSplit
 from data.loader import HostLoader, make_loaders
 from trainer.callbacks import Callback, Checkpoint, Progress
+from trainer.loggers import Logger
 from trainer.timing import MOST_COST, STAGES, Timing, verdict
 from trainer.trainer import Trainer
 
@@ -151,6 +152,25 @@ def test_too_many_checkpoints(tmp_path):
     assert timing.said == f"checkpoints took {100 * share:.0f} % of the time: set checkpoint.every={proposed(1, share)}"
 
 
+def test_a_slow_logger():
+    class SlowLogger(Logger):
+        def begin(self, trainer):
+            pass
+
+        def write(self, numbers, step):
+            with clock():
+                time.sleep(0.01)
+
+        end = write
+
+    clock = Clock()
+    logger = SlowLogger()
+    logger.describe({})
+    timing, total = fitted(Slow(60, Clock()), callbacks=[logger], epochs=1, log_every=1)
+    assert abs(timing.took["logging"] - clock.seconds) <= POINTS * total
+    assert timing.said.startswith(f"loggers took {100 * timing.took['logging'] / total:.0f} % of the time")
+
+
 def proposed(every, share, aim=0.05):
     """The next of 1, 2, 5, 10, 20, ... with which what took this share takes `aim`, or less."""
     least = every * share / (1 - share) / (aim / (1 - aim))
@@ -279,6 +299,11 @@ COPIES = {"transfer": 1.0, "step": 3.0}
             {"checkpoint": 2.0, "step": 8.0},
             {"save_every": ("epochs", 1)},
             "checkpoints took 20 % of the time: set checkpoint.epochs=5",
+        ),
+        (
+            {"logging": 2.0, "step": 8.0},
+            {},
+            "loggers took 20 % of the time: leave out one of callbacks, or set a larger",
         ),
         ({"evaluation": 1.9, "step": 8.1}, {}, "compute bound: 81 % of the time is forward, backward and optimizer"),
         ({"step": 9.0}, {"idle": 0.9, "batch_size": 64}, "for Python to give it work: set batch_size=4096, or compile"),

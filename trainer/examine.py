@@ -233,7 +233,7 @@ def png(image):
 def columns(inputs, data):
     """{column: what is in it} of a table's row; of other vectors their numbers."""
     values = inputs.tolist()
-    if getattr(data, "table", None) is None:
+    if data.table is None:
         return {f"x{i}": value for i, value in enumerate(values[:MOST_COLUMNS])}
     found, place = {}, 0
     for column in data.table["columns"]:

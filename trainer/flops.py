@@ -1,14 +1,15 @@
 """How many FLOPs a model takes, and how many the device can do: from both, how much of the device a training used."""
 
-import copy
 import functools
+import inspect
+import logging
 import time
 
 import torch
 
 from trainer import batch as batches
+from trainer import cpu, parallel
 from trainer import device as devices
-from trainer import parallel
 
 TRIES = 5  # of the product; the fastest one counts
 WIDTH_CPU, WIDTH = 1024, 8192  # of its matrices
@@ -19,6 +20,7 @@ def efficiency(trainer, in_shape, samples_per_second):
 
     The share of all devices where several processes train. Null is what is not known.
     """
+    cpu.use_torch(trainer.module)  # whose operators the counter knows
     flops = per_sample(trainer.module, in_shape)
     device = peak(trainer.device, trainer.dtype) * parallel.ranks()
     used = flops * samples_per_second if flops and samples_per_second else None
@@ -28,31 +30,33 @@ def efficiency(trainer, in_shape, samples_per_second):
 def per_sample(module, in_shape):
     """FLOPs of the forward and the backward of one sample of this shape, by `torch.utils.flop_counter`.
 
-    Matrix products, convolutions and attentions are counted, on the meta device, where nothing is computed; the module
-    stays as it is. None where a module cannot do without numbers, or is in parts.
+    Matrix products, convolutions and attentions are counted, in the work on a sample of zeros in evaluation mode; the
+    module stays as it is. None where a module wants something else, or is cut up over several processes.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # 0.1 s
+    # Where there is no Triton it warns of that, in the lines of a run of several processes.
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
+    from torch.utils import flop_counter  # 0.1 s
 
-    samples = 2  # a BatchNorm wants two
+    # It imports the compiler, which takes a second, only to tell it to look away (as in optimizers.spare_the_compiler).
+    mode = getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode)
+    work = inspect.unwrap(mode.__torch_dispatch__)
+    vars(work).setdefault("__dynamo_disable", work)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not parameters or any(map(parallel.is_shard, parameters)):
+        return None
+    modes = [(part, part.training) for part in module.modules()]
     try:
-        with FlopCounterMode(display=False) as counter, torch.enable_grad():
-            outputs = without_numbers(module).train()(torch.empty(samples, *in_shape, device="meta"))
-            floats = [t for _, t in batches.entries(outputs) if t.is_floating_point() and t.requires_grad]
-            with torch.autograd.set_detect_anomaly(False):  # debug=true would look for NaNs, and there is no number
-                torch.autograd.backward(floats, [torch.empty_like(tensor) for tensor in floats])
+        with flop_counter.FlopCounterMode(display=False) as counter, torch.enable_grad():
+            outputs = module.eval()(torch.zeros(1, *in_shape, device=parameters[0].device))
+            floats = [t for _, t in batches.entries(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+            # Not backward(): where several processes train, the others would have to come too.
+            torch.autograd.grad(floats, parameters, [torch.zeros_like(t) for t in floats], allow_unused=True)
     except Exception:  # of the user's module, which may do anything
         return None
-    return counter.get_total_flops() / samples or None
-
-
-def without_numbers(module):
-    """A copy of the module whose parameters and buffers are on the meta device."""
-    copies = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
-        empty = torch.empty_like(tensor, device="meta")
-        is_weight = isinstance(tensor, torch.nn.Parameter)
-        copies[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
-    return copy.deepcopy(module, copies)  # which takes these for the copies, so that no memory is needed
+    finally:
+        for part, training in modes:
+            part.training = training
+    return counter.get_total_flops() or None
 
 
 @functools.cache

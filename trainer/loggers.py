@@ -1,5 +1,6 @@
 """Loggers: callbacks that write each row of numbers somewhere. JSONL is always on; each of the others is an extra."""
 
+import contextlib
 import errno
 import importlib.util
 import itertools
@@ -17,13 +18,13 @@ from trainer import parallel, pictures
 from trainer.callbacks import Callback
 from trainer.errors import UserError, as_typed, check_choice, check_number, log, printable
 from trainer.files import open_plain, read, replacing
-from trainer.rundir import finite
+from trainer.rundir import HARMLESS, finite, lock
 from trainer.state import check_like
 
 PATIENCE = 30  # seconds that a logger's server may take to answer
 # What MLflow does unless the environment says otherwise: it tries 7 times for 2 minutes each, and tells its makers.
 MLFLOW = {"MLFLOW_HTTP_REQUEST_TIMEOUT": str(PATIENCE), "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-MLFLOW |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}
+MLFLOW |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "CRITICAL"}
 MLFLOW |= {"MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
 
 
@@ -136,7 +137,7 @@ class Logger(Callback):
             method(*args)
         except Exception as error:
             self.failed = True
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = " ".join(str(error).split()) or type(error).__name__
             which = f"callbacks={type(self).__name__.lower()}"
             log.warning("%s: %s\nThe run goes on without it.", which, printable(reason)[:300])
 
@@ -166,7 +167,9 @@ class TensorBoard(Logger):
         self.writer = SummaryWriter(self.folder, purge_step=self.begun_at + 1)
         parts = ("val", "test") if trainer.val_loader is not None else ()
         names = ["train/loss", *(f"{part}/{name}" for part in parts for name in ("loss", *trainer.metrics))]
-        plain = {key: as_typed(x) if isinstance(x, (list, dict)) else x for key, x in self.config.items()}
+        # Of the settings those that change the result: the tab has a column for each.
+        kept = {key: x for key, x in self.config.items() if not key.startswith((*HARMLESS, "callbacks."))}
+        plain = {key: as_typed(x) if isinstance(x, (list, dict)) else x for key, x in kept.items()}
         for part in hparams(plain, dict.fromkeys(names))[:2]:
             self.writer.file_writer.add_summary(part)
 
@@ -247,37 +250,36 @@ class MLflow(Logger):
     def begin(self, trainer):
         for name, value in MLFLOW.items():
             os.environ.setdefault(name, value)
-        from mlflow import MlflowClient
         from mlflow.entities import Param
 
         logging.getLogger("alembic").setLevel(logging.WARNING)  # which tells of each table
         uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///runs/mlflow.db" if self.uri == "auto" else self.uri
-        path, at = self.folder / "mlflow-id.txt", None
-        if uri.startswith("sqlite:///"):
-            at = Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts"
-            at.parent.mkdir(parents=True, exist_ok=True)
-        self.client, self.id = MlflowClient(uri), read_id(path) if self.begun_at else None
+        self.client, experiment = open_experiment(uri, self.experiment)
+        self.where = f"mlflow ui --backend-store-uri {uri}" if uri.startswith("sqlite:") else uri
+        path = self.folder / "mlflow-id.txt"
+        self.id = read_id(path) if self.begun_at else None
         self.last = {}  # {name: the step of the last value that is there}: MLflow would have one of the same step twice
-        if self.id:
-            self.client.update_run(self.id, status="RUNNING")
+        if self.id and self.goes_on():
             for name in self.client.get_run(self.id).data.metrics:
                 self.last[name] = max(value.step for value in self.client.get_metric_history(self.id, name))
-        else:
-            run = self.client.create_run(
-                self.experiment_id(at and at.as_uri()),
-                tags={"sweep": self.group} if self.group else None,
-                run_name=name_of(self.folder, self.group),
-            )
-            self.id = write_id(path, run.info.run_id)
-            params = [Param(key, as_typed(value)) for key, value in self.config.items()]
-            for i in range(0, len(params), 100):  # it takes no more at once
-                self.client.log_batch(self.id, params=params[i : i + 100])
-        shown = uri if at is None else f"mlflow ui --backend-store-uri {uri}"
-        self.where = f"mlflow   {shown}"
+            return
+        tags = {"sweep": self.group} if self.group else None
+        run = self.client.create_run(experiment, tags=tags, run_name=name_of(self.folder, self.group))
+        self.id = write_id(path, run.info.run_id)
+        params = [Param(key, as_typed(value)) for key, value in self.config.items()]
+        for i in range(0, len(params), 100):  # it takes no more at once
+            self.client.log_batch(self.id, params=params[i : i + 100])
 
-    def experiment_id(self, images):
-        found = self.client.get_experiment_by_name(self.experiment)
-        return found.experiment_id if found else self.client.create_experiment(self.experiment, images)
+    def goes_on(self):
+        """Whether the run is in this database: its own may have been another one."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self.client.update_run(self.id, status="RUNNING") is None
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
 
     def write(self, numbers, step):
         from mlflow.entities import Metric
@@ -293,7 +295,33 @@ class MLflow(Logger):
 
     def end(self, outcome):
         self.client.set_terminated(self.id, {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}[outcome])
-        print(self.where, flush=True)
+        print(f"mlflow   {self.where}", flush=True)
+
+
+def open_experiment(uri, name):
+    """(MLflow's client, the experiment's id). What is not there yet is made, of a database by one process at a time."""
+    from mlflow import MlflowClient
+
+    with contextlib.ExitStack() as stack:
+        images = None
+        if uri.startswith("sqlite:///"):
+            folder = Path(uri.removeprefix("sqlite:///")).absolute().parent
+            folder.mkdir(parents=True, exist_ok=True)
+            images = (folder / "mlartifacts").as_uri()
+            wait_for(stack.enter_context(open_plain(folder / ".mlflow.lock", os.O_RDWR | os.O_CREAT)))
+        client = MlflowClient(uri)
+        found = client.get_experiment_by_name(name)
+        return client, found.experiment_id if found else client.create_experiment(name, images)
+
+
+def wait_for(file):
+    """Waits until no other process has a lock on the file, and locks it."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        with contextlib.suppress(BlockingIOError):
+            return lock(file)
+        time.sleep(0.1)
+    raise TimeoutError(f"{file.name} is locked by another process")
 
 
 def need(package, tool):

@@ -1,5 +1,6 @@
 """Pages of HTML that stand alone, from templates/: no script, no network, light and dark; and the page of a sweep."""
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -21,11 +22,16 @@ FAR = 10  # a number that is so many times another one wants a logarithmic scale
 
 def render(template, **facts):
     """A whole document from a file in templates/: whatever is in the facts is text there, but for what is Markup."""
+    return templates().get_template(template).render(facts)
+
+
+@functools.cache
+def templates():
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
     options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
-    return jinja2.Environment(loader=loader, finalize=plain, **options).get_template(template).render(facts)
+    return jinja2.Environment(loader=loader, finalize=plain, **options)
 
 
 def plain(value):

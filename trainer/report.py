@@ -29,9 +29,24 @@ MOST_COLUMNS = 12  # of a table's row
 MOST_PNG, MOST_SIDE = 2**15, 256  # bytes and pixels of a picture
 MOST_PICTURES = 450_000  # letters of all pictures
 MOST_PAGE = 1_000_000  # bytes
-STAGES = ("data", "transfer", "forward", "backward", "optimizer", "step", "evaluation", "checkpoint", "other")
+STAGES = (
+    "data",
+    "transfer",
+    "forward",
+    "backward",
+    "optimizer",
+    "step",
+    "evaluation",
+    "checkpoint",
+    "logging",
+    "other",
+)
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
-COLOURS = dict(zip(STAGES, (0, 6, 1, 4, 3, 1, 2, 5, 7), strict=True)) | {"parameters": 1, "gradients": 4, "buffers": 5}
+COLOURS = dict(zip(STAGES, (0, 6, 1, 4, 3, 1, 2, 5, 6, 7), strict=True)) | {
+    "parameters": 1,
+    "gradients": 4,
+    "buffers": 5,
+}
 
 
 def write(folder):
@@ -275,9 +290,9 @@ def epoch(value):
 
 
 def percent(share):
-    """'97.2 %', with more digits near the ends: '99.94 %', '0.012 %'."""
-    near = min(share, 1 - share)
-    return f"{100 * share:.{max(1, math.floor(-math.log10(near))) if 1e-5 < near < 1 else 1}f} %"
+    """'97.2 %', with more digits near the ends: '99.94 %', '0.01 %'."""
+    near = 100 * min(share, 1 - share)
+    return f"{100 * share:.{max(1, math.ceil(-math.log10(near))) if 1e-4 < near < 100 else 1}f} %"
 
 
 def remarks(result):

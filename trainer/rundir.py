@@ -33,6 +33,7 @@ HARMLESS = (
     "max_minutes", "rank_timeout", "eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident",
     "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download", "sweep.", "report",
     "profile", "overfit", "debug",
+    "callbacks.tensorboard", "callbacks.wandb", "callbacks.mlflow",
 )  # fmt: skip
 LENGTHS = ("epochs", "max_steps", "patience")  # these too where another run begins with a checkpoint of this one
 LOCK = ".lock"
@@ -153,12 +154,17 @@ if hasattr(os, "register_at_fork"):  # a worker that outlives a killed run must 
     os.register_at_fork(after_in_child=lambda: [file.close() for file in locks])
 
 
-def seconds_before(folder, result):
-    """The seconds of result.json where the run was complete already, and this one has only looked at it; else None."""
+# What result.json says of how a run went, and not of what it came to.
+MEASURED = ("seconds", "time", "speed", "git", "flops_per_sample", "flops_per_second", "peak_flops", "mfu")
+
+
+def measured_before(folder, result):
+    """What was MEASURED, where the run was complete already, and this one has only looked at it; else {}."""
     before = read_result(folder / "result.json") or {}
-    same = before.get("steps") == result["steps"] == result["total_steps"]
-    seconds = before.get("seconds")
-    return seconds if same and isinstance(seconds, (int, float)) else None
+    if not before.get("steps") == result["steps"] == result["total_steps"]:
+        return {}
+    known = isinstance(before.get("seconds"), (int, float))
+    return {key: before[key] for key in MEASURED if key in before} if known else {}
 
 
 def read_result(path):

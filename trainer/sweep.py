@@ -482,6 +482,8 @@ def draw_best(sweep):
     from trainer import report
 
     job = sweep.groups[0][0]
+    if (sweep.folder / job.name).is_symlink():  # it may lead anywhere
+        return None
     try:
         print(printable(f"report   {report.write(sweep.folder / job.name)}"), flush=True)
     except Exception as error:

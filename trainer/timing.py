@@ -11,23 +11,35 @@ from data.loader import DeviceLoader, HostLoader, IterableLoader, StreamedOnce
 from trainer import device as devices
 from trainer import graph, launch
 from trainer.callbacks import Callback, Checkpoint, Progress
+from trainer.loggers import Logger
 
-STAGES = ("data", "transfer", "forward", "backward", "optimizer", "step", "evaluation", "checkpoint", "other")
+STAGES = (
+    "data",
+    "transfer",
+    "forward",
+    "backward",
+    "optimizer",
+    "step",
+    "evaluation",
+    "checkpoint",
+    "logging",
+    "other",
+)
 MOST_COST = 0.01  # of the time, for the sampling
 SOON = 1.0  # seconds: what is shorter says nothing of what is longer
 # The share of the time from which on a stage is worth a change. Evaluations and checkpoints are of use, waiting is not.
-WORTH = {"data": 0.1, "transfer": 0.1, "checkpoint": 0.1, "evaluation": 0.2, "fixed": 0.3, "idle": 0.5}
+WORTH = {"data": 0.1, "transfer": 0.1, "checkpoint": 0.1, "logging": 0.1, "evaluation": 0.2, "fixed": 0.3, "idle": 0.5}
 AIM = {"checkpoint": 0.05, "evaluation": 0.05, "fixed": 0.15, "idle": 0.15}  # the share that the change leaves
 
 
 class Timing(Callback):
     """Splits the time of a fit into STAGES, and says at the end of the first epoch what to change.
 
-    Evaluations and checkpoints are timed as they come. Of the steps some are cut into stages by marks in the work of
-    the device (events on a GPU, for which nothing waits): the first of the fit and those of each epoch, which stand for
-    themselves, and of the others so many, at random, that the sampling takes at most MOST_COST of the time. A sampled
-    step does the same work: the methods that it goes through are timed from outside, for this step alone. A step that
-    is one graph, or that a Trainer does in its own way, is the stage "step".
+    Evaluations, checkpoints and loggers are timed as they come. Of the steps some are cut into stages by marks in the
+    work of the device (events on a GPU, for which nothing waits): the first of the fit and those of each epoch, which
+    stand for themselves, and of the others so many, at random, that the sampling takes at most MOST_COST of the time. A
+    sampled step does the same work: the methods that it goes through are timed from outside, for this step alone. A
+    step that is one graph, or that a Trainer does in its own way, is the stage "step".
     """
 
     first_rank_only = True
@@ -35,7 +47,7 @@ class Timing(Callback):
 
     def on_fit_start(self, trainer):
         self.device, self.took, self.said, self.is_new = trainer.device, {}, None, True
-        self.whole = {"evaluation": 0.0, "checkpoint": 0.0}  # seconds of what is timed as it comes
+        self.whole = {"evaluation": 0.0, "checkpoint": 0.0, "logging": 0.0}  # seconds of what is timed as it comes
         # Last, whatever place it was given: what others do after a step is no waiting for the loader.
         trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
         self.first_step, self.firsts, self.others = trainer.step, [], []  # {stage: seconds} of each sampled step
@@ -45,6 +57,8 @@ class Timing(Callback):
         for callback in trainer.callbacks:
             if isinstance(callback, Checkpoint):
                 self.in_fit.enter_context(replaced(callback, "save", self.timing, "checkpoint"))
+            if isinstance(callback, Logger):
+                self.in_fit.enter_context(replaced(callback, "attempt", self.timing, "logging"))
         self.began = time.perf_counter()
         self.begin(trainer, self.firsts)
 
@@ -218,6 +232,8 @@ def verdict(
     if worst == "checkpoint":
         key, every = save_every
         return f"checkpoints took {of}: set checkpoint.{key}={rounded_up((every or 1) * rarer)}"
+    if worst == "logging":  # most of it may be their start
+        return f"loggers took {of}: leave out one of callbacks, or set a larger log_every"
     if worst == "idle":
         return f"the {where} waited in {of} for Python to give it work: set {larger}, or compile=graph"
     return f"{of} went to the optimizer and the loop, which cost the same for any batch: set {larger}"

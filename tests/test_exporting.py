@@ -1,0 +1,189 @@
+"""Exported models: what another program computes from them is what the model itself does, or nothing is left."""
+
+import importlib.util
+import json
+import re
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from data import tables
+from data.datasets import Data, TensorSplit
+from models.cnn import CNN
+from models.linear import Linear
+from models.mlp import MLP
+from models.resnet import ResNet
+from models.whitened_cnn import WhitenedCNN
+from trainer import exporting
+from trainer.errors import TrainingError, UserError
+from trainer.inference import Trained
+
+MODELS = {
+    "linear": Linear,
+    "mlp": lambda *shapes: MLP(*shapes, hidden=(8,), norm="batch", dropout=0.5),
+    "cnn": lambda *shapes: CNN(*shapes, channels=(4, 8)),
+    "resnet": lambda *shapes: ResNet(*shapes, widths=(4, 8), blocks=(1, 1)),
+    "whitened_cnn": lambda *shapes: WhitenedCNN(*shapes, widths=(4, 8)),
+}
+NEEDED = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+FORMATS = [
+    pytest.param("onnx", marks=pytest.mark.skipif(bool(NEEDED), reason=f"needs {NEEDED}: the extra onnx")),
+    "torch_export",
+    "safetensors",
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory, as far as a card looks into it."""
+    config = "model: {_target_: models.mlp.MLP}\ndataset: {_target_: data.datasets.digits, root: /home/me/secret}\n"
+    (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
+    (tmp_path / "result.json").write_text('{"test/acc": 0.5}', encoding="utf-8")
+    return tmp_path
+
+
+def trained(make, channels=3, side=9):
+    """A model whose norms have statistics as a training leaves them, and not 0 and 1."""
+    torch.manual_seed(0)
+    inputs = torch.randint(0, 256, (12, channels, side, side), dtype=torch.uint8)
+    part = TensorSplit(inputs, torch.arange(12) % 4)
+    norms = {"mean": [0.4, 0.5, 0.6][:channels], "std": [0.2, 0.25, 0.3][:channels]}
+    data = Data("noise", part, None, part, (channels, side, side), 4, classes=list("abcd"), **norms)
+    model = make(data.in_shape, 4)
+    for name, value in model.state_dict().items():
+        if "running" in name:
+            value.copy_(torch.rand_like(value) * 0.5 + 0.5 * ("var" in name))
+    return Trained(model, data.description()).eval().requires_grad_(False)
+
+
+def outputs_of(path, form, inputs, model):
+    if form == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return torch.as_tensor(session.run(None, {"inputs": inputs.numpy()})[0])
+    if form == "torch_export":
+        return torch.export.load(path).module()(inputs)
+    assert json.loads(read_metadata(path)["inputs"]) == model.about
+    model.module.load_state_dict(load_file(path))
+    return model(inputs)
+
+
+def read_metadata(path):
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_model_computes_what_the_model_does(run, name, form):
+    model = trained(MODELS[name])
+    inputs, whose = exporting.generated(model.about), "noise"
+    path, difference = exporting.export(model, run, form, inputs, whose)
+    assert path == run / "export" / exporting.FILES[form] and difference < 1e-5
+    others = torch.randint(0, 256, (64, 3, 9, 9), dtype=torch.uint8)
+    for size in (1, 3, 64):
+        expected = model(others[:size])
+        found = outputs_of(path, form, others[:size], model)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert len(expected.unique()) > 64  # no constant
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_model_of_a_table_takes_its_columns_as_they_are(run, form):
+    rows = "".join(f"{1e6 + i % 7},{'abc'[i % 3]},{'' if i % 9 == 0 else i},{5e5 + 3 * i}\n" for i in range(60))
+    (run / "t.csv").write_text(f"large,kind,gaps,y\n{rows}", encoding="utf-8")
+    about = tables.csv(str(run / "t.csv"), "y", missing="mean").description()
+    model = Trained(MLP((5,), 1, hidden=(8,)), about).eval().requires_grad_(False)
+    inputs, whose = exporting.samples(about, {"path": str(run / "t.csv")})
+    assert inputs.dtype == torch.float64 and inputs.isnan().any() and whose == "60 rows of t.csv"
+    path, _ = exporting.export(model, run, form, inputs, whose)
+    found = outputs_of(path, form, inputs, model)
+    assert found.dtype == torch.float64 and found.isfinite().all()
+    torch.testing.assert_close(found, model(inputs), rtol=1e-7, atol=0)
+    other, whose = exporting.samples(about, {"path": str(run / "not_here.csv")})
+    assert other.shape == (64, 5) and whose == "64 generated samples" and (other[:, 1:4].sum(1) == 1).all()
+
+
+def test_the_example_of_a_card_runs(run, capsys, monkeypatch):
+    """Of each format; it prints what the model says, and the card has nothing of the machine."""
+    pytest.importorskip("onnxruntime")
+    from PIL import Image
+
+    monkeypatch.chdir(run)
+    model = trained(MODELS["cnn"])
+    pixels = exporting.generated(model.about)[:1]
+    Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save("image.png")
+    for form in exporting.FILES:
+        path, _ = exporting.export(model, run, form, exporting.generated(model.about), "noise", exporting.FILES[form])
+        text = (run / f"{path.name}.md").read_text(encoding="utf-8")
+        [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert len(code.splitlines()) <= 10 and "secret" not in text and "acc 0.5000" in text
+        exec(code, {})
+    said = model.classes[model(pixels).argmax()]
+    assert capsys.readouterr().out.split("\n")[:3] == [
+        said,
+        said,
+        f"classification {len(model.module.state_dict())} tensors",
+    ]
+
+
+class Other(Linear):
+    """Another model while it is exported."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) + float(torch.compiler.is_exporting())
+
+
+class Unsteady(Linear):
+    """Its way depends on the data, which no export can follow."""
+
+    def forward(self, inputs):
+        return super().forward(inputs if inputs.sum() > 0 else -inputs)
+
+
+def test_a_model_that_is_another_one_when_exported_is_noticed_and_nothing_is_left(run):
+    model = trained(Other)
+    with pytest.raises(TrainingError, match=r"differ by 1 from PyTorch's on noise.*Nothing was written"):
+        exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
+    assert list((run / "export").iterdir()) == []
+
+
+def test_a_model_that_cannot_be_exported_is_the_users_error(run):
+    model = trained(Unsteady)
+    with pytest.raises(UserError, match=r"(?s)cannot be exported.*Type format=safetensors"):
+        exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
+    assert list((run / "export").iterdir()) == []
+
+
+def test_a_link_in_somebodys_run_is_not_followed(run, tmp_path_factory):
+    away = tmp_path_factory.mktemp("away")
+    (run / "export").symlink_to(away)
+    model = trained(Linear)
+    with pytest.raises(UserError, match="export in it is a link"):
+        exporting.export(model, run, "safetensors", exporting.generated(model.about), "noise")
+    assert list(away.iterdir()) == []
+
+
+def test_formats_and_what_they_need(monkeypatch):
+    with pytest.raises(UserError, match="Type format= one of: onnx, torch_export, safetensors"):
+        exporting.check(None)
+    with pytest.raises(UserError, match="Did you mean 'onnx'"):
+        exporting.check("onx")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"(?s)needs onnx and onnxscript and onnxruntime.*pip install -e '\.\[onnx\]'"):
+        exporting.check("onnx")
+    exporting.check("torch_export")
+
+
+def test_differences_are_measured_on_each_size_of_batch():
+    model = trained(Linear)
+    inputs = exporting.generated(model.about)
+    worse = {1: 0.0, 3: 0.25, 64: float("nan")}
+    assert numpy.isnan(exporting.compare(model, lambda batch: model(batch) + worse[len(batch)], inputs)[0])
+    worse[64] = 0.0
+    assert exporting.compare(model, lambda batch: model(batch) + worse[len(batch)], inputs)[0] == pytest.approx(0.25)

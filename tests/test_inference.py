@@ -1,0 +1,634 @@
+"""A trained model after its run: what is loaded, evaluated elsewhere and applied to files is what was tested."""
+
+import csv
+import functools
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from forks import Forks
+from safetensors.torch import load_file
+
+import trainer as package
+from data import datasets, tables
+from data.datasets import Data, TensorSplit, is_description
+from data.loader import DeviceLoader
+from trainer import Trainer, checkpoint, inference
+from trainer.errors import TrainingError, UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+TOWNS = ("Köln", "Rom", "Ulm")
+JOBS = {
+    "digits": ["epochs=2", "ema=0.9", "model.hidden=[16]"],
+    "folder": ["dataset=image_folder", "dataset.root=images", "dataset.cache=false", "batch_size=8", "model=cnn"]
+    + ["epochs=3", "model.channels=[8]", "dataset.split_seed=1"],
+    "prices": [
+        "dataset=csv",
+        "dataset.path=houses.csv",
+        "dataset.target=price",
+        "dataset.ignore=[id,grade]",
+        "loss=mse",
+    ]
+    + ["epochs=5", "batch_size=32", "model.hidden=[16]", "eval_batch_size=64"],
+    "grades": [
+        "dataset=csv",
+        "dataset.path=houses.csv",
+        "dataset.target=grade",
+        "dataset.ignore=[id,price]",
+        "epochs=3",
+    ]
+    + ["model=linear", "batch_size=32", "dataset.missing=mean"],
+}
+
+
+def write_table(path, rows, columns=("id", "age", "town", "size", "price", "grade"), delimiter=","):
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerow(columns)
+        writer.writerows([row[name] for name in columns] for row in rows)
+
+
+def houses(n, seed=0):
+    chosen = random.Random(seed)
+    for i in range(n):
+        row = {"id": i, "age": f"{chosen.gauss(40, 12):.3f}", "town": chosen.choice(TOWNS)}
+        row["size"] = f"{chosen.gauss(1e6, 5):.3f}"
+        row["price"] = f"{250000 + 3000 * (float(row['age']) - 40) + 5000 * TOWNS.index(row['town']):.2f}"
+        yield row | {"grade": "high" if float(row["price"]) > 255000 else "low"}
+
+
+def write_images(folder, names, count=20, size=8, seed=0, bright=0):
+    """PNG files of noise about a level that is the class's own."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(seed)
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            noise = torch.randint(0, 60, (size, size, 3), generator=generator) + 60 * ("bird", "cat", "dog").index(name)
+            pixels = (noise + bright).clamp(0, 255).to(torch.uint8)
+            Image.fromarray(pixels.numpy()).save(folder / name / f"{i:02}.png")
+
+
+@pytest.fixture(scope="module")
+def forks():
+    forks = Forks(os.path.dirname(__file__))
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def runs(forks, tmp_path_factory):
+    """A folder with a finished run of each of JOBS, and the data that they have had."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_images(folder / "images", ("bird", "cat", "dog"))
+    write_table(folder / "houses.csv", houses(300))
+    for name, job in JOBS.items():
+        done = forks.run(folder, *job, f"run_dir={name}", "device=cpu")
+        assert done.code == 0, done.err
+    return folder
+
+
+def result(runs, name):
+    return json.loads((runs / name / "result.json").read_text(encoding="utf-8"))
+
+
+def asked(forks, folder, *arguments):
+    """What a command has printed."""
+    done = forks.run(folder, *arguments, "device=cpu")
+    assert done.code == 0, done.err
+    return done.out
+
+
+def evaluated(forks, folder, *arguments):
+    """{"loss": ..., "acc": ...} as task=evaluate prints them."""
+    words = asked(forks, folder, "task=evaluate", *arguments).splitlines()[-1].split()
+    return {name: float(value) for name, value in zip(words[1::2], words[2::2], strict=True)}
+
+
+def refused(forks, folder, *arguments, code=2):
+    """The message of a command that is refused, and that has changed nothing there."""
+    before = sorted(folder.rglob("*"))
+    done = forks.run(folder, *arguments)
+    names = ("out", "err")
+    assert done.code == code and "Traceback" not in done.err and len(done.err.splitlines()) <= 3, done.err
+    assert [path for path in sorted(folder.rglob("*")) if path.name not in names] == [
+        path for path in before if path.name not in names
+    ]
+    return done.err
+
+
+def in_place(runs, name):
+    """The data set of a run, as its own training had it."""
+    if name == "digits":
+        return datasets.digits()
+    if name == "folder":
+        from data.images import image_folder
+
+        return image_folder(str(runs / "images"), cache=False, split_seed=1)
+    target, other = ("price", "grade") if name == "prices" else ("grade", "price")
+    return tables.csv(
+        str(runs / "houses.csv"), target, ignore=["id", other], missing="mean" if name == "grades" else "error"
+    )
+
+
+def raw_test_inputs(runs, name):
+    """The inputs of the test part as a `Trained` model takes them."""
+    data = in_place(runs, name)
+    if data.table is None:
+        return data.test[list(range(len(data.test)))][0]
+    parts = datasets.split_indices(
+        torch.tensor([row["grade"] != "high" for row in houses(300)]).long() if name == "grades" else 300,
+        [0.1, 0.2],
+        0,
+        stratified=name == "grades",
+    )
+    rows = list(houses(300))
+    return torch.tensor(
+        [
+            [float(row["age"]), *(float(row["town"] == town) for town in TOWNS), float(row["size"])]
+            for row in (rows[i] for i in parts[2].tolist())
+        ],
+        dtype=torch.float64,
+    )
+
+
+# load
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_what_is_loaded_is_what_was_tested(runs, name):
+    """The same outputs, bit for bit, as the Trainer's on the data set's own test part, and the result of the run."""
+    model, data = package.load(runs / name), in_place(runs, name)
+    outputs = model(raw_test_inputs(runs, name))
+    assert not model.training and not outputs.requires_grad
+    weights = load_file(runs / name / "model.safetensors")  # those that were tested, the average of the EMA
+    assert all(torch.equal(weights[key], value) for key, value in model.module.state_dict().items())
+    with Trainer(model.module, device="cpu", tune=(), channels_last=False) as trainer:
+        expected = trainer.predict(DeviceLoader(data, "test", 512))
+    if name == "prices":
+        expected = expected.double() * data.target_scale + data.target_mean
+        prices = data.test.targets.double() * data.target_scale + data.target_mean
+        assert (outputs - prices).square().mean().item() == pytest.approx(result(runs, name)["test/mse"], rel=1e-6)
+    else:
+        share = (outputs.argmax(1) == data.test.targets).double().mean().item()
+        assert share == result(runs, name)["test/acc"] and model.classes == data.classes
+    assert torch.equal(outputs, expected)
+
+
+def test_two_lines_of_python_need_no_data_and_no_hydra(runs, tmp_path):
+    """From another folder, and with the data set gone; `import trainer` itself costs no torch."""
+    shutil.copytree(runs / "folder", tmp_path / "run")
+    code = """
+import sys, trainer
+assert "torch" not in sys.modules
+model = trainer.load("run")
+import torch
+assert model(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).shape == (2, 3) and model.classes == ["bird", "cat", "dog"]
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_loading_leaves_the_process_as_it_was(runs):
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.use_deterministic_algorithms(True)
+    package.load(runs / "digits")
+    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_pixels_are_bytes(runs):
+    with pytest.raises(UserError, match=r"takes pixels of uint8, and these are torch\.float32"):
+        package.load(runs / "digits")(torch.zeros(1, 1, 8, 8))
+
+
+def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
+    (tmp_path / "nets_of_mine.py").write_text(
+        "from models.mlp import MLP\n\nclass Net(MLP):\n    pass\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shutil.copytree(runs / "digits", tmp_path / "run")
+    config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
+    (tmp_path / "run" / "config.yaml").write_text(
+        config.replace("models.mlp.MLP", "nets_of_mine.Net"), encoding="utf-8"
+    )
+    with pytest.raises(
+        UserError, match=r"(?s)run=.*nets_of_mine\.Net: not among what may be built.*trusted=\[nets_of_mine\]"
+    ):
+        package.load(tmp_path / "run")
+    assert "nets_of_mine" not in sys.modules
+    pixels = datasets.digits().test.inputs
+    found = package.load(tmp_path / "run", trusted=["nets_of_mine"])
+    assert torch.equal(found(pixels), package.load(runs / "digits")(pixels))
+    with pytest.raises(UserError, match="not among what may be built"):  # it was for that call
+        package.load(tmp_path / "run")
+
+
+def test_folders_that_are_no_runs(runs, tmp_path):
+    for folder, message in ((tmp_path / "no", "there is no such folder"), (tmp_path, "there is no config.yaml in it")):
+        with pytest.raises(UserError, match=message):
+            package.load(folder)
+    shutil.copytree(runs / "digits", tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TrainingError, match=r"(?s)is good.*model\.safetensors"):
+        package.load(tmp_path / "run")
+
+
+def test_a_checkpoint_of_before_is_named_as_such(runs, tmp_path):
+    shutil.copytree(runs / "digits", tmp_path / "run")
+    for path in checkpoint.files(tmp_path / "run" / "checkpoints").values():
+        state = checkpoint.load(path)
+        del state["about"]["inputs"]
+        checkpoint.save(path, state)
+    with pytest.raises(UserError, match="older version wrote them"):
+        package.load(tmp_path / "run")
+
+
+def wrong(*keys, value):
+    def change(about):
+        place = about
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+
+    return change
+
+
+WRONG = {
+    "images": [
+        wrong("in_shape", value=[10**6, 10**6, 3]),
+        wrong("in_shape", value=[1.0, 8, 8]),
+        wrong("in_shape", value=[]),
+        wrong("num_classes", value=True),
+        wrong("classes", value=["a"]),
+        wrong("classes", value=[1] * 10),
+        wrong("mean", value=[float("nan")]),
+        wrong("mean", value=[1.0, 2.0]),
+        wrong("mean", value=[10**400]),
+        wrong("std", value=[0.0]),
+        wrong("dtype", value="load"),
+        wrong("dtype", value="__dict__"),
+        wrong("dtype", value=3),
+        wrong("kind", value=["classification"]),
+        wrong("target_scale", value=-1.0),
+        wrong("dataset", value=None),
+        wrong("table", value=[]),
+        dict.clear,
+    ],
+    "table": [
+        wrong("table", "columns", value=[]),
+        wrong("table", "columns", value=[{"name": "a", "categories": []}]),
+        wrong("table", "columns", value=[{"name": "a"}]),
+        wrong("table", "columns", 0, value={"name": "a", "mean": "0", "std": 1.0}),
+        wrong("table", "columns", 0, value={"name": "a", "mean": 0.0, "std": 0.0}),
+        wrong("table", "columns", 1, "categories", value=[]),
+        wrong("table", "columns", 1, "categories", value="abc"),
+        wrong("table", "columns", 1, "categories", value=[1, 2, 3]),
+        wrong("table", "columns", 0, "name", value={}),
+        wrong("table", "delimiter", value=None),
+        wrong("classes", value=["a"]),
+        wrong("in_shape", value=[4]),
+        wrong("dtype", value="uint8"),
+    ],
+}
+
+
+def test_nonsense_in_a_description_is_noticed(runs):
+    for kind, name in (("images", "digits"), ("table", "prices")):
+        about = in_place(runs, name).description()
+        assert is_description(about) and is_description(json.loads(json.dumps(about)))
+        for change in WRONG[kind]:
+            other = json.loads(json.dumps(about))
+            change(other)
+            assert not is_description(other), other
+
+
+# predict
+
+
+def predicted(forks, runs, *arguments, output="out.jsonl"):
+    asked(forks, runs, "task=predict", *arguments, f"output={output}")
+    text = (runs / output).read_text(encoding="utf-8")
+    (runs / output).unlink()
+    return (
+        [json.loads(line) for line in text.splitlines()]
+        if output.endswith("jsonl")
+        else list(csv.DictReader(io.StringIO(text)))
+    )
+
+
+def test_a_folder_of_images_gets_the_classes_that_the_model_gives_them(forks, runs):
+    """In the order of their names, by an image, by a folder, and in both forms of file."""
+    from data.images import decode_image
+
+    rows = predicted(forks, runs, "run=folder", "input=images", "eval_batch_size=7")
+    files = sorted((runs / "images").rglob("*.png"))
+    assert [row["file"] for row in rows] == [str(path.relative_to(runs)) for path in files]
+    model = package.load(runs / "folder")
+    shares = model(torch.stack([decode_image(path, 8, 3) for path in files])).softmax(1)
+    found = torch.tensor([list(row["probabilities"].values()) for row in rows])
+    torch.testing.assert_close(found, shares, rtol=1e-6, atol=1e-7)
+    assert [row["class"] for row in rows] == [model.classes[i] for i in shares.argmax(1)]
+    assert all(row["probability"] == max(row["probabilities"].values()) for row in rows)
+    assert list(rows[0]["probabilities"]) == model.classes
+    [one] = predicted(forks, runs, "run=folder", f"input={files[3].relative_to(runs)}")
+    assert one["file"] == rows[3]["file"] and one["class"] == rows[3]["class"]
+    cells = predicted(forks, runs, "run=folder", "input=images", "eval_batch_size=7", output="out.csv")
+    assert [row["class"] for row in cells] == [row["class"] for row in rows]
+    assert [float(row["P(dog)"]) for row in cells] == [row["probabilities"]["dog"] for row in rows]
+    printed = asked(forks, runs, "task=predict", "run=folder", "input=images", "eval_batch_size=7")
+    assert [json.loads(line) for line in printed.splitlines()] == rows
+
+
+def test_images_of_another_size_are_resized(forks, runs, tmp_path):
+    from PIL import Image
+
+    write_images(tmp_path / "large", ["cat"], count=2, size=37)
+    rows = predicted(forks, runs, "run=folder", f"input={tmp_path / 'large'}")
+    with Image.open(tmp_path / "large" / "cat" / "01.png") as image:
+        pixels = torch.as_tensor(list(image.resize((8, 8), Image.Resampling.BILINEAR).tobytes()), dtype=torch.uint8)
+    shares = package.load(runs / "folder")(pixels.view(1, 8, 8, 3).permute(0, 3, 1, 2)).softmax(1)[0]
+    torch.testing.assert_close(torch.tensor(list(rows[1]["probabilities"].values())), shares, rtol=1e-6, atol=1e-7)
+
+
+def test_the_rows_of_a_table_get_the_trainers_own_predictions(forks, runs):
+    """Whatever else is in the file, with and without the target; the numbers are of the data's own units."""
+    data = in_place(runs, "prices")
+    model = package.load(runs / "prices")
+    rows = list(houses(300))
+    write_table(runs / "all.csv", rows[::-1], ("size", "town", "age"), delimiter=";")
+    first = predicted(forks, runs, "run=prices", "input=houses.csv")
+    second = predicted(forks, runs, "run=prices", "input=all.csv", "dataset.delimiter=';'")
+    assert [row["line"] for row in first] == list(range(2, 302))
+    assert [row["value"] for row in second[::-1]] == pytest.approx([row["value"] for row in first], rel=1e-7)
+    parts = datasets.split_indices(300, [0.1, 0.2], 0, stratified=False)
+    with Trainer(model.module, device="cpu", tune=(), channels_last=False) as trainer:
+        expected = trainer.predict(DeviceLoader(data, "test", 64)).double() * data.target_scale + data.target_mean
+    found = torch.tensor([first[i]["value"] for i in parts[2].tolist()], dtype=torch.float64)
+    torch.testing.assert_close(found, expected[:, 0], rtol=1e-7, atol=0)
+    cells = predicted(forks, runs, "run=prices", "input=houses.csv", output="out.csv")
+    assert [float(row["value"]) for row in cells] == [row["value"] for row in first]
+    rows = predicted(forks, runs, "run=grades", "input=houses.csv", output="out.csv")
+    assert list(rows[0]) == ["line", "class", "probability", "P(high)", "P(low)"]
+
+
+ROWS = [{"age": "40", "town": "Rom", "size": "1e6"}, {"age": "", "town": "Rom", "size": "1e6"}]
+
+
+def test_what_a_row_lacks_is_handled_as_in_the_training(forks, runs):
+    write_table(runs / "gaps.csv", ROWS, ("age", "town", "size"))
+    err = refused(forks, runs, "task=predict", "run=prices", "input=gaps.csv", "output=o.csv")
+    assert "gaps.csv, line 3: the column 'age' has no value." in err and "dataset.missing=drop" in err
+    [row] = predicted(forks, runs, "run=prices", "input=gaps.csv", "dataset.missing=drop")
+    assert row["line"] == 2
+    filled = predicted(forks, runs, "run=grades", "input=gaps.csv")  # as that run has filled them in: by the mean
+    model = package.load(runs / "grades")
+    mean = model.mean[0].item()
+    write_table(runs / "gaps.csv", [ROWS[0], ROWS[1] | {"age": repr(mean)}], ("age", "town", "size"))
+    assert predicted(forks, runs, "run=grades", "input=gaps.csv") == filled
+
+
+def test_an_unknown_category_is_none_of_them(runs):
+    model = package.load(runs / "prices")
+    encode = tables.row_encoder(model.about["table"], ["town", "age", "size"], "x.csv", "error")
+    assert (
+        encode(2, ["Rom", "40", "7"]) == [40.0, 0.0, 1.0, 0.0, 7.0] and encode(3, ["Oslo", "40", "7"])[1:4] == [0.0] * 3
+    )
+
+
+WRONG_TABLES = {
+    "age,town\n1,Rom\n": "it has no column 'size', on which the run was trained",
+    "age,town,size\n1,Rom,1\n2,Rom,x\n": "line 3: 'x' in the column 'size' is no number",
+    "age,town,size\n1,Rom,inf\n": "line 2: 'inf' in the column 'size' is no number",
+    "age,town,size\n1,Rom\n": "line 2: 2 values for the 3 columns",
+    "age,town,size\n": "there is no row in it",
+    "": "it has no column 'age'",
+    "age,age,town,size\n1,1,Rom,1\n": "the column 'age' 2 times",
+    "age;town;size\n1;Rom;1\n": "one column only",
+    "a" * 200_000 + ",town,size\n": "this is no table that can be read",
+}
+
+
+def test_tables_that_cannot_be_read_are_named_with_their_line(runs, tmp_path):
+    model = package.load(runs / "prices")
+    for i, (text, message) in enumerate(WRONG_TABLES.items()):
+        (tmp_path / f"wrong{i}.csv").write_text(text, encoding="utf-8")
+        with pytest.raises(UserError, match=f"wrong{i}.csv.*{re.escape(message)}"):
+            list(inference.predict(model, tmp_path / f"wrong{i}.csv"))
+
+
+def test_a_broken_image_is_named_or_left_out(forks, runs, tmp_path):
+    shutil.copytree(runs / "images" / "cat", tmp_path / "cats" / "cat")
+    (tmp_path / "cats" / "cat" / "05.png").write_bytes(b"no image")
+    (tmp_path / "cats" / "notes.txt").write_text("no image either")
+    (tmp_path / "o.jsonl").write_text("of before")
+    arguments = ("task=predict", f"run={runs / 'folder'}", "input=cats", "output=o.jsonl", "device=cpu")
+    err = refused(forks, tmp_path, *arguments)
+    assert "05.png: this image cannot be read" in err and "dataset.on_bad_sample=skip" in err
+    assert (tmp_path / "o.jsonl").read_text() == "of before"
+    done = forks.run(tmp_path, *arguments, "dataset.on_bad_sample=skip")
+    assert done.code == 0 and "1 images cannot be read and are left out: cats" in done.err
+    rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert len(rows) == 19 and "19 rows" in done.out and not any("05.png" in row["file"] for row in rows)
+
+
+def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(runs)
+    (tmp_path / "empty").mkdir()
+    folder, prices = (package.load(runs / name) for name in ("folder", "prices"))
+    for model, path, message in (
+        (folder, "nowhere", "input=nowhere: there is no such file or folder"),
+        (folder, tmp_path / "empty", "there is no image below this folder"),
+        (folder, "houses.csv", "houses.csv: this image cannot be read"),
+        (prices, "images", "input=images: this is a folder, and the run takes a table"),
+        (prices, "nowhere.csv", "input=nowhere.csv: there is no such file"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            list(inference.predict(model, path))
+    for output, message in (
+        ("houses.csv", "or the input itself"),
+        ("no/o.csv", "there is no folder no"),
+        ("o.txt", ".csv, .jsonl"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            inference.check_output(output, "houses.csv")
+    assert "Type input=" in refused(forks, runs, "task=predict", "run=prices")
+
+
+def test_a_key_is_for_its_task(forks, runs):
+    for arguments, message in {
+        ("task=predict", "run=prices", "input=x", "epochs=3"): "epochs: task=predict takes the run's own settings",
+        ("task=predict", "run=prices", "input=x", "split=val"): "split=val is for task=evaluate.",
+        ("task=evaluate", "run=prices", "input=x"): "input=x is for task=predict.",
+        ("format=onnx",): "format=onnx is for task=export.",
+        ("task=evaluate", "run=prices", "split=trian"): "Did you mean 'train'?",
+    }.items():
+        assert message in refused(forks, runs, *arguments), arguments
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_an_interrupted_prediction_leaves_nothing(forks, runs, tmp_path):
+    write_table(tmp_path / "long.csv", houses(200_000))
+    arguments = ("task=predict", f"run={runs / 'prices'}", "input=long.csv", "output=o.csv", "device=cpu")
+    when = {"signal": signal.SIGINT, "delay": 0.3, "watch": ".o.csv.*.part"}
+    done = forks.run(tmp_path, *arguments, signals=[when])
+    assert done.code == 130 and "Traceback" not in done.err and "interrupted" in done.err, done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["err", "long.csv", "out"]
+
+
+PEAK = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+import trainer
+from trainer import inference
+model = trainer.load(sys.argv[2])
+for _ in inference.predict(model, sys.argv[3], batch_size=64): pass
+for path in sys.argv[3:]:
+    for _ in inference.predict(model, path, batch_size=64): pass
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1024 if sys.platform == "darwin" else 1))
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="resource is of POSIX")
+def test_ten_times_the_rows_need_no_more_memory(runs, tmp_path):
+    """In KiB, after 2,000 rows and after 20,000 (with --large it was 20,000 and 200,000): as much, but for noise."""
+    for count in (2_000, 20_000):
+        write_table(tmp_path / f"{count}.csv", houses(count))
+    files = [str(tmp_path / "2000.csv"), str(tmp_path / "20000.csv")]
+    command = [sys.executable, "-c", PEAK, str(ROOT), str(runs / "prices"), *files]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = map(int, done.stdout.split())
+    assert second - first < 1024, (first, second)  # 18,000 rows as lists of floats are 5,000 KiB
+
+
+def test_no_more_than_a_batch_is_read_ahead(tmp_path):
+    """The rows of a table and the images of a folder: counted where they are made."""
+    seen = []
+
+    class Noting(torch.nn.Module):
+        def forward(self, inputs):
+            seen.append(len(inputs))
+            return inputs[:, :1]
+
+    write_table(tmp_path / "t.csv", houses(100))
+    about = tables.csv(str(tmp_path / "t.csv"), "price", ignore=["grade", "town"]).description()
+    rows = inference.predict(inference.Trained(Noting(), about), tmp_path / "t.csv", batch_size=8)
+    for _ in range(9):
+        next(rows)
+    assert seen == [8, 8]
+
+
+# evaluate elsewhere
+
+
+def test_the_parts_of_its_own_data(forks, runs):
+    for name in JOBS:
+        found = evaluated(forks, runs, f"run={name}", *(["split=test"] if name == "digits" else []))
+        assert found == {key: result(runs, name)[f"test/{key}"] for key in found}
+    found = evaluated(forks, runs, "run=digits", "split=train")
+    data, model = in_place(runs, "digits"), package.load(runs / "digits")
+    assert found["acc"] == (model(data.train.inputs).argmax(1) == data.train.targets).double().mean().item()
+    assert result(runs, "digits")["best"]["value"] == evaluated(forks, runs, "run=digits", "split=val")["acc"]
+
+
+def test_other_images_have_the_runs_mean_and_its_classes_by_name(forks, runs, tmp_path):
+    """Two of the three classes, which are others' numbers there, brighter: as the model itself sees them."""
+    from data.images import decode_image
+
+    write_images(tmp_path / "two", ("cat", "dog"), seed=1, bright=20)
+    every = ("dataset.val_fraction=0", "dataset.test_fraction=0", "split=train")
+    found = evaluated(forks, runs, "run=folder", f"dataset.root={tmp_path / 'two'}", *every)
+    model = package.load(runs / "folder")
+    files = sorted((tmp_path / "two").rglob("*.png"))
+    outputs = model(torch.stack([decode_image(path, 8, 3) for path in files]))
+    targets = torch.tensor([model.classes.index(path.parent.name) for path in files])
+    assert found["acc"] == (outputs.argmax(1) == targets).double().mean().item() < 1
+    assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(outputs, targets).item(), rel=1e-6)
+    (tmp_path / "two" / "cat").rename(tmp_path / "two" / "gnat")
+    err = refused(forks, runs, "task=evaluate", "run=folder", f"dataset.root={tmp_path / 'two'}")
+    assert "the run knows no class 'gnat'" in err and "bird, cat, dog" in err
+
+
+def test_a_renamed_copy_of_the_images_that_is_in_order_again_gives_the_same_numbers(forks, runs, tmp_path):
+    """A copy with the same names is the same data, to the last digit; so is one as another data set."""
+    shutil.copytree(runs / "images", tmp_path / "copy")
+    expected = evaluated(forks, runs, "run=folder")
+    assert evaluated(forks, runs, "run=folder", f"dataset.root={tmp_path / 'copy'}") == expected
+    typed = ("dataset=image_folder", f"dataset.root={tmp_path / 'copy'}", "dataset.split_seed=1")
+    assert evaluated(forks, runs, "run=folder", *typed, "dataset.cache=false") == expected
+
+
+def test_another_table_is_read_by_the_columns_and_units_of_the_run(forks, runs, tmp_path):
+    rows = [row | {"town": "Oslo" if i % 9 == 0 else row["town"]} for i, row in enumerate(houses(80, seed=5))]
+    write_table(tmp_path / "other.csv", rows, ("price", "town", "size", "age"))
+    every = ("dataset.val_fraction=0", "dataset.test_fraction=0", "split=train")
+    found = evaluated(forks, runs, "run=prices", f"dataset.path={tmp_path / 'other.csv'}", "dataset.ignore=[]", *every)
+    values = [row["value"] for row in predicted(forks, runs, "run=prices", f"input={tmp_path / 'other.csv'}")]
+    errors = torch.tensor(values, dtype=torch.float64) - torch.tensor([float(row["price"]) for row in rows])
+    assert found["mse"] == pytest.approx(errors.square().mean().item(), rel=1e-5)
+    assert found["mae"] == pytest.approx(errors.abs().mean().item(), rel=1e-5)
+    write_table(tmp_path / "other.csv", [row | {"grade": row["grade"].replace("low", "lower")} for row in houses(80)])
+    err = refused(forks, runs, "task=evaluate", "run=grades", f"dataset.path={tmp_path / 'other.csv'}")
+    assert "the run knows no class 'lower'" in err and "Did you mean 'low'?" in err
+
+
+def test_other_data_that_does_not_fit_is_refused(forks, runs):
+    for arguments, message in {
+        ("run=digits", "dataset=synthetic"): "has inputs of 20, and the run was trained on 1x8x8",
+        ("run=prices", "dataset=digits"): "digits is a classification, and the run is a regression",
+        ("run=digits", "dataset=csv", "dataset.path=houses.csv", "dataset.target=grade"): "which is no table",
+        ("run=digits", "epochs=3"): "epochs: task=evaluate takes the run's own settings",
+        ("run=digits", "model=cnn"): "model: task=evaluate takes the run's own settings",
+    }.items():
+        assert message in refused(forks, runs, "task=evaluate", *arguments), arguments
+
+
+def test_classes_are_matched_by_their_names():
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(60, 4, generator=generator), torch.arange(60) % 3
+    make = functools.partial(Data, in_shape=(4,), kind="classification")
+    of_run = make("run", TensorSplit(inputs, targets), None, None, num_classes=3, classes=["a", "b", "c"]).description()
+    other = make("other", TensorSplit(inputs, targets), TensorSplit(inputs[:6], targets[:6]), None, num_classes=3)
+    other.classes = ["c", "a", "b"]
+    other.prepare_as(of_run)
+    assert other.classes == ["a", "b", "c"] and other.train.targets[:3].tolist() == [2, 0, 1]
+    assert other.val.targets[:3].tolist() == [2, 0, 1] and other.description() == of_run | {"dataset": "other"}
+
+
+def test_targets_are_brought_to_the_units_of_the_run():
+    values = torch.arange(8, dtype=torch.float64).unsqueeze(1)
+
+    def regression(mean, scale):
+        part = TensorSplit(torch.ones(8, 2), ((values - mean) / scale).float())
+        return Data("x", part, None, None, (2,), 1, "regression", target_mean=mean, target_scale=scale)
+
+    of_run, other = regression(3.0, 2.0), regression(1.0, 0.5)
+    other.prepare_as(of_run.description())
+    assert torch.equal(other.train.targets, of_run.train.targets) and other.target_scale == 2.0
+
+
+def test_the_readme_and_the_card_say_how(runs):
+    text = (runs / "digits" / "model.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(import trainer.*?)```", text, re.DOTALL)
+    assert 'trainer.load("digits")' in code
+    scope = {}
+    here = os.getcwd()
+    os.chdir(runs)
+    try:
+        exec(code, scope)
+    finally:
+        os.chdir(here)
+    assert scope["model"].classes == [str(i) for i in range(10)]

@@ -1,0 +1,539 @@
+"""The report: what is on the page is what the run did, and somebody's run directory is only text on it."""
+
+import base64
+import html
+import io
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_data, make_model, make_trainer
+from forks import Forks
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file
+
+import train
+from data import datasets
+from data.loader import make_loaders, normalizer
+from data.tables import csv
+from models.mlp import MLP
+from trainer import examine, page, plots, report
+from trainer.metrics import R2, Accuracy
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Page(HTMLParser):
+    """The elements of a page, [(tag, attributes, the text in it)], each of which has to be closed."""
+
+    EMPTY = ("meta", "img", "br")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements = [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append([tag, dict(attributes), ""])
+        if tag not in self.EMPTY:
+            self.open.append(self.elements[-1])
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append([tag, dict(attributes), ""])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        for element in self.open:
+            element[2] += data
+
+    def all(self, tag, kind=None):
+        """The texts of the elements of a kind (one of its classes)."""
+        return [
+            text.strip()
+            for name, attributes, text in self.elements
+            if name == tag and (kind is None or kind in (attributes.get("class") or "").split())
+        ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The directory of a run on the digits as a user has it, what it printed, and its page."""
+    folder = tmp_path_factory.mktemp("report")
+    command = [sys.executable, str(ROOT / "train.py"), "epochs=2", "optimizer.lr=2e-3", "run_dir=run"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "run", done
+
+
+@pytest.fixture(scope="module")
+def tested(run):
+    """(data, inputs, labels, logits) of the test part, computed by hand from the weights that the run has left."""
+    data = datasets.digits()
+    model = MLP(data.in_shape, data.num_classes)
+    model.load_state_dict(load_file(run[0] / "model.safetensors"))
+    inputs, labels = data.test.tensors()
+    with torch.no_grad():
+        return data, inputs, labels, model.eval()(normalizer(data.mean, data.std, "cpu")(inputs))
+
+
+def read(folder, name="evaluation.json"):
+    return json.loads((folder / name).read_text(encoding="utf-8"))
+
+
+def page_of(folder):
+    return Page(report.html(folder))
+
+
+def test_the_run_ends_with_its_report_and_is_rebuilt_byte_for_byte(run, monkeypatch, capsys):
+    folder, done = run
+    assert done.stdout.splitlines()[-1] == f"report   {Path('run', 'report.html')}"
+    written = (folder / "report.html").read_bytes()
+    assert 10_000 < len(written) < report.MOST_PAGE
+    monkeypatch.chdir(folder.parent)
+    (folder / "report.html").unlink()
+    assert report.main(["run"]) == 0 and capsys.readouterr().out == done.stdout.splitlines()[-1] + "\n"
+    assert (folder / "report.html").read_bytes() == written
+
+
+def test_what_was_seen_is_what_the_weights_do(run, tested):
+    _, inputs, labels, logits = tested
+    seen, predicted, shares = read(run[0]), logits.argmax(1), logits.double().softmax(1)
+    counts = [[int(((labels == i) & (predicted == j)).sum()) for j in range(10)] for i in range(10)]
+    assert seen["confusion"] == counts and seen["samples"] == len(labels) and seen["split"] == "test"
+    assert seen["chance"] == max(map(sum, counts)) / len(labels)
+    losses = -shares.log().gather(1, labels.unsqueeze(1)).squeeze(1)
+    entropy = -(shares * shares.log()).sum(1)
+    for name, scores, key in (("worst", losses, "loss"), ("uncertain", entropy, "entropy")):
+        order = scores.argsort(descending=True)[: examine.MOST_SAMPLES].tolist()
+        assert [sample["index"] for sample in seen[name]] == order
+        for sample, i in zip(seen[name], order, strict=True):
+            assert (sample["true"], sample["predicted"]) == (labels[i], predicted[i])
+            assert sample[key] == pytest.approx(scores[i].item(), rel=1e-5)
+            assert sample["probability"] == pytest.approx(shares[i, predicted[i]].item(), rel=1e-5)
+            with Image.open(io.BytesIO(base64.b64decode(sample["png"]))) as picture:
+                assert list(picture.tobytes()) == inputs[i].flatten().tolist()
+    result = read(run[0], "result.json")
+    assert result["test/acc"] == sum(counts[i][i] for i in range(10)) / len(labels)
+
+
+def test_the_page_shows_these_numbers(run, tested):
+    _, _, labels, logits = tested
+    shown, predicted = page_of(run[0]), logits.argmax(1)
+    cells = [int(text or 0) for text in shown.all("td", "cell")]
+    assert cells == [int(((labels == i) & (predicted == j)).sum()) for i in range(10) for j in range(10)]
+    assert shown.all("th", "name") == [str(i) for i in range(10)]
+    [matrix] = shown.all("table", "matrix")
+    for i in range(10):
+        right = ((labels == i) & (predicted == i)).sum().item()
+        precision, recall = right / (predicted == i).sum().item(), right / (labels == i).sum().item()
+        assert f"{precision:.3f}{recall:.3f}{(labels == i).sum()}" in re.sub(r"\s", "", matrix)
+    rows = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+    values = [row["val/acc"] for row in rows if "val/acc" in row]
+    share = (predicted == labels).double().mean().item()
+    chance = labels.bincount().max().item() / len(labels)
+    [verdict] = shown.all("p", "verdict")
+    assert verdict == (
+        f"The model gets {report.percent(share)} of {len(labels)} test samples right, where the most frequent class "
+        f"alone would be {report.percent(chance)}; val/acc rose from {values[0]:.4f} after epoch 1 to {values[1]:.4f} "
+        "after epoch 2."
+    )
+    assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]  # key, value, default
+    images = [attributes["src"] for tag, attributes, _ in shown.elements if tag == "img"]
+    seen = read(run[0])
+    assert images == [f"data:image/png;base64,{s['png']}" for s in seen["worst"] + seen["uncertain"]]
+    assert len([1 for tag, attributes, _ in shown.elements if tag == "svg"]) == 3
+    commands = shown.all("pre")
+    assert "python train.py epochs=2 optimizer.lr=2e-3" in commands
+    assert f"python train.py task=evaluate run={run[0]}" in commands
+
+
+def test_the_page_stands_alone(run):
+    text = report.html(run[0])
+    shown = Page(text)
+    assert not {"script", "link", "iframe", "a", "object", "form"} & {tag for tag, *_ in shown.elements}
+    assert not any(name.startswith("on") for _, attributes, _ in shown.elements for name in attributes)
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in html.unescape(text)
+    assert not re.search(r"https?:", text) and not re.search(r"url\((?!#)", text)
+    ids = [attributes["id"] for _, attributes, _ in shown.elements if "id" in attributes]
+    assert len(ids) == len(set(ids)) > 100
+    used = {name.removeprefix("#") for _, a, _ in shown.elements if (name := a.get("href", "")).startswith("#")}
+    used |= set(re.findall(r"url\(#([^)]+)\)", text))
+    assert used and used <= set(ids)
+    assert "#0101" not in text  # each colour is the page's
+
+
+def test_an_evaluation_that_looks_gives_the_same_numbers():
+    data = make_data(val=25)
+    data.test = data.val
+    (_, _, loader), _ = make_loaders(data, batch_size=7, eval_batch_size=4)
+    trainer = make_trainer(metrics={"acc": Accuracy()})
+    results, seen = examine.evaluate(trainer, loader, "test", data)
+    assert results == trainer.evaluate(loader, "test") and list(trainer.metrics) == ["acc"]
+    (_, _, whole), _ = make_loaders(data, batch_size=25)
+    assert examine.evaluate(trainer, whole, "test", data)[1]["confusion"] == seen["confusion"]
+    trainer.close()
+
+
+def test_outputs_of_another_kind_are_not_looked_at():
+    data = make_data()
+    (_, loader, _), _ = make_loaders(data, batch_size=10)
+    trainer = make_trainer(make_model(classes=5))  # of 3 classes
+    assert examine.evaluate(trainer, loader, "val", data)[1] is None
+    trainer.close()
+
+
+@pytest.mark.parametrize("targets", [1, 3])
+def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
+    data = datasets.synthetic("regression", n=5000, num_classes=targets, val_fraction=0.7)
+    data.target_mean, data.target_scale = 5.0, 2.0
+    model = torch.nn.Linear(20, targets)
+    trainer = make_trainer(model, loss=torch.nn.MSELoss(), metrics={"r2": R2()})
+    (_, loader, _), _ = make_loaders(data, batch_size=64, eval_batch_size=99)
+    results, seen = examine.evaluate(trainer, loader, "val", data)
+    examine.write(tmp_path / "evaluation.json", seen, data)
+    inputs, targets = data.val.tensors()
+    with torch.no_grad():
+        true, predicted = (values.double() * 2 + 5 for values in (targets, model(inputs)))
+    seen = read(tmp_path)
+    every = -(-len(targets) // examine.MOST_POINTS)
+    assert every == 2 and len(seen["points"]) == len(targets[::2])
+    expected = torch.stack([true[::2], predicted[::2]], 1)
+    assert torch.allclose(torch.tensor(seen["points"], dtype=torch.float64), expected, atol=1e-5)
+    order = (true - predicted).square().mean(1).argsort(descending=True)[: examine.MOST_SAMPLES]
+    assert [sample["index"] for sample in seen["worst"]] == order.tolist()
+    assert seen["worst"][0]["true"] == pytest.approx(true[order[0]].tolist(), rel=1e-6)
+    # The page of it, with the numbers that the run would have.
+    (tmp_path / "config.yaml").write_text("seed: 0\n", encoding="utf-8")
+    result = {name.replace("val/", "val/"): value for name, value in results.items()} | {"val/mae": 1.5}
+    (tmp_path / "result.json").write_text(json.dumps(result | {"val/r2": 0.5}), encoding="utf-8")
+    shown = page_of(tmp_path)
+    [verdict] = shown.all("p", "verdict")
+    assert verdict == (
+        "The model explains 50.0 % of the variance of 3,500 val samples, of which their mean explains none, and is off "
+        "by 1.5000 on average."
+    )
+    assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == 2
+    trainer.close()
+
+
+@pytest.fixture(scope="module")
+def forks():
+    if not hasattr(os, "fork"):
+        pytest.skip("os.fork is not on this platform")
+    forks = Forks(distributed=True)
+    yield forks
+    forks.close()
+
+
+def test_two_processes_see_what_one_sees(forks, run, tmp_path):
+    """The run has ended: started again, it is only tested again, here by two processes with batches that do not fit."""
+    shutil.copytree(run[0], tmp_path / "run")
+    before = read(tmp_path / "run")
+    typed = ["epochs=2", "optimizer.lr=2e-3", "run_dir=run", "eval_batch_size=51", "report=false"]
+    done = forks.ranks(tmp_path, 2, *typed, "strategy=ddp", "device=cpu")
+    assert done.codes == [0, 0], done.errs
+    now = read(tmp_path / "run")
+    assert now["confusion"] == before["confusion"]
+    for name in ("worst", "uncertain"):
+        assert [{k: v for k, v in sample.items() if not isinstance(v, float)} for sample in now[name]] == [
+            {k: v for k, v in sample.items() if not isinstance(v, float)} for sample in before[name]
+        ]
+
+
+def test_images_have_their_files_and_without_a_test_part_the_validation_is_shown(forks, tmp_path):
+    for number, name in enumerate(("<b>cats", "dogs") * 12):
+        folder = tmp_path / "pictures" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = bytes(random.Random(number).randrange(100, 156) + (number % 2) * 60 for _ in range(12 * 10 * 3))
+        Image.frombytes("RGB", (12, 10), pixels).save(folder / f"{number}.png")
+    typed = ["dataset=image_folder", "dataset.root=pictures", "dataset.cache=false", "dataset.test_fraction=0"]
+    typed += ["dataset.size=10", "epochs=1", "batch_size=4", "model=linear", "run_dir=run"]
+    done = forks.run(tmp_path, *typed)
+    assert done.code == 0, done.err
+    seen, shown = read(tmp_path / "run"), page_of(tmp_path / "run")
+    assert seen["split"] == "val" and "test/loss" not in read(tmp_path / "run", "result.json")
+    files = {sample["file"] for sample in seen["worst"]}
+    assert files and all((tmp_path / "pictures" / file).is_file() for file in files)
+    assert sorted(files) == sorted({text for text in shown.all("span", "soft") if text.endswith(".png")})
+    assert "b" not in [tag for tag, _, text in shown.elements if text == "cats"]
+    shutil.rmtree(tmp_path / "run")
+    assert forks.run(tmp_path, *typed, "report=false").code == 0
+    assert not {"evaluation.json", "report.html"} & set(os.listdir(tmp_path / "run"))
+
+
+# What is said.
+
+
+def test_the_verdict_is_a_function_of_the_numbers():
+    def rows(*values, name="val/acc"):
+        return [{"epoch": i, "step": i, name: value} for i, value in enumerate(values, 1)]
+
+    def best(rows, step, mode="max", name="val/acc"):
+        return report.best_of({"best": {"name": name, "mode": mode, "step": step, "value": rows[step - 1][name]}}, rows)
+
+    even = {"kind": "classification", "split": "test", "confusion": [[5, 5], [5, 5]], "chance": 0.5}
+    chance = "which is no better than chance: the most frequent class alone would be 50.0 %"
+    numbers, then = {"kind": "regression", "split": "test", "samples": 9}, "after epoch 1 to 1.5000 after epoch 2."
+    mean = "on 9 test samples than always answering their mean (r2 -0.5000), and is off by 3.0000 on average."
+    up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
+    for result, these, seen, at, said in [
+        ({}, [], {}, None, "There are no numbers yet."),
+        ({}, [{"epoch": 0, "step": 3}], {}, None, "There is no evaluation yet, up to step 3."),
+        ({"error": "it broke"}, up, even, None, "The run has failed: it broke"),
+        ({"a": 1}, up, {}, best(up, 2), "Val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2."),
+        ({"a": 1}, up, {}, best(up, 1), "Val/acc was 0.5000 after epoch 1, and not better later."),
+        ({"a": 1}, up[:1], {}, best(up, 1), "Val/acc was 0.5000 after epoch 1."),
+        ({"a": 1}, down, {}, best(down, 2, "min", "val/loss"), f"Val/loss fell from 2.0000 {then}"),
+        ({"a": 1}, [], even, None, f"The model gets 50.0 % of 20 test samples right, {chance}."),
+        ({"test/loss": 0.25}, [], {}, None, "Test/loss is 0.2500."),
+        ({"test/r2": -0.5, "test/mae": 3.0}, [], numbers, None, f"The model is no better {mean}"),
+    ]:
+        assert report.verdict(result, these, seen, at) == said
+
+
+def test_shares_in_words():
+    values = {0.5: "50.0 %", 0.972: "97.2 %", 0.9994: "99.94 %", 1.0: "100.0 %", 0.0: "0.0 %", 0.00012: "0.01 %"}
+    assert {share: report.percent(share) for share in values} == values
+    amounts = {5: "5", 1234: "1,234", 12345: "12.3 k", 5.19e7: "51.9 M", 3.41e12: "3.41 T", 2.5: "2.5"}
+    assert {value: report.amount(value) for value in amounts} == amounts
+
+
+def test_a_thin_curve_keeps_its_ends_and_its_extremes():
+    generator = random.Random(0)
+    points = [(i, generator.random()) for i in range(12345)]
+    points[4321], points[7777] = (4321, 9.0), (7777, -9.0)
+    thin = plots.thin(points, 400)
+    assert len(thin) <= 400 and thin == sorted(thin) and set(thin) <= set(points)
+    assert {points[0], points[-1], (4321, 9.0), (7777, -9.0)} <= set(thin)
+    assert plots.thin(points[:400], 400) == points[:400]
+
+
+def test_time_and_memory_are_shown_as_shares(run, tmp_path):
+    shutil.copytree(run[0], tmp_path / "run")
+    result = read(run[0], "result.json") | {
+        "time": {"data": 6.3, "forward": 1.7, "optimizer": 2.0, "other": 0, "<b>": 5},
+        "speed": "the GPU waited 63 % of the time for data",
+        "git": {"revision": "0123abc", "dirty": True},
+        "mfu": 0.25,
+        "peak_flops": 1e12,
+        "flops_per_second": 2.5e11,
+        "flops_per_sample": 1.2e6,
+    }
+    (tmp_path / "run" / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    shown = page_of(tmp_path / "run")
+    assert shown.all("span", "box")[:3] == ["data 6.3 s, 63.0 %", "forward 1.7 s, 17.0 %", "optimizer 2.0 s, 20.0 %"]
+    text = " ".join(shown.all("p"))
+    assert "the GPU waited 63 % of the time for data" in text and "0123abc, with changes that are not committed" in text
+    assert "25.0 % of 1 TFLOP/s" in text and "1.2 M" in text
+
+
+def test_many_classes_are_a_table_of_those_most_confused():
+    size = 50
+    counts = [[10 if i == j else 0 for j in range(size)] for i in range(size)]
+    counts[3][7], counts[9][1] = 8, 5
+    seen = {"kind": "classification", "split": "test", "confusion": counts, "classes": [f"c{i}" for i in range(size)]}
+    found = report.confusion(seen)
+    assert found["pairs"] == [("c3", "c7", "8", "18"), ("c9", "c1", "5", "15")]
+    assert found["lowest"][:2] == [["c3", "1.000", "0.556", "18"], ["c9", "1.000", "0.667", "15"]]
+
+
+# Anybody's.
+
+NASTY = "<script>alert(1)</script>\"'&\x1b[31m{{7*7}}"
+
+
+def test_what_anybody_wrote_is_text(run, tmp_path):
+    folder = tmp_path / "<i>run"
+    shutil.copytree(run[0], folder)
+    result, seen = read(folder, "result.json"), read(folder)
+    result |= {"overrides": [f"model={NASTY}", "epochs=2"], "speed": NASTY, "stopped": NASTY, "total_steps": 10**6}
+    result |= {"device": NASTY, "versions": {NASTY: NASTY}, "git": {"revision": NASTY}, f"test/{NASTY}": 1.0}
+    seen["classes"] = [NASTY] * 10
+    seen["worst"][0]["file"], seen["worst"][1] = NASTY, seen["worst"][1] | {"png": None, "columns": {NASTY: NASTY}}
+    seen["worst"][2]["png"] = f'"><script>{seen["worst"][2]["png"]}'
+    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    (folder / "evaluation.json").write_text(json.dumps(seen), encoding="utf-8")
+    with open(folder / "config.yaml", "a", encoding="utf-8") as file:
+        file.write(f"{json.dumps(NASTY)}: {json.dumps(NASTY)}\n")
+    text = report.html(folder)
+    shown = Page(text)
+    assert "<script" not in text and "\x1b" not in text and "49" not in shown.all("p", "soft")[0]
+    assert not {"script", "i"} & {tag for tag, attributes, _ in shown.elements if not attributes}
+    assert "{{7*7}}" in text and len(images_of(shown)) == len(seen["worst"]) + len(seen["uncertain"]) - 2
+
+
+def images_of(shown):
+    return [1 for tag, *_ in shown.elements if tag == "img"]
+
+
+FILES = ("config.yaml", "metrics.jsonl", "result.json", "evaluation.json")
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[]", b"[" * 10**5])
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_file_that_is_none_leaves_its_part_out(run, tmp_path, name, content):
+    shutil.copytree(run[0], tmp_path / "run")
+    (tmp_path / "run" / name).write_bytes(content)
+    whole, shown = page_of(run[0]).all("h2"), page_of(tmp_path / "run").all("h2")
+    gone = {"metrics.jsonl": {"Training"}, "result.json": {"Time", "Memory", "Versions"}}
+    gone |= {"evaluation.json": {"Classes", "Worst: the highest loss", "Most uncertain: the highest entropy"}}
+    assert set(whole) - set(shown) == gone[name] and set(shown) <= set(whole)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes and links")
+@pytest.mark.parametrize("name", FILES)
+def test_links_and_pipes_are_not_read(run, tmp_path, name, capsys):
+    for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        shutil.copytree(run[0], tmp_path / "run")
+        (tmp_path / "run" / name).unlink()
+        make(tmp_path / "run" / name)
+        assert report.main([str(tmp_path / "run")]) == (2 if name == "config.yaml" else 0)
+        shutil.rmtree(tmp_path / "run")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+ANYTHING = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just(NASTY)),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=5), inner, max_size=4)),
+    max_leaves=8,
+)
+
+
+def spoilt(value, draw):
+    """The value with one place in it, anywhere, replaced by anything."""
+    if isinstance(value, (dict, list)) and value and draw(st.integers(0, 4)):
+        key = draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value))))
+        copy = dict(value) if isinstance(value, dict) else list(value)
+        copy[key] = spoilt(value[key], draw)
+        return copy
+    return draw(ANYTHING)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_entry_of_another_kind_breaks_the_page(run, tmp_path_factory, data):
+    """Without the drawing of curves, which is slow: their points are numbers by then."""
+    folder = tmp_path_factory.mktemp("spoilt")
+    for name in FILES:
+        shutil.copy(run[0] / name, folder / name)
+    for name in ("result.json", "evaluation.json"):
+        contents = read(folder, name)
+        if name == "result.json":
+            contents |= {"time": {"data": 1.0, "step": 2.0}, "git": {"revision": "a", "dirty": False}, "mfu": 0.5}
+        for _ in range(data.draw(st.integers(1, 4))):
+            contents = spoilt(contents, data.draw)
+        (folder / name).write_text(json.dumps(contents), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "curves", lambda rows, best: [])
+        patch.setattr(report, "defaults_of", lambda typed: {})
+        text = report.html(folder)
+    assert "<script" not in text and Page(text).all("h1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda png: png[:-12],  # no end
+        lambda png: png + b"<script>",
+        lambda png: png.replace(b"IDAT", b"tEXt"),
+        lambda png: png[:16] + b"\0\0\xff\xff" + png[20:],
+        lambda png: b"GIF89a" + png,
+        lambda png: png[:40] + bytes([png[40] ^ 1]) + png[41:],
+        lambda png: b"",
+    ],
+)
+def test_only_small_pictures_are_shown(change):
+    Image.new("L", (8, 8)).save(stream := io.BytesIO(), "PNG")
+    assert report.is_png(base64.b64encode(stream.getvalue()).decode())
+    assert not report.is_png(base64.b64encode(change(stream.getvalue())).decode())
+    Image.new("L", (300, 8)).save(stream := io.BytesIO(), "PNG")
+    assert not report.is_png(base64.b64encode(stream.getvalue()).decode())
+    assert not report.is_png("a b") and not report.is_png("é")
+
+
+def test_the_page_stays_below_a_megabyte(run, tmp_path):
+    """Pictures of noise, classes with long names, many settings and long curves: what is too much is left out."""
+    shutil.copytree(run[0], tmp_path / "run")
+    seen, generator = read(tmp_path / "run"), random.Random(0)
+    Image.frombytes("RGB", (90, 90), generator.randbytes(90 * 90 * 3)).save(stream := io.BytesIO(), "PNG")
+    noise = base64.b64encode(stream.getvalue()).decode()
+    seen["worst"] = seen["uncertain"] = [sample | {"png": noise} for sample in seen["worst"]]
+    seen["classes"] = ["&" * 300] * 40
+    seen["confusion"] = [[generator.randrange(10**9) for _ in range(40)] for _ in range(40)]
+    (tmp_path / "run" / "evaluation.json").write_text(json.dumps(seen), encoding="utf-8")
+    lines = (f'{{"step": {i}, "epoch": {i / 100}, "train/loss": {generator.random()}}}\n' for i in range(50_000))
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    with open(tmp_path / "run" / "config.yaml", "a", encoding="utf-8") as file:
+        file.writelines(f"key{i}: '{'<' * 150}'\n" for i in range(500))
+    text = report.html(tmp_path / "run")
+    assert len(text.encode()) < report.MOST_PAGE and 0 < len(images_of(Page(text))) < 32
+
+
+def test_mistakes_are_answered(tmp_path, capsys, run):
+    (tmp_path / "folder").mkdir()
+    shutil.copytree(run[0], tmp_path / "mine")
+    for arguments, said in [
+        ([], "Type python -m trainer.report DIR"),
+        (["--opn", "x"], "Type python -m trainer.report DIR"),
+        ([str(tmp_path / "mien")], f"there is no such folder. Did you mean '{tmp_path / 'mine'}'?"),
+        ([str(tmp_path / "folder")], "there is no config.yaml in it, so it is no run directory"),
+    ]:
+        assert report.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and said in error and error.count("\n") <= 3
+
+
+def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys, tmp_path):
+    def fails(folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "write", fails)
+    train.draw_report(tmp_path / "a b")
+    assert "No space left on device" in caplog.text and f"python -m trainer.report '{tmp_path / 'a b'}'" in caplog.text
+
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "write", interrupted)
+    monkeypatch.setattr(train.stopping, "received", 2)
+    with pytest.raises(SystemExit) as end:
+        train.draw_report(tmp_path)
+    assert end.value.code == 130 and "the run has ended before" in capsys.readouterr().err
+
+
+def test_whatever_is_given_to_a_template_is_escaped():
+    assert page.plain("a\x1b<") == "a\\x1b<" and page.safe("a\x1b<") == "a\\x1b&lt;"
+    shown = page.render("sweep.html", title="<x>", about="", best="", again="", report=None, picture="<p>",
+                        groups={"rows": []}, jobs={"header": ["<h>"], "rows": [["<c>"]]})  # fmt: skip
+    assert all(f"&lt;{name}&gt;" in shown for name in "xphc")
+
+
+def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
+    generator = random.Random(0)
+    lines = ["area,kind,price"]
+    lines += [f"{generator.uniform(30, 200):.1f},{generator.choice('abc')},{i * 10 + 5}" for i in range(80)]
+    (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
+    data = csv(str(tmp_path / "a.csv"), "price")
+    by_price = {float(line.split(",")[2]): line.split(",")[:2] for line in lines[1:]}
+    trainer = make_trainer(torch.nn.Linear(4, 1), loss=torch.nn.MSELoss())
+    (_, _, loader), _ = make_loaders(data, batch_size=8)
+    _, seen = examine.evaluate(trainer, loader, "test", data)
+    examine.write(tmp_path / "evaluation.json", seen, data)
+    trainer.close()
+    for sample in read(tmp_path)["worst"]:
+        area, kind = by_price[round(sample["true"][0], 2)]
+        assert sample["columns"] == {"area": pytest.approx(float(area), rel=1e-4), "kind": kind}
