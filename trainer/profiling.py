@@ -62,10 +62,8 @@ class Profile(Callback):
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells stderr that it has begun, and of GPUs that are none
         from torch import profiler
 
-        kinds = [profiler.ProfilerActivity.CPU]
-        for kind in ("CUDA", "XPU"):
-            if trainer.device.type == kind.lower():
-                kinds.append(getattr(profiler.ProfilerActivity, kind))
+        own = getattr(profiler.ProfilerActivity, trainer.device.type.upper(), None)  # mps has none
+        kinds = [kind for kind in {profiler.ProfilerActivity.CPU, own} if kind is not None]
         with warnings.catch_warnings():  # a run of one step has no other for a warmup
             warnings.simplefilter("ignore")
             plan = profiler.schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1)
@@ -127,10 +125,10 @@ def write_trace(profiler, path):
 
 def operators(averages, steps, device):
     """The MOST expensive operators, by the time of the device that is their own, a step's mean."""
-    on_gpu = device.type in ("cuda", "xpu")
+    on_gpu = hasattr(torch.profiler.ProfilerActivity, device.type.upper()) and device.type != "cpu"
     # A kernel has a row of its own beside that of the operator which has launched it.
     rows = [row for row in averages if row.device_type == torch.autograd.DeviceType.CPU]
-    rows = [row for row in rows if not row.key.startswith(("ProfilerStep", "cuda", "Activity Buffer", "Lazy "))]
+    rows = [row for row in rows if not row.key.startswith(("ProfilerStep", devices.GRAPHS[0], "Activity Buffer", "Lazy "))]
     times = [row.self_device_time_total if on_gpu else row.self_cpu_time_total for row in rows]
     total = sum(times) or 1
     found = [

@@ -180,7 +180,7 @@ class Timing(Callback):
         loader, saver = trainer.train_loader, next((c for c in trainer.callbacks if isinstance(c, Checkpoint)), None)
         return verdict(
             self.split(trainer),
-            where=trainer.device.type.upper().replace("CUDA", "GPU"),
+            where="CPU" if trainer.device.type == "cpu" else "GPU",
             idle=sum(self.hosts) / max(1, len(self.hosts)),
             loader={DeviceLoader: "resident", IterableLoader: "own"}.get(type(loader), "streamed"),
             cores=launch.cores(),
