@@ -18,7 +18,7 @@ import pytest
 from conftest import assert_same
 from forks import Forks
 
-from trainer import checkpoint
+from trainer import checkpoint, rundir
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 
@@ -33,7 +33,12 @@ WORKERS = ["dataset.resident=false", "dataset.workers=2"]
 TOTAL = 30  # steps
 PART = "run/checkpoints/.step_*.part"
 LAST = f"run/checkpoints/{checkpoint.path_of('', TOTAL).name}"
-OTHERS = ("seconds", "samples_per_second", "memory_mib", "overrides")  # in result.json: a clock's, and what was typed
+OTHERS = (
+    *rundir.MEASURED,
+    "samples_per_second",
+    "memory_mib",
+    "overrides",
+)  # in result.json: a clock's, and what was typed
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,9 @@ def operators(averages, steps, device):
     on_gpu = hasattr(torch.profiler.ProfilerActivity, device.type.upper()) and device.type != "cpu"
     # A kernel has a row of its own beside that of the operator which has launched it.
     rows = [row for row in averages if row.device_type == torch.autograd.DeviceType.CPU]
-    rows = [row for row in rows if not row.key.startswith(("ProfilerStep", devices.GRAPHS[0], "Activity Buffer", "Lazy "))]
+    rows = [
+        row for row in rows if not row.key.startswith(("ProfilerStep", devices.GRAPHS[0], "Activity Buffer", "Lazy "))
+    ]
     times = [row.self_device_time_total if on_gpu else row.self_cpu_time_total for row in rows]
     total = sum(times) or 1
     found = [
