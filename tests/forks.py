@@ -18,7 +18,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
-MODULES = ("hydra", "torch", "safetensors.torch", "torch.utils.flop_counter", "sympy", "trainer.trainer", "data.loader", "models.mlp")
+MODULES = (
+    "hydra",
+    "torch",
+    "safetensors.torch",
+    "torch.utils.flop_counter",
+    "sympy",
+    "trainer.trainer",
+    "data.loader",
+    "models.mlp",
+)
 # DistributedDataParallel and fully_shard import torch._dynamo themselves.
 DISTRIBUTED = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.nn.parallel", "torch._dynamo")
 LIMIT = 120  # seconds for one run: for a hang, no limit to be near to

@@ -18,6 +18,13 @@ SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 POINTS = 0.05
 
 
+@pytest.fixture
+def quiet(large):
+    """Clocks are compared only where that is asked for: a busy machine must not fail a test."""
+    if not large:
+        pytest.skip("compares clocks, which wants a quiet machine: pytest --large")
+
+
 class Clock:
     """Seconds that were spent within it, counted where they are spent: what the shares are held against."""
 
@@ -86,6 +93,7 @@ def fitted(train, val=None, model=None, callbacks=(), trainer=Trainer, optimizer
     return timing, sum(timing.took.values())
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_slow_loader():
     clock = Clock(at_least=0.015)
     timing, total = fitted(Slow(60, clock), epochs=1)
@@ -96,6 +104,7 @@ def test_a_slow_loader():
     )
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_slow_split_that_is_streamed():
     clock = Clock(at_least=0.015)
 
@@ -117,6 +126,7 @@ def test_a_slow_split_that_is_streamed():
     assert "for data: set dataset.workers=" in timing.said and timing.said.endswith("or dataset.resident=true")
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_slow_way_to_the_device():
     sends = Clock(at_least=0.015)
     timing, total = fitted(Slow(60, Clock(), sends=sends), epochs=1, trainer=OnItsWay)
@@ -124,6 +134,7 @@ def test_a_slow_way_to_the_device():
     assert "for batches to be copied to it: give the DataLoader pin_memory=True" in timing.said
 
 
+@pytest.mark.usefixtures("quiet")
 def test_too_many_evaluations():
     clock = Clock(at_least=0.01)
     timing, total = fitted(Slow(70, Clock()), Slow(2, clock), epochs=1, eval_every=2)
@@ -134,6 +145,7 @@ def test_too_many_evaluations():
     assert timing.said == f"evaluations took {100 * share:.0f} % of the time: set eval_every={proposed(2, share)}"
 
 
+@pytest.mark.usefixtures("quiet")
 def test_too_many_checkpoints(tmp_path):
     clock = Clock()
 
@@ -152,6 +164,7 @@ def test_too_many_checkpoints(tmp_path):
     assert timing.said == f"checkpoints took {100 * share:.0f} % of the time: set checkpoint.every={proposed(1, share)}"
 
 
+@pytest.mark.usefixtures("quiet")
 def test_a_slow_logger():
     class SlowLogger(Logger):
         def begin(self, trainer):
@@ -186,6 +199,7 @@ class SlowSGD(torch.optim.SGD):
             return super().step(closure)
 
 
+@pytest.mark.usefixtures("quiet")
 def test_tiny_batches():
     SlowSGD.clock = Clock(at_least=0.003)
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
@@ -198,6 +212,7 @@ def test_tiny_batches():
     )
 
 
+@pytest.mark.usefixtures("quiet")
 def test_nothing_to_do():
     model = Net(6, 3)
     model.seconds = 0.05
@@ -207,6 +222,7 @@ def test_nothing_to_do():
     assert timing.said == f"compute bound: {100 * compute / total:.0f} % of the time is forward, backward and optimizer"
 
 
+@pytest.mark.usefixtures("quiet")
 def test_the_sentence_is_said_after_the_first_epoch(capsys):
     clock = Clock(at_least=0.015)
     fitted(Slow(60, clock), callbacks=[Progress()], epochs=2)
@@ -215,6 +231,7 @@ def test_the_sentence_is_said_after_the_first_epoch(capsys):
     assert len(said) == 1 and lines[said[0] - 1].startswith("epoch 1/2")
 
 
+@pytest.mark.usefixtures("quiet")
 def test_all_of_the_time_is_in_the_split_and_none_twice():
     class Lasts(Callback):
         def on_fit_start(self, trainer):
@@ -273,6 +290,7 @@ def test_a_fit_that_fails_leaves_nothing_behind():
     assert not {"begin_step", "train_step", "compute_loss"} & set(vars(fits)) and timing.took == {}
 
 
+@pytest.mark.usefixtures("quiet")
 def test_the_sampling_has_its_share_and_no_more():
     cheap = nn.Sequential(nn.Linear(6, 3))
     timing, total = fitted(Slow(2000, Clock()), model=cheap)
