@@ -14,7 +14,18 @@ myst_heading_anchors = 3  # a link to a heading is made of its text, as on GitHu
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # those of torch are about torch
-autodoc_mock_imports = [name for name in ("ax", "hydra_plugins", "optuna") if importlib.util.find_spec(name) is None]
+
+
+def is_missing(module):
+    """Of a plugin too, whose parent is a namespace that other plugins share."""
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:  # its parent
+        return True
+
+
+OPTIONAL = ("ax", "optuna", "hydra_plugins.hydra_ax_sweeper", "hydra_plugins.hydra_optuna_sweeper")
+autodoc_mock_imports = [module for module in OPTIONAL if is_missing(module)]
 maximum_signature_line_length = 100
 # Nothing is fetched, so nothing is linked to the references of other projects.
 nitpick_ignore_regex = [("py:.*", r"(ax|hydra|hydra_plugins|omegaconf|optuna|pathlib|torch)\..*")]
