@@ -144,7 +144,8 @@ class Timing(Callback):
         self.hosts.append(devices.has_caught_up(self.marks[-2][1]))
         self.unread.append((samples, self.marks))
         self.marks, took = None, time.perf_counter() - self.began
-        too_early = max(0.0, self.cost / MOST_COST - took)  # seconds
+        # Seconds; but the first sample is of a step that is like no other, so a second one comes at any price.
+        too_early = max(0.0, self.cost / MOST_COST - took) if len(self.hosts) > 1 else 0.0
         # At random, since a loader may do more in each fourth step, say.
         steps = trainer.step + 1 - self.first_step
         self.next = trainer.step + 2 + int(2 * self.random.random() * too_early / took * steps)
