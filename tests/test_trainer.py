@@ -518,6 +518,7 @@ def test_memory_report_counts_every_element():
         torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 3))
     )
     trainer.fit(train_loader, val_loader)
+    assert trainer.memory_report()["gradients"] == 0
     trainer.module(train_loader.inputs).sum().backward()
     report = {name: value * 2**20 for name, value in trainer.memory_report().items()}
     parameters = 6 * 10 + 10 + 10 + 10 + 10 * 3 + 3

@@ -99,10 +99,9 @@ def look(trainer, train_loader, val_loader=None, test_loader=None):
     start = time.perf_counter()
     state = checkpoint.copy(trainer.state_dict())
     copy = time.perf_counter() - start
-    found = summary.memory_report(trainer)
-    trained = [parameter for parameter in trainer.module.parameters() if parameter.requires_grad]
+    found = summary.memory_of_a_step(trainer)
     loaders = [loader for loader in (train_loader, val_loader) if loader is not None]
-    memory = {"parameters": found["parameters"], "gradients": summary.mib(trained), "optimizer": found["optimizer"]}
+    memory = {part: found[part] for part in ("parameters", "gradients", "optimizer")}
     memory |= {"data": sum(getattr(loader, "nbytes", 0) for loader in loaders) / devices.MIB}
     memory |= {"activations": watch.most_kept / devices.MIB} if watch.most_kept else {}
     memory |= {"peak": found["peak"]}

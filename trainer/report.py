@@ -16,6 +16,7 @@ from pathlib import Path
 from trainer import cli, files, rundir, saved_config
 from trainer.errors import UserError, as_typed, did_you_mean
 from trainer.readable import number, seconds
+from trainer.rundir import STAGES, is_number
 
 NAME = "report.html"
 MOST_ROWS = 2**26  # bytes of a metrics.jsonl: half a million rows
@@ -29,18 +30,6 @@ MOST_COLUMNS = 12  # of a table's row
 MOST_PNG, MOST_SIDE = 2**15, 256  # bytes and pixels of a picture
 MOST_PICTURES = 450_000  # letters of all pictures
 MOST_PAGE = 1_000_000  # bytes
-STAGES = (
-    "data",
-    "transfer",
-    "forward",
-    "backward",
-    "optimizer",
-    "step",
-    "evaluation",
-    "checkpoint",
-    "logging",
-    "other",
-)
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 COLOURS = dict(zip(STAGES, (0, 6, 1, 4, 3, 1, 2, 5, 6, 7), strict=True)) | {
     "parameters": 1,
@@ -129,10 +118,6 @@ def read_rows(path):
         if row.get("epoch", -1) >= 0:
             rows.append(row)
     return rows
-
-
-def is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
 
 
 def is_count(value, most=2**53):

@@ -37,6 +37,10 @@ HARMLESS = (
 )  # fmt: skip
 LENGTHS = ("epochs", "max_steps", "patience")  # these too where another run begins with a checkpoint of this one
 LOCK = ".lock"
+# Into which result.json splits the time: what a graph does is one "step" in place of the three before it.
+STAGES = (
+    "data", "transfer", "forward", "backward", "optimizer", "step", "evaluation", "checkpoint", "logging", "other",
+)  # fmt: skip
 # The files that are made anew: what a killed run left half of, and what an older run left in the way of a new one.
 WRITTEN = ("metrics.jsonl", "result.json", "evaluation.json", "report.html", "model.safetensors", "model.md")
 
@@ -334,7 +338,8 @@ def result_of(trainer, saver):
     length = {"steps": trainer.step, "total_steps": trainer.total_steps, "stopped": trainer.stop_reason}
     machine = {"device": str(trainer.device), "precision": summary.precision(trainer), "versions": versions()}
     parameters = sum(p.numel() for p in trainer.module.parameters())
-    return {"best": best, **length, **machine, "parameters": parameters, "memory_mib": trainer.memory_report()}
+    size = {"parameters": parameters, "memory_mib": summary.memory_of_a_step(trainer)}
+    return {"best": best, **length, **machine, **size}
 
 
 def last_rows(folder):
@@ -353,6 +358,11 @@ def final_numbers(result):
     best = {f"best/{result['best']['name']}": result["best"]["value"]} if result["best"] else {}
     test = {name: value for name, value in result.items() if name.startswith("test/")}
     return {name: value for name, value in (best | test).items() if isinstance(value, float)}
+
+
+def is_number(value):
+    """Whether a file's entry is a number that one can reckon with."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
 
 
 def is_numbers(name, value):

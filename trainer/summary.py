@@ -105,3 +105,8 @@ def memory_report(trainer):
         "data": trainer.data_bytes / MIB,
         "peak": devices.peak_memory(trainer.device) / MIB,
     }
+
+
+def memory_of_a_step(trainer):
+    """`memory_report`, with the gradients that a step has: at the end of a fit they are gone."""
+    return memory_report(trainer) | {"gradients": mib(p for p in trainer.module.parameters() if p.requires_grad)}

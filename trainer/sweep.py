@@ -24,6 +24,7 @@ from hydra.experimental.callback import Callback
 from trainer import cli, files, launch, rundir, settings
 from trainer.errors import UserError, as_typed, cause, did_you_mean, log, printable
 from trainer.readable import number, numbers
+from trainer.rundir import is_number
 
 JOB, SWEEP = "job.json", "sweep.json"  # what was typed for a job, and for the whole sweep
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
@@ -252,10 +253,6 @@ def is_list(said):
     typed = said.get("overrides") if isinstance(said, dict) else None
     ok = isinstance(typed, list) and len(typed) <= MOST_SETTINGS
     return ok and all(isinstance(override, str) and len(override) <= MOST_SETTINGS for override in typed)
-
-
-def is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
 
 
 def setting_of(overrides):

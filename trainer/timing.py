@@ -12,19 +12,8 @@ from trainer import device as devices
 from trainer import graph, launch
 from trainer.callbacks import Callback, Checkpoint, Progress
 from trainer.loggers import Logger
+from trainer.rundir import STAGES
 
-STAGES = (
-    "data",
-    "transfer",
-    "forward",
-    "backward",
-    "optimizer",
-    "step",
-    "evaluation",
-    "checkpoint",
-    "logging",
-    "other",
-)
 MOST_COST = 0.01  # of the time, for the sampling
 SOON = 1.0  # seconds: what is shorter says nothing of what is longer
 # The share of the time from which on a stage is worth a change. Evaluations and checkpoints are of use, waiting is not.
