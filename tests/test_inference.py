@@ -503,7 +503,7 @@ for path in sys.argv[3:]:
 
 @pytest.mark.skipif(os.name != "posix", reason="resource is of POSIX")
 def test_ten_times_the_rows_need_no_more_memory(runs, tmp_path):
-    """In KiB, after 2,000 rows and after 20,000 (with --large it was 20,000 and 200,000): as much, but for noise."""
+    """In KiB, after 2,000 rows and after 20,000: as much, but for noise."""
     for count in (2_000, 20_000):
         write_table(tmp_path / f"{count}.csv", houses(count))
     files = [str(tmp_path / "2000.csv"), str(tmp_path / "20000.csv")]

@@ -4,7 +4,6 @@ import base64
 import io
 
 MOST_NAMES, MOST_NUMBERS = 40, 20  # classes of a matrix that has their names, and the counts in its cells
-MOST_SAMPLES = 12
 COLUMNS = 4
 
 
@@ -16,7 +15,7 @@ def of(evaluation):
         images[f"{split}/confusion"] = confusion(evaluation["confusion"], classes)
     for which in ("worst", "uncertain"):
         if seen := [sample for sample in evaluation.get(which) or () if sample.get("png")]:
-            images[f"{split}/{which}"] = samples(seen[:MOST_SAMPLES], classes)
+            images[f"{split}/{which}"] = samples(seen, classes)
     return images
 
 

@@ -15,7 +15,8 @@ from trainer.loggers import Logger
 from trainer.rundir import STAGES
 
 MOST_COST = 0.01  # of the time, for the sampling
-SOON = 1.0  # seconds: what is shorter says nothing of what is longer
+SOON = 0.1  # seconds: what is shorter says nothing of what is longer
+MOST_GROWTH, FEWEST_STEPS = 16, 4  # of a batch that is proposed: so many times as large, so many steps in an epoch
 # The share of the time from which on a stage is worth a change. Evaluations and checkpoints are of use, waiting is not.
 WORTH = {"data": 0.1, "transfer": 0.1, "checkpoint": 0.1, "logging": 0.1, "evaluation": 0.2, "fixed": 0.3, "idle": 0.5}
 AIM = {"checkpoint": 0.05, "evaluation": 0.05, "fixed": 0.15, "idle": 0.15}  # the share that the change leaves
@@ -25,10 +26,10 @@ class Timing(Callback):
     """Splits the time of a fit into STAGES, and says at the end of the first epoch what to change.
 
     Evaluations, checkpoints and loggers are timed as they come. Of the steps some are cut into stages by marks in the
-    work of the device (events on a GPU, for which nothing waits): the first of the fit and those of each epoch, which
-    stand for themselves, and of the others so many, at random, that the sampling takes at most MOST_COST of the time. A
-    sampled step does the same work: the methods that it goes through are timed from outside, for this step alone. A
-    step that is one graph, or that a Trainer does in its own way, is the stage "step".
+    work of the device (events on a GPU, for which nothing waits): the first of the fit, which stands for itself, and of
+    the first ones of the epochs and of the others so many, at random, that the sampling takes at most MOST_COST of the
+    time. A sampled step does the same work: the methods that it goes through are timed from outside, for this step
+    alone. A step that is one graph, or that a Trainer does in its own way, is the stage "step".
     """
 
     first_rank_only = True
@@ -39,7 +40,7 @@ class Timing(Callback):
         self.whole = {"evaluation": 0.0, "checkpoint": 0.0, "logging": 0.0}  # seconds of what is timed as it comes
         # Last, whatever place it was given: what others do after a step is no waiting for the loader.
         trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
-        self.first_step, self.firsts, self.others = trainer.step, [], []  # {stage: seconds} of each sampled step
+        self.first_step, self.sampled = trainer.step, {"fit": [], "epoch": [], "other": []}  # {stage: seconds} of each
         self.unread, self.marks = [], None  # marks of the steps that were sampled, and of the one that is or will be
         self.random, self.cost, self.next, self.hosts = random.Random(0), 0.0, trainer.step + 1, []
         self.in_step, self.in_fit = contextlib.ExitStack(), contextlib.ExitStack()
@@ -49,7 +50,7 @@ class Timing(Callback):
             if isinstance(callback, Logger):
                 self.in_fit.enter_context(replaced(callback, "attempt", self.timing, "logging"))
         self.began = time.perf_counter()
-        self.begin(trainer, self.firsts)
+        self.begin(trainer, "fit")
 
     def on_fit_end(self, trainer):
         self.in_step.close()
@@ -77,9 +78,10 @@ class Timing(Callback):
 
     def on_step_end(self, trainer):
         if not trainer.step % trainer.steps_per_epoch:
-            self.begin(trainer, self.firsts)
+            if not self.sampled["epoch"] or not self.too_early():
+                self.begin(trainer, "epoch")
         elif trainer.step >= self.next:
-            self.begin(trainer, self.others)
+            self.begin(trainer, "other")
 
     @contextlib.contextmanager
     def timing(self, stage):
@@ -94,12 +96,16 @@ class Timing(Callback):
             if self.marks is not None:  # the step that will be sampled has not begun
                 self.marks = [(None, devices.mark(self.device))]
 
-    def begin(self, trainer, samples):
-        """Has the next step sampled, for one of the `samples`."""
+    def too_early(self):
+        """Seconds until the sampling so far is within MOST_COST of the time."""
+        return max(0.0, self.cost / MOST_COST - (time.perf_counter() - self.began))
+
+    def begin(self, trainer, kind):
+        """Has the next step sampled, which is one of this kind."""
         start = time.perf_counter()
         self.in_step.close()
         self.replace(trainer, "begin_step", self.around, "data", "other")
-        self.replace(trainer, "train_step", self.to_the_end, trainer, samples)
+        self.replace(trainer, "train_step", self.to_the_end, trainer, kind)
         loader = trainer.train_loader.loader if isinstance(trainer.train_loader, StreamedOnce) else trainer.train_loader
         if isinstance(loader, HostLoader):
             self.replace(loader, "move", self.around, "data", "transfer")
@@ -124,28 +130,27 @@ class Timing(Callback):
         self.mark(after)
 
     @contextlib.contextmanager
-    def to_the_end(self, trainer, samples):
+    def to_the_end(self, trainer, kind):
         """The last marks of a sampled step; the next one is so far away that their cost stays within MOST_COST."""
         self.mark("transfer")
         yield
         self.mark("optimizer")
         self.in_step.close()
         self.hosts.append(devices.has_caught_up(self.marks[-2][1]))
-        self.unread.append((samples, self.marks))
-        self.marks, took = None, time.perf_counter() - self.began
-        # Seconds; but the first sample is of a step that is like no other, so a second one comes at any price.
-        too_early = max(0.0, self.cost / MOST_COST - took) if len(self.hosts) > 1 else 0.0
-        # At random, since a loader may do more in each fourth step, say.
+        self.unread.append((kind, self.marks))
+        self.marks = None
+        # At random, since a loader may do more in each fourth step, say; but one of the others comes at any price.
         steps = trainer.step + 1 - self.first_step
-        self.next = trainer.step + 2 + int(2 * self.random.random() * too_early / took * steps)
+        pause = self.too_early() / (time.perf_counter() - self.began) * steps if len(self.hosts) > 1 else 0.0
+        self.next = trainer.step + 1 + int(2 * self.random.random() * pause)
 
     def read(self):
         """Turns the marks that the device has come to into seconds."""
-        for samples, marks in self.unread:
+        for kind, marks in self.unread:
             seconds = Counter()
             for stage, (_, start), (_, end) in zip(named(marks), marks[:-1], marks[1:], strict=True):
                 seconds[stage] += devices.seconds_between(start, end)
-            samples.append(seconds)
+            self.sampled[kind].append(seconds)
         self.unread = []
 
     def split(self, trainer):
@@ -153,12 +158,13 @@ class Timing(Callback):
         devices.synchronize(self.device)
         self.read()
         total = time.perf_counter() - self.began
-        others = trainer.step - self.first_step - len(self.firsts)
-        weights = [1.0] * len(self.firsts) + [others / max(1, len(self.others))] * len(self.others)
-        steps = Counter()
-        for seconds, weight in zip(self.firsts + self.others, weights, strict=True):
-            for stage in seconds:
-                steps[stage] += weight * seconds[stage]
+        done, per_epoch = trainer.step - self.first_step, trainer.steps_per_epoch
+        epochs = max(0, trainer.step - 1) // per_epoch - self.first_step // per_epoch  # that were begun in this fit
+        count, steps = {"fit": 1, "epoch": epochs, "other": done - 1 - epochs}, Counter()
+        for kind, samples in self.sampled.items():
+            for seconds in samples:
+                for stage in seconds:
+                    steps[stage] += count[kind] / len(samples) * seconds[stage]
         left = total - sum(self.whole.values())
         scale = min(1.0, left / max(steps.total(), 1e-9))  # the estimate may come to more than there was
         took = {stage: self.whole.get(stage, scale * steps[stage]) for stage in STAGES}
@@ -175,6 +181,7 @@ class Timing(Callback):
             loader={DeviceLoader: "resident", IterableLoader: "own"}.get(type(loader), "streamed"),
             cores=launch.cores(),
             batch_size=loader.batch_size,
+            steps_per_epoch=trainer.steps_per_epoch,
             eval_every=trainer.eval_every or trainer.steps_per_epoch,
             save_every=saver and (("every", saver.every) if saver.every else ("epochs", saver.epochs)),
         )
@@ -188,8 +195,9 @@ def result_of(trainer):
 
 
 def verdict(
-    seconds, *, where="CPU", idle=0.0, loader="streamed", cores=1, batch_size=None, eval_every=1, save_every=None
-):
+    seconds, *, where="CPU", idle=0.0, loader="streamed", cores=1, batch_size=None, steps_per_epoch=sys.maxsize,
+    eval_every=1, save_every=None,
+):  # fmt: skip
     """One sentence on {stage: seconds}: the one change that helps most and its setting, or that there is nothing to do.
 
     `idle`: in what share of the steps a device beside the CPU waited for Python. `loader`: whether the data is
@@ -206,8 +214,10 @@ def verdict(
     if share[worst] < WORTH[worst]:
         return f"compute bound: {percent(compute)} of the time is forward, backward and optimizer"
     aim = AIM.get(worst, 0.5)
-    of, rarer = f"{percent(share[worst])} of the time", share[worst] / (1 - share[worst]) * (1 - aim) / aim
-    larger = f"batch_size={2 ** math.ceil(math.log2(batch_size * rarer))}" if batch_size else "larger batches"
+    of, rest = f"{percent(share[worst])} of the time", max(0.01, 1 - share[worst])
+    rarer = share[worst] / rest * (1 - aim) / aim
+    growth = 2 ** math.floor(math.log2(min(2 * rarer, MOST_GROWTH, max(1, steps_per_epoch // FEWEST_STEPS))))
+    larger = f"set batch_size={batch_size * growth}" if batch_size else "set larger batches"
     if worst == "data":
         own = f"give the DataLoader num_workers={cores} and persistent_workers=True"
         set_to = f"set dataset.workers={cores} or dataset.resident=true"
@@ -225,8 +235,10 @@ def verdict(
     if worst == "logging":  # most of it may be their start
         return f"loggers took {of}: leave out one of callbacks, or set a larger log_every"
     if worst == "idle":
-        return f"the {where} waited in {of} for Python to give it work: set {larger}, or compile=graph"
-    return f"{of} went to the optimizer and the loop, which cost the same for any batch: set {larger}"
+        ways = [larger] * (growth >= 2) + ["set compile=graph"]
+        return f"the {where} waited in {of} for Python to give it work: {' or '.join(ways)}"
+    change = larger if growth >= 2 else "this data is too small for larger ones"
+    return f"{of} went to the optimizer and the loop, which cost the same for any batch: {change}"
 
 
 def percent(share):
