@@ -70,11 +70,13 @@ class Timing(Callback):
             self.read()
 
     def on_epoch_end(self, trainer):
-        if self.is_new and trainer.step < trainer.total_steps and (said := self.sentence(trainer)):
+        if not self.is_new or trainer.step - self.first_step < trainer.steps_per_epoch:
+            return
+        self.is_new = False
+        if trainer.step < trainer.total_steps and (said := self.sentence(trainer)):
             for callback in trainer.callbacks:
                 if isinstance(callback, Progress):
                     callback.write(f"speed    {said}")
-        self.is_new = False
 
     def on_step_end(self, trainer):
         if not trainer.step % trainer.steps_per_epoch:
@@ -180,8 +182,11 @@ class Timing(Callback):
             idle=sum(self.hosts) / max(1, len(self.hosts)),
             loader={DeviceLoader: "resident", IterableLoader: "own"}.get(type(loader), "streamed"),
             cores=launch.cores(),
+            workers=loader.workers.loader.num_workers if isinstance(loader, HostLoader) else 0,
+            captured=trainer.execute is not graph.eagerly,
             batch_size=loader.batch_size,
             steps_per_epoch=trainer.steps_per_epoch,
+            total_steps=trainer.total_steps,
             eval_every=trainer.eval_every or trainer.steps_per_epoch,
             save_every=saver and (("every", saver.every) if saver.every else ("epochs", saver.epochs)),
         )
@@ -195,14 +200,15 @@ def result_of(trainer):
 
 
 def verdict(
-    seconds, *, where="CPU", idle=0.0, loader="streamed", cores=1, batch_size=None, steps_per_epoch=sys.maxsize,
-    eval_every=1, save_every=None,
+    seconds, *, where="CPU", idle=0.0, loader="streamed", workers=0, cores=1, captured=False, batch_size=None,
+    steps_per_epoch=sys.maxsize, total_steps=sys.maxsize, eval_every=1, save_every=None,
 ):  # fmt: skip
     """One sentence on {stage: seconds}: the one change that helps most and its setting, or that there is nothing to do.
 
     `idle`: in what share of the steps a device beside the CPU waited for Python. `loader`: whether the data is
-    "resident" on the device, "streamed", or comes from a loader of the user's "own". `save_every`: ("every", steps) or
-    ("epochs", epochs) between two checkpoints. None for what was over within SOON.
+    "resident" on the device, "streamed" by that many `workers`, or comes from a loader of the user's "own". `captured`:
+    whether a step is one graph. `save_every`: ("every", steps) or ("epochs", epochs) between two checkpoints. None for
+    what was over within SOON.
     """
     total = sum(seconds.values())
     if total < SOON:
@@ -221,6 +227,8 @@ def verdict(
     if worst == "data":
         own = f"give the DataLoader num_workers={cores} and persistent_workers=True"
         set_to = f"set dataset.workers={cores} or dataset.resident=true"
+        if workers >= cores:
+            set_to = "set dataset.resident=true"
         change = {"streamed": set_to, "own": own, "resident": "leave out some of dataset.augment"}[loader]
         return f"the {where} waited {of} for data: {change}"
     if worst == "transfer":
@@ -228,15 +236,21 @@ def verdict(
         change = own if loader == "own" else "set dataset.resident=true"
         return f"the {where} waited {of} for batches to be copied to it: {change}"
     if worst == "evaluation":
-        return f"evaluations took {of}: set eval_every={rounded_up(eval_every * rarer)}"
+        every = min(rounded_up(eval_every * rarer), total_steps)
+        change = f"set eval_every={every}" if every > eval_every else "make the validation part smaller"
+        return f"evaluations took {of}: {change}"
     if worst == "checkpoint":
         key, every = save_every
-        return f"checkpoints took {of}: set checkpoint.{key}={rounded_up((every or 1) * rarer)}"
+        most = total_steps if key == "every" else max(1, total_steps // steps_per_epoch)
+        rarely = min(rounded_up((every or 1) * rarer), most)
+        change = f"set checkpoint.{key}={rarely}" if rarely > (every or 1) else "that at the end has to be"
+        return f"checkpoints took {of}: {change}"
     if worst == "logging":  # most of it may be their start
         return f"loggers took {of}: leave out one of callbacks, or set a larger log_every"
     if worst == "idle":
-        ways = [larger] * (growth >= 2) + ["set compile=graph"]
-        return f"the {where} waited in {of} for Python to give it work: {' or '.join(ways)}"
+        ways = [larger] * (growth >= 2) + ["set compile=graph"] * (not captured)
+        change = " or ".join(ways) or "this data is too small for larger batches"
+        return f"the {where} waited in {of} for Python to give it work: {change}"
     change = larger if growth >= 2 else "this data is too small for larger ones"
     return f"{of} went to the optimizer and the loop, which cost the same for any batch: {change}"
 
