@@ -176,7 +176,7 @@ def test_too_many_checkpoints(tmp_path):
 def test_a_slow_logger():
     class SlowLogger(Logger):
         def begin(self, trainer):
-            pass
+            time.sleep(1.0)
 
         def write(self, numbers, step):
             with clock():

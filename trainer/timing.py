@@ -25,7 +25,7 @@ AIM = {"checkpoint": 0.05, "evaluation": 0.05, "fixed": 0.15, "idle": 0.15}  # t
 class Timing(Callback):
     """Splits the time of a fit into STAGES, and says at the end of the first epoch what to change.
 
-    Evaluations, checkpoints and loggers are timed as they come. Of the steps some are cut into stages by marks in the
+    Evaluations, checkpoints and the rows of loggers are timed as they come. Of the steps some are cut into stages by marks in the
     work of the device (events on a GPU, for which nothing waits): the first of the fit, which stands for itself, and of
     the first ones of the epochs and of the others so many, at random, that the sampling takes at most MOST_COST of the
     time. A sampled step does the same work: the methods that it goes through are timed from outside, for this step
@@ -49,6 +49,7 @@ class Timing(Callback):
                 self.in_fit.enter_context(replaced(callback, "save", self.timing, "checkpoint"))
             if isinstance(callback, Logger):
                 self.in_fit.enter_context(replaced(callback, "attempt", self.timing, "logging"))
+                self.in_fit.enter_context(replaced(callback, "begin", self.starting))
         self.began = time.perf_counter()
         self.begin(trainer, "fit")
 
@@ -97,6 +98,17 @@ class Timing(Callback):
             self.whole[stage] += time.perf_counter() - start
             if self.marks is not None:  # the step that will be sampled has not begun
                 self.marks = [(None, devices.mark(self.device))]
+
+    @contextlib.contextmanager
+    def starting(self):
+        """A logger that starts takes as long for any training: this is no part of its time."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self.began += seconds
+            self.whole["logging"] -= seconds
 
     def too_early(self):
         """Seconds until the sampling so far is within MOST_COST of the time."""
@@ -245,7 +257,7 @@ def verdict(
         rarely = min(rounded_up((every or 1) * rarer), most)
         change = f"set checkpoint.{key}={rarely}" if rarely > (every or 1) else "that at the end has to be"
         return f"checkpoints took {of}: {change}"
-    if worst == "logging":  # most of it may be their start
+    if worst == "logging":
         return f"loggers took {of}: leave out one of callbacks, or set a larger log_every"
     if worst == "idle":
         ways = [larger] * (growth >= 2) + ["set compile=graph"] * (not captured)
