@@ -41,7 +41,7 @@ class FirstStep(Callback):
 
 
 def ours(job, clock):
-    """Variants: writing (rows and checkpoints, as train.py does), timed, streamed, and Trainer arguments as key=value."""
+    """Variants: writing (rows and checkpoints, as train.py does), timed, streamed; Trainer arguments as key=value."""
     clock.begin()
     if {"ready", "one"} & set(job.variants):
         train, val = work.loaders(job)

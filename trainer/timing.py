@@ -25,11 +25,11 @@ AIM = {"checkpoint": 0.05, "evaluation": 0.05, "fixed": 0.15, "idle": 0.15}  # t
 class Timing(Callback):
     """Splits the time of a fit into STAGES, and says at the end of the first epoch what to change.
 
-    Evaluations, checkpoints and the rows of loggers are timed as they come. Of the steps some are cut into stages by marks in the
-    work of the device (events on a GPU, for which nothing waits): the first of the fit, which stands for itself, and of
-    the first ones of the epochs and of the others so many, at random, that the sampling takes at most MOST_COST of the
-    time. A sampled step does the same work: the methods that it goes through are timed from outside, for this step
-    alone. A step that is one graph, or that a Trainer does in its own way, is the stage "step".
+    Evaluations, checkpoints and the rows of loggers are timed as they come. Of the steps some are cut into stages by
+    marks in the work of the device (events on a GPU, for which nothing waits): the first of the fit, which stands for
+    itself, and of the first ones of the epochs and of the others so many, at random, that the sampling takes at most
+    MOST_COST of the time. A sampled step does the same work: the methods that it goes through are timed from outside,
+    for this step alone. A step that is one graph, or that a Trainer does in its own way, is the stage "step".
     """
 
     first_rank_only = True
