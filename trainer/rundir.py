@@ -33,7 +33,7 @@ HARMLESS = (
     "max_minutes", "rank_timeout", "eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident",
     "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download", "sweep.", "report",
     "profile", "overfit", "debug",
-    "callbacks.tensorboard", "callbacks.wandb", "callbacks.mlflow",
+    "callbacks.tensorboard", "callbacks.wandb", "callbacks.mlflow", "callbacks.doctor", "callbacks.timing",
 )  # fmt: skip
 LENGTHS = ("epochs", "max_steps", "patience")  # these too where another run begins with a checkpoint of this one
 LOCK = ".lock"
