@@ -446,8 +446,9 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
             check_size(f"metrics.{name}", node, num_classes=data.num_classes)
         metrics[name] = build(f"metrics.{name}", node, num_classes=data.num_classes)
     callbacks = [build(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if is_on(node)]
-    callbacks.sort(key=lambda callback: isinstance(callback, Timing))  # its clock goes on when the others are done
-    parts = {"model": model, "loss": loss, "metrics": metrics, "callbacks": [*callbacks, *more_callbacks]}
+    # Timing's clock goes on when the others are done.
+    callbacks = sorted([*callbacks, *more_callbacks], key=lambda callback: isinstance(callback, Timing))
+    parts = {"model": model, "loss": loss, "metrics": metrics, "callbacks": callbacks}
     parts |= {"optimizer": build("optimizer", cfg.optimizer), "scheduler": build("scheduler", cfg.scheduler)}
     with contextlib.ExitStack() as stack:
         for loader in filter(None, loaders):
