@@ -27,7 +27,7 @@ from data import datasets
 from data.loader import make_loaders, normalizer
 from data.tables import csv
 from models.mlp import MLP
-from trainer import examine, page, plots, report
+from trainer import Trainer, examine, page, plots, report
 from trainer.metrics import R2, Accuracy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -194,6 +194,43 @@ def test_outputs_of_another_kind_are_not_looked_at():
     trainer = make_trainer(make_model(classes=5))  # of 3 classes
     assert examine.evaluate(trainer, loader, "val", data)[1] is None
     trainer.close()
+
+
+class TwoHeads(Trainer):
+    """Its outputs are in a tuple, or in a dict."""
+
+    form = tuple
+
+    def compute_loss(self, batch):
+        loss, outputs = super().compute_loss(batch)
+        return loss, self.form([("a", outputs), ("b", outputs)])
+
+
+class Brief(Trainer):
+    """Its evaluation gives the loss alone, whatever metrics there are."""
+
+    def evaluate(self, loader, split="val"):
+        return {f"{split}/loss": super().evaluate(loader, split)[f"{split}/loss"]}
+
+
+@pytest.mark.parametrize("own", [TwoHeads, type("Dict", (TwoHeads,), {"form": dict}), Brief])
+def test_a_trainer_of_ones_own_is_evaluated_as_it_says(own):
+    data = make_data()
+    (_, loader, _), _ = make_loaders(data, batch_size=10)
+    trainer = make_trainer(kind=own)
+    usual = make_trainer()
+    results = {"val/loss": usual.evaluate(loader)["val/loss"]}
+    assert examine.evaluate(trainer, loader, "val", data) == (results, None)
+    trainer.close()
+    usual.close()
+
+
+def test_samples_that_are_no_tensors_are_named_alone():
+    class Words(list):
+        def __getitem__(self, index):
+            return {"words": [list.__getitem__(self, i) for i in index]}, torch.zeros(len(index))
+
+    assert examine.show(Words("abc"), None, 1) == {}
 
 
 @pytest.mark.parametrize("targets", [1, 3])
