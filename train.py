@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
+import json
 import math
 from pathlib import Path
 
@@ -174,7 +175,8 @@ def train_in(folder, cfg):
     # Interpolations stay as they are: nothing from the environment gets into a file.
     config = {key: value for key, value in OmegaConf.to_container(cfg, resolve=False).items() if key != "run_dir"}
     about = {"config": config, "versions": rundir.versions(), "world_size": launch.world_size(), "origin": origin}
-    config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg), rundir.WRITTEN)
+    text = f"{rundir.TYPED}{json.dumps(typed)}\n{OmegaConf.to_yaml(cfg)}"
+    config_file = ConfigFile(folder / "config.yaml", text, rundir.WRITTEN)
     with building(cfg, [*pruning(cfg), saver, config_file]) as (trainer, data, loaders):
         saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
         saver.about["inputs"] = data.description()

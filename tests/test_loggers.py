@@ -297,6 +297,15 @@ def test_a_matrix_of_many_classes_and_a_name_that_is_a_formula_are_drawn():
     assert pictures.of({}) == {} and pictures.of({"split": "test", "worst": [{"columns": {}}]}) == {}
 
 
+def test_samples_of_a_regression_and_of_a_model_that_gives_nan_are_drawn():
+    seen = {"png": PNG, "true": [0.5, -1.0], "predicted": [2.0, None], "loss": None}
+    [(name, image)] = pictures.of({"split": "test", "worst": [seen]}).items()
+    assert name == "test/worst" and image.std() > 0
+    [(_, unsure)] = pictures.of(SEEN | {"confusion": None, "worst": [SEEN["worst"][0] | {"probability": None}]}).items()
+    assert unsure.std() > 0 and (unsure != pictures.of(SEEN)["test/worst"]).any()
+    assert pictures.name_of([2.0, None], []) == "2.0000, nan" and pictures.name_of(2, ["a", "b", "c"]) == "c"
+
+
 def test_histograms_are_there_on_request(tmp_path):
     need("tensorboard")
     trainer = fit(tmp_path, TensorBoard(tmp_path / "tensorboard", histograms=2))

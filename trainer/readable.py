@@ -4,11 +4,13 @@ import math
 
 
 def number(value):
-    """'0.9861', '1,234.5', '51,920,131': four decimals or five digits, whichever is shorter."""
+    """'0.9861', '1,234.5', '51,920,131', '1.2346e+20': four decimals or five digits, whichever is shorter."""
     if abs(value) < 100:
         return f"{value:.4f}"
     if not math.isfinite(value):
         return str(value)
+    if abs(value) >= 1e15:
+        return f"{value:.5g}"
     return f"{value:,.{max(0, 4 - int(math.log10(abs(value))))}f}"
 
 
