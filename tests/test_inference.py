@@ -400,12 +400,40 @@ def test_what_a_row_lacks_is_handled_as_in_the_training(forks, runs):
     assert predicted(forks, runs, "run=grades", "input=gaps.csv") == filled
 
 
-def test_an_unknown_category_is_none_of_them(runs):
+def test_what_a_row_lacks_can_be_filled_in_where_the_training_lacked_nothing(forks, runs):
+    """By the mean of the training's rows, as the advice of the refusal says."""
+    write_table(runs / "gaps.csv", ROWS, ("age", "town", "size"))
+    filled = predicted(forks, runs, "run=prices", "input=gaps.csv", "dataset.missing=mean")
+    mean = package.load(runs / "prices").mean[0].item()
+    write_table(runs / "gaps.csv", [ROWS[0], ROWS[1] | {"age": repr(mean)}], ("age", "town", "size"))
+    assert predicted(forks, runs, "run=prices", "input=gaps.csv") == filled
+
+
+def test_the_row_whose_outputs_are_not_finite_is_named(runs, tmp_path):
+    model = package.load(runs / "prices")
+    model.module = torch.nn.Sequential(torch.nn.Linear(5, 1), Odd())
+    write_table(tmp_path / "t.csv", houses(5), ("age", "town", "size"))
+    with pytest.raises(TrainingError, match=r"t\.csv, line 5: the model gives numbers that are not finite"):
+        list(inference.predict(model, tmp_path / "t.csv"))
+
+
+class Odd(torch.nn.Module):
+    """No finite number for the fourth row."""
+
+    def forward(self, inputs):
+        return inputs / (torch.arange(len(inputs)) != 3).float().unsqueeze(1)
+
+
+def test_an_unknown_category_is_none_of_them(runs, caplog):
     model = package.load(runs / "prices")
     encode = tables.row_encoder(model.about["table"], ["town", "age", "size"], "x.csv", "error")
     assert (
         encode(2, ["Rom", "40", "7"]) == [40.0, 0.0, 1.0, 0.0, 7.0] and encode(3, ["Oslo", "40", "7"])[1:4] == [0.0] * 3
     )
+    encode(4, ["Bonn", "40", "7"])
+    assert [record.getMessage() for record in caplog.records] == [
+        "x.csv, line 3: 'Oslo' in the column 'town' is none of those trained on; such values count as none of them."
+    ]
 
 
 WRONG_TABLES = {
@@ -414,7 +442,7 @@ WRONG_TABLES = {
     "age,town,size\n1,Rom,inf\n": "line 2: 'inf' in the column 'size' is no number",
     "age,town,size\n1,Rom\n": "line 2: 2 values for the 3 columns",
     "age,town,size\n": "there is no row in it",
-    "": "it has no column 'age'",
+    "": "is empty",
     "age,age,town,size\n1,1,Rom,1\n": "the column 'age' 2 times",
     "age;town;size\n1;Rom;1\n": "one column only",
     "a" * 200_000 + ",town,size\n": "this is no table that can be read",

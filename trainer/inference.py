@@ -176,9 +176,9 @@ def predict(model, path, *, batch_size=512, missing=None, delimiter=None, skip=F
             what = f"the model gives outputs of shape {tuple(outputs.shape[1:])}"
             raise UserError(f"{what}, and not one a class or target.\nIn Python, trainer.load(DIR) gives them.")
         if not outputs.isfinite().all():
-            raise TrainingError(
-                f"{printable(labels[0])}: the model gives numbers that are not finite for it, or later."
-            )
+            first = labels[(~outputs.isfinite()).flatten(1).any(1).nonzero()[0].item()]
+            where = f"{printable(path)}, line {first}" if key == "line" else printable(first)
+            raise TrainingError(f"{where}: the model gives numbers that are not finite.")
         if about["kind"] == "regression":
             for label, values in zip(labels, outputs.tolist(), strict=True):
                 yield {key: label, "value": values[0] if len(values) == 1 else values}
