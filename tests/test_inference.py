@@ -461,11 +461,9 @@ def test_a_broken_image_is_named_or_left_out(forks, runs, tmp_path):
     shutil.copytree(runs / "images" / "cat", tmp_path / "cats" / "cat")
     (tmp_path / "cats" / "cat" / "05.png").write_bytes(b"no image")
     (tmp_path / "cats" / "notes.txt").write_text("no image either")
-    (tmp_path / "o.jsonl").write_text("of before")
     arguments = ("task=predict", f"run={runs / 'folder'}", "input=cats", "output=o.jsonl", "device=cpu")
     err = refused(forks, tmp_path, *arguments)
     assert "05.png: this image cannot be read" in err and "dataset.on_bad_sample=skip" in err
-    assert (tmp_path / "o.jsonl").read_text() == "of before"
     done = forks.run(tmp_path, *arguments, "dataset.on_bad_sample=skip")
     assert done.code == 0 and "1 images cannot be read and are left out: cats" in done.err
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
@@ -486,13 +484,42 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
         with pytest.raises(UserError, match=re.escape(message)):
             list(inference.predict(model, path))
     for output, message in (
-        ("houses.csv", "or the input itself"),
+        ("houses.csv", "there is such a file"),
         ("no/o.csv", "there is no folder no"),
-        ("o.txt", ".csv, .jsonl"),
+        ("images", "this is a folder"),
+        ("o.txt", "does not end in .csv or .jsonl"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
-            inference.check_output(output, "houses.csv")
+            inference.check_output(output, (".csv", ".jsonl"))
     assert "Type input=" in refused(forks, runs, "task=predict", "run=prices")
+
+
+def test_no_file_that_is_there_is_replaced(forks, runs):
+    """The input, another table, a run's own files; but a run is exported again into its own place."""
+    best = next(iter((runs / "prices" / "checkpoints").iterdir()))
+    (runs / "new.md").write_text("of before")
+    outputs = {
+        "predict": ["houses.csv", "prices/metrics.jsonl"],
+        "export": [best.relative_to(runs), "houses.csv", "new"],
+    }
+    before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file() and path.name not in ("out", "err")}
+    for task, names in outputs.items():
+        own = ["input=houses.csv"] if task == "predict" else ["format=safetensors"]
+        for name in names:
+            err = refused(forks, runs, f"task={task}", "run=prices", *own, f"output={name}")
+            assert "there is such a file, and none is replaced" in err and "Type another output" in err
+    assert all(path.read_bytes() == contents for path, contents in before.items())
+    for _ in range(2):
+        assert "prices/export/model.safetensors" in asked(
+            forks, runs, "task=export", "run=prices", "format=safetensors"
+        )
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder where nobody can write")
+def test_an_output_that_cannot_be_written_is_named_as_it_was_typed(runs):
+    with pytest.raises(OSError) as caught:
+        inference.write(iter([]), "/proc/x.csv")
+    assert caught.value.filename == "/proc/x.csv"
 
 
 def test_a_key_is_for_its_task(forks, runs):
