@@ -318,7 +318,8 @@ def predict(cfg):
         raise UserError("task=predict needs something to look at. Type input=FILE or input=FOLDER.")
     from trainer import inference
 
-    inference.check_output(cfg.output, cfg.input)
+    if cfg.output is not None:
+        inference.check_output(cfg.output, (".csv", ".jsonl"))
     model = inference.load(cfg.run, device=cfg.device)
     ways = {key: own.dataset[key] for key in ("missing", "delimiter") if f"dataset.{key}" in cli.typed_keys()}
     skip = own.dataset.get("on_bad_sample") == "skip"
@@ -333,7 +334,7 @@ def export(cfg):
     own = saved_config.of_this_machine(cfg, LOADING)
     from trainer import exporting, inference
 
-    exporting.check(cfg.format)
+    exporting.check(cfg.format, cfg.output)
     model = inference.load(cfg.run)
     dataset = OmegaConf.to_container(own.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in LOADING}

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from data.datasets import Data, TensorSplit, check_fractions, is_description, split_indices, unknown_class
-from trainer.errors import UserError, check_choice, did_you_mean, printable
+from trainer.errors import UserError, check_choice, did_you_mean, log, printable
 from trainer.files import open_plain
 
 MOST_NUMBERS = 2**28  # that a table may become
@@ -94,7 +94,7 @@ def _read_table(path, delimiter):
     lines = read_rows(path, delimiter)
     header, rows = next(lines), [row for _, row in lines]
     if not rows:
-        raise UserError(f"{printable(path)} is empty: it needs a header line and at least one row.")
+        raise empty(path)
     return {
         name: [value.strip() for value in values] for name, values in zip(header, zip(*rows, strict=True), strict=True)
     }
@@ -110,6 +110,8 @@ def read_rows(path, delimiter, key="dataset.path"):
             lines = io.TextIOWrapper(buffered, newline="", encoding="utf-8-sig")
             lines = read_csv(lines, delimiter=delimiter, skipinitialspace=True)
             header = [name.strip() for name in next(lines, [])]
+            if not header:
+                raise empty(path)
             if len(header) == 1:
                 raise UserError(
                     f"{shown} has one column only, {header[0][:50]!r}.\n"
@@ -120,14 +122,14 @@ def read_rows(path, delimiter, key="dataset.path"):
                     what = f"the column {name!r} {count} times" if name else "a column without a name"
                     raise UserError(f"{shown}: the header has {what}.")
             yield header
+            line = lines.line_num + 1  # where a row begins: a value in quotes may have several lines
             for row in lines:
                 if len(row) != len(header) and row:
-                    number = lines.line_num
-                    raise UserError(
-                        f"{shown}, line {number}: {len(row)} values for the {len(header)} columns of the header."
-                    )
+                    what = f"{len(row)} values for the {len(header)} columns of the header"
+                    raise UserError(f"{shown}, line {line}: {what}.")
                 if row:  # a blank line is no row
-                    yield lines.line_num, row
+                    yield line, row
+                line = lines.line_num + 1
     except FileNotFoundError:
         raise UserError(f"{key}={shown}: there is no such file.") from None
     except UserError:
@@ -136,23 +138,29 @@ def read_rows(path, delimiter, key="dataset.path"):
         raise UserError(f"{key}={shown}: this is no table that can be read ({printable(error)}).") from None
 
 
+def empty(path):
+    return UserError(f"{printable(path)} is empty: it needs a header line and at least one row.")
+
+
 def row_encoder(table, header, path, missing):
     """A function: (number of the line, values) -> the row as a trained model takes it, a list of floats.
 
-    That is each number as it is, nan for one that is missing, and each category as 0 and 1; an unknown one is all
-    zeros. With missing="drop" a row that lacks a value is None; UserError for what cannot be.
+    That is each number as it is, and each category as 0 and 1; an unknown one is all zeros, with a warning for the
+    first of a column. A number that is missing is nan where the model itself fills it in, else the mean. With
+    missing="drop" a row that lacks a value is None; UserError for what cannot be.
     """
     check_choice("dataset.missing", missing, ("error", "mean", "drop"))
-    readers, shown = [], printable(path)
+    readers, shown, warned = [], printable(path), set()
     for column in table["columns"]:
         check_column(path, column["name"], header)
         kinds = column.get("categories")
         places = None if kinds is None else {kind: i for i, kind in enumerate(kinds)}
-        readers.append((column["name"], header.index(column["name"]), places))
+        filled = math.nan if table["missing"] == "mean" else column.get("mean")
+        readers.append((column["name"], header.index(column["name"]), places, filled))
 
     def encode(line, values):
         row = []
-        for name, index, places in readers:
+        for name, index, places, filled in readers:
             value = values[index].strip()
             gone = value.lower() in MISSING
             if gone and missing == "drop":
@@ -163,7 +171,7 @@ def row_encoder(table, header, path, missing):
                     "Type dataset.missing=mean to fill it in, or dataset.missing=drop to leave such rows out."
                 )
             if places is None:
-                number = math.nan if gone else _number(value)
+                number = filled if gone else _number(value)
                 if number is None:
                     raise UserError(f"{shown}, line {line}: {value[:50]!r} in the column {name!r} is no number.")
                 row.append(number)
@@ -171,6 +179,10 @@ def row_encoder(table, header, path, missing):
                 block = [0.0] * len(places)
                 if value in places:
                     block[places[value]] = 1.0
+                elif not gone and name not in warned:
+                    what = "is none of those trained on; such values count as none of them"
+                    log.warning("%s, line %d: %r in the column %r %s.", shown, line, value[:50], name, what)
+                    warned.add(name)
                 row += block
         return row
 
@@ -249,13 +261,14 @@ def _read_target(name, values, kind, known=None):
 
     The class names are those `known` where there are any.
     """
-    numbers = _numbers(values)
     if known is not None:
-        names = values if numbers is None else [f"{number:g}" for number in numbers]
         labels = {name: label for label, name in enumerate(known)}
+        unlike = {value: _number(value) for value in set(values).difference(labels)}
+        names = [value if unlike.get(value) is None else _class_name(unlike[value]) for value in values]
         if other := next((name for name in names if name not in labels), None):
             raise unknown_class(other, known)
         return kind, known, torch.tensor([labels[name] for name in names])
+    numbers = _numbers(values)
     distinct = sorted(set(values if numbers is None else numbers))
     if len(distinct) < 2:
         raise UserError(
@@ -280,7 +293,12 @@ def _read_target(name, values, kind, known=None):
         return kind, None, torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
     labels = {value: label for label, value in enumerate(distinct)}
     targets = torch.tensor([labels[value] for value in (values if numbers is None else numbers)])
-    return kind, [value if isinstance(value, str) else f"{value:g}" for value in distinct], targets
+    return kind, list(map(_class_name, distinct)), targets
+
+
+def _class_name(value):
+    """The name of a class: a text as it is, a number with all its digits, 2.0 and 2 alike."""
+    return value if isinstance(value, str) else str(int(value)) if value.is_integer() else repr(value)
 
 
 def _describe(name, values, train, categorical):

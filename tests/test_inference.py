@@ -400,12 +400,40 @@ def test_what_a_row_lacks_is_handled_as_in_the_training(forks, runs):
     assert predicted(forks, runs, "run=grades", "input=gaps.csv") == filled
 
 
-def test_an_unknown_category_is_none_of_them(runs):
+def test_what_a_row_lacks_can_be_filled_in_where_the_training_lacked_nothing(forks, runs):
+    """By the mean of the training's rows, as the advice of the refusal says."""
+    write_table(runs / "gaps.csv", ROWS, ("age", "town", "size"))
+    filled = predicted(forks, runs, "run=prices", "input=gaps.csv", "dataset.missing=mean")
+    mean = package.load(runs / "prices").mean[0].item()
+    write_table(runs / "gaps.csv", [ROWS[0], ROWS[1] | {"age": repr(mean)}], ("age", "town", "size"))
+    assert predicted(forks, runs, "run=prices", "input=gaps.csv") == filled
+
+
+def test_the_row_whose_outputs_are_not_finite_is_named(runs, tmp_path):
+    model = package.load(runs / "prices")
+    model.module = torch.nn.Sequential(torch.nn.Linear(5, 1), Odd())
+    write_table(tmp_path / "t.csv", houses(5), ("age", "town", "size"))
+    with pytest.raises(TrainingError, match=r"t\.csv, line 5: the model gives numbers that are not finite"):
+        list(inference.predict(model, tmp_path / "t.csv"))
+
+
+class Odd(torch.nn.Module):
+    """No finite number for the fourth row."""
+
+    def forward(self, inputs):
+        return inputs / (torch.arange(len(inputs)) != 3).float().unsqueeze(1)
+
+
+def test_an_unknown_category_is_none_of_them(runs, caplog):
     model = package.load(runs / "prices")
     encode = tables.row_encoder(model.about["table"], ["town", "age", "size"], "x.csv", "error")
     assert (
         encode(2, ["Rom", "40", "7"]) == [40.0, 0.0, 1.0, 0.0, 7.0] and encode(3, ["Oslo", "40", "7"])[1:4] == [0.0] * 3
     )
+    encode(4, ["Bonn", "40", "7"])
+    assert [record.getMessage() for record in caplog.records] == [
+        "x.csv, line 3: 'Oslo' in the column 'town' is none of those trained on; such values count as none of them."
+    ]
 
 
 WRONG_TABLES = {
@@ -414,7 +442,7 @@ WRONG_TABLES = {
     "age,town,size\n1,Rom,inf\n": "line 2: 'inf' in the column 'size' is no number",
     "age,town,size\n1,Rom\n": "line 2: 2 values for the 3 columns",
     "age,town,size\n": "there is no row in it",
-    "": "it has no column 'age'",
+    "": "is empty",
     "age,age,town,size\n1,1,Rom,1\n": "the column 'age' 2 times",
     "age;town;size\n1;Rom;1\n": "one column only",
     "a" * 200_000 + ",town,size\n": "this is no table that can be read",
@@ -433,11 +461,9 @@ def test_a_broken_image_is_named_or_left_out(forks, runs, tmp_path):
     shutil.copytree(runs / "images" / "cat", tmp_path / "cats" / "cat")
     (tmp_path / "cats" / "cat" / "05.png").write_bytes(b"no image")
     (tmp_path / "cats" / "notes.txt").write_text("no image either")
-    (tmp_path / "o.jsonl").write_text("of before")
     arguments = ("task=predict", f"run={runs / 'folder'}", "input=cats", "output=o.jsonl", "device=cpu")
     err = refused(forks, tmp_path, *arguments)
     assert "05.png: this image cannot be read" in err and "dataset.on_bad_sample=skip" in err
-    assert (tmp_path / "o.jsonl").read_text() == "of before"
     done = forks.run(tmp_path, *arguments, "dataset.on_bad_sample=skip")
     assert done.code == 0 and "1 images cannot be read and are left out: cats" in done.err
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
@@ -458,13 +484,42 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
         with pytest.raises(UserError, match=re.escape(message)):
             list(inference.predict(model, path))
     for output, message in (
-        ("houses.csv", "or the input itself"),
+        ("houses.csv", "there is such a file"),
         ("no/o.csv", "there is no folder no"),
-        ("o.txt", ".csv, .jsonl"),
+        ("images", "this is a folder"),
+        ("o.txt", "does not end in .csv or .jsonl"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
-            inference.check_output(output, "houses.csv")
+            inference.check_output(output, (".csv", ".jsonl"))
     assert "Type input=" in refused(forks, runs, "task=predict", "run=prices")
+
+
+def test_no_file_that_is_there_is_replaced(forks, runs):
+    """The input, another table, a run's own files; but a run is exported again into its own place."""
+    best = next(iter((runs / "prices" / "checkpoints").iterdir()))
+    (runs / "new.md").write_text("of before")
+    outputs = {
+        "predict": ["houses.csv", "prices/metrics.jsonl"],
+        "export": [best.relative_to(runs), "houses.csv", "new"],
+    }
+    before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file() and path.name not in ("out", "err")}
+    for task, names in outputs.items():
+        own = ["input=houses.csv"] if task == "predict" else ["format=safetensors"]
+        for name in names:
+            err = refused(forks, runs, f"task={task}", "run=prices", *own, f"output={name}")
+            assert "there is such a file, and none is replaced" in err and "Type another output" in err
+    assert all(path.read_bytes() == contents for path, contents in before.items())
+    for _ in range(2):
+        assert "prices/export/model.safetensors" in asked(
+            forks, runs, "task=export", "run=prices", "format=safetensors"
+        )
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder where nobody can write")
+def test_an_output_that_cannot_be_written_is_named_as_it_was_typed(runs):
+    with pytest.raises(OSError) as caught:
+        inference.write(iter([]), "/proc/x.csv")
+    assert caught.value.filename == "/proc/x.csv"
 
 
 def test_a_key_is_for_its_task(forks, runs):

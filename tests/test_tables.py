@@ -80,6 +80,22 @@ def test_csv_kind_auto(table, values, kind, classes):
         )
 
 
+@pytest.mark.parametrize(
+    "names",
+    [["5", "1000001", "1000002"], ["0.1", "1000000.5", "1000000.25"], ["1.0", "1.5", "low"], ["0", "-0.5", "1e+20"]],
+)
+def test_the_classes_of_a_column_are_told_apart_and_known_again(table, names):
+    """Also where they are numbers that have many digits, or begin like numbers; in a table that has not all of them."""
+    text = "a,b,y\n" + "\n".join(f"{i},{i % 7},{names[i % 3]}" for i in range(90))
+    data = table(text, target="y", kind="classification")
+    assert len(set(data.classes)) == 3
+    about = data.description()
+    again = table(text, target="y", kind="classification", trained=about)
+    assert torch.equal(again.test.targets, data.test.targets) and again.classes == data.classes
+    two = table(text.replace(names[2], names[1]), target="y", trained=about)
+    assert two.classes == data.classes and len(set(two.train.targets.tolist())) == 2
+
+
 def test_csv_learns_from_the_training_part_alone(table):
     """Rows of the other parts change no training row, and a category that they alone have is all zeros."""
     text = rows()
@@ -118,6 +134,15 @@ def test_csv_forms(table):
         )
     assert table(HEADER + "\n".join(rows()), target="kind", ignore=["price", "city"]).in_shape == (1,)
     assert table(HEADER + "\n".join(rows()), target="kind", categorical=["age"], ignore="price").in_shape[0] > 35
+
+
+def test_a_row_is_known_by_its_first_line(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text('a,b\n"x\ny",1\n\n2,3\n"u\n\nv",4,5\n', encoding="utf-8")
+    rows = tables.read_rows(str(path), ",")
+    assert [next(rows) for _ in range(3)] == [["a", "b"], (2, ["x\ny", "1"]), (5, ["2", "3"])]
+    with pytest.raises(UserError, match="line 6: 3 values"):
+        next(rows)
 
 
 def test_csv_missing_values(table):

@@ -19,7 +19,7 @@ from trainer import card, checkpoint, rundir, saved_config
 from trainer.build import build
 from trainer.errors import TrainingError, UserError, check_choice, log, printable
 from trainer.files import replacing
-from trainer.inference import columns_of, row_batches
+from trainer.inference import check_output, columns_of, row_batches
 from trainer.settings import CHOICES
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "safetensors": "model.safetensors"}
@@ -71,14 +71,17 @@ FORMS = {
 }
 
 
-def check(form):
-    """UserError where a format is still to be chosen, or needs what is not installed."""
+def check(form, output=None):
+    """UserError where a format is still to be chosen, needs what is not installed, or cannot be written to `output`."""
     if form is None:
         raise UserError(f"task=export needs a format. Type format= one of: {', '.join(FILES)}.")
     check_choice("format", form, CHOICES["format"])
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if form == "onnx" and missing:
         raise UserError(f"format=onnx needs {' and '.join(missing)}.\nType pip install -e '.[onnx]'.")
+    if output is not None:
+        check_output(output)
+        check_output(f"{output}.md")
 
 
 def samples(about, dataset):
@@ -148,13 +151,9 @@ def export(model, folder, form, inputs, whose, output=None):
 
 
 def place(folder, form, output):
-    """Where the file goes: `output`, or in the run directory, export/; UserError where that cannot be."""
+    """Where the file goes: `output`, or in the run directory, export/, where a new one replaces an older one."""
     if output is not None:
-        path = Path(output)
-        if path.is_dir() or not path.parent.is_dir():
-            what = "this is a folder" if path.is_dir() else f"there is no folder {printable(path.parent)}"
-            raise UserError(f"output={printable(output)}: {what}. Type output=DIR/{FILES[form]}.")
-        return path
+        return Path(output)
     path = Path(folder) / "export" / FILES[form]
     if path.parent.is_symlink():
         raise UserError(f"run={folder}: export in it is a link, and may lead anywhere. Type output=FILE.")

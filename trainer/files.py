@@ -56,7 +56,11 @@ def replacing(path):
     somebody's link may lie at any name that can be guessed.
     """
     path = Path(path)
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    except OSError as error:
+        error.filename = str(path)  # of which alone anybody knows
+        raise
     os.close(descriptor)
     try:
         yield partial

@@ -14,7 +14,7 @@ from data import images, tables
 from data.datasets import is_description, names_of
 from trainer import build, card, checkpoint, rundir, saved_config
 from trainer import device as devices
-from trainer.errors import TrainingError, UserError, check_choice, log, printable
+from trainer.errors import TrainingError, UserError, log, printable
 from trainer.files import replacing
 from trainer.trainer import Trainer
 
@@ -176,9 +176,9 @@ def predict(model, path, *, batch_size=512, missing=None, delimiter=None, skip=F
             what = f"the model gives outputs of shape {tuple(outputs.shape[1:])}"
             raise UserError(f"{what}, and not one a class or target.\nIn Python, trainer.load(DIR) gives them.")
         if not outputs.isfinite().all():
-            raise TrainingError(
-                f"{printable(labels[0])}: the model gives numbers that are not finite for it, or later."
-            )
+            first = labels[(~outputs.isfinite()).flatten(1).any(1).nonzero()[0].item()]
+            where = f"{printable(path)}, line {first}" if key == "line" else printable(first)
+            raise TrainingError(f"{where}: the model gives numbers that are not finite.")
         if about["kind"] == "regression":
             for label, values in zip(labels, outputs.tolist(), strict=True):
                 yield {key: label, "value": values[0] if len(values) == 1 else values}
@@ -283,13 +283,16 @@ def flat(row):
     return cells
 
 
-def check_output(output, source):
-    """UserError where predictions cannot be written to `output`; looked at before anything is predicted."""
-    if output is None:
-        return
-    path = Path(output)
-    check_choice("output, its ending", path.suffix, (".csv", ".jsonl"))
-    if not path.parent.is_dir():
-        raise UserError(f"output={printable(output)}: there is no folder {printable(path.parent)}.")
-    if path.is_dir() or (path.exists() and os.path.exists(source) and os.path.samefile(path, source)):
-        raise UserError(f"output={printable(output)}: this is a folder, or the input itself. Type another output.")
+def check_output(output, endings=()):
+    """UserError where no new file can be written to `output`, a name with one of the endings if there are any.
+
+    Looked at before anything is computed. Whose a file is that is there already, nobody knows: none is replaced.
+    """
+    path, shown = Path(output), f"output={printable(output)}"
+    if path.is_dir() or not path.parent.is_dir():
+        what = "this is a folder" if path.is_dir() else f"there is no folder {printable(path.parent)}"
+        raise UserError(f"{shown}: {what}. Type output=FILE for a new file.")
+    if endings and path.suffix not in endings:
+        raise UserError(f"{shown}: its name does not end in {' or '.join(endings)}. Type output=NAME{endings[0]}.")
+    if os.path.lexists(path):
+        raise UserError(f"{shown}: there is such a file, and none is replaced. Type another output, or remove it.")
