@@ -186,6 +186,13 @@ def test_the_evaluation_that_a_run_still_owes_is_no_data(tmp_path):
     assert timing.took["data"] <= POINTS * total
 
 
+def test_an_evaluation_without_a_fit_is_not_timed():
+    trainer = Trainer(Net(6, 3), nn.CrossEntropyLoss(), callbacks=[Timing()], device="cpu")
+    assert trainer.evaluate(Slow(2, Clock())) == Trainer(trainer.module, nn.CrossEntropyLoss(), device="cpu").evaluate(
+        Slow(2, Clock())
+    )
+
+
 def test_a_slow_step_among_others_blames_nobody():
     class Once(Callback):
         def on_step_end(self, trainer):

@@ -35,7 +35,7 @@ class Timing(Callback):
     """
 
     first_rank_only = True
-    evaluation, evaluated = contextlib.nullcontext(), None
+    evaluated = None
 
     def on_fit_start(self, trainer):
         self.device, self.took, self.said, self.is_new = trainer.device, {}, None, True
@@ -61,12 +61,14 @@ class Timing(Callback):
             self.took, self.said = self.split(trainer), self.sentence(trainer)
 
     def on_eval_start(self, trainer):
-        self.evaluation = self.timing("evaluation") if trainer.train_loader is not None else contextlib.nullcontext()
-        self.evaluation.__enter__()
+        if trainer.train_loader is not None:  # it is a part of a fit
+            self.evaluation = self.timing("evaluation")
+            self.evaluation.__enter__()
 
     def on_eval_end(self, trainer):
-        self.evaluation.__exit__(None, None, None)
-        self.evaluated = time.perf_counter(), self.whole["logging"]
+        if trainer.train_loader is not None:
+            self.evaluation.__exit__(None, None, None)
+            self.evaluated = time.perf_counter(), self.whole["logging"]
 
     def on_log(self, trainer, row):
         if "train/loss" in row:  # for which the device was waited for
