@@ -407,6 +407,7 @@ def test_a_thin_curve_keeps_its_ends_and_its_extremes():
 def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     shutil.copytree(run[0], tmp_path / "run")
     result = read(run[0], "result.json") | {
+        "seconds": 12.5,
         "time": {"data": 6.3, "forward": 1.7, "optimizer": 2.0, "other": 0, "<b>": 5},
         "speed": "the GPU waited 63 % of the time for data",
         "git": {"revision": "0123abc", "dirty": True},
@@ -419,6 +420,7 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     shown = page_of(tmp_path / "run")
     assert shown.all("span", "box")[:3] == ["data 6.3 s, 63.0 %", "forward 1.7 s, 17.0 %", "optimizer 2.0 s, 20.0 %"]
     text = " ".join(shown.all("p"))
+    assert "10.0 s of training, evaluations and checkpoints included, in the 12.5 s since the run was last star" in text
     assert "the GPU waited 63 % of the time for data" in text and "0123abc, with changes that are not committed" in text
     assert "25.0 % of 1 TFLOP/s" in text and "1.2 M" in text
 
@@ -583,11 +585,13 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
 def test_mistakes_are_answered(tmp_path, capsys, run):
     (tmp_path / "folder").mkdir()
     shutil.copytree(run[0], tmp_path / "mine")
+    shutil.copytree(run[0], tmp_path / "sweep" / "0")
     for arguments, said in [
         ([], "Type python -m trainer.report DIR"),
         (["--opn", "x"], "Type python -m trainer.report DIR"),
         ([str(tmp_path / "mien")], f"there is no such folder. Did you mean '{tmp_path / 'mine'}'?"),
-        ([str(tmp_path / "folder")], "there is no config.yaml in it, so it is no run directory"),
+        ([str(tmp_path / "folder")], f"error: {tmp_path / 'folder'}: there is no config.yaml in it, so it is no run"),
+        ([str(tmp_path / "sweep")], f"It is a sweep: type {tmp_path / 'sweep' / '0'} or another of its 1 jobs."),
     ]:
         assert report.main(arguments) == 2
         error = capsys.readouterr().err
