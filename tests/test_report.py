@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 class Page(HTMLParser):
     """The elements of a page, [(tag, attributes, the text in it)], each of which has to be closed."""
 
-    EMPTY = ("meta", "img", "br")
+    EMPTY = ("meta", "img", "br", "wbr")
 
     def __init__(self, text):
         super().__init__()
@@ -260,8 +260,8 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     shown = page_of(tmp_path)
     [verdict] = shown.all("p", "verdict")
     assert verdict == (
-        "The model explains 50.0 % of the variance of 3,500 val samples, and always answering their mean none, and is "
-        "off by 1.5000 on average."
+        "The model explains 50.0 % of the variance of 3,500 val samples, where always answering their mean would "
+        "explain none, and is off by 1.5000 on average."
     )
     assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == 2
     trainer.close()
@@ -626,15 +626,18 @@ def test_whatever_is_given_to_a_template_is_escaped():
 def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     generator = random.Random(0)
     lines = ["area,kind,price"]
-    lines += [f"{generator.uniform(30, 200):.1f},{generator.choice('abc')},{i * 10 + 5}" for i in range(80)]
+    areas = ["" if i % 5 == 0 else f"{generator.uniform(30, 200):.1f}" for i in range(80)]
+    lines += [f"{area},{generator.choice('abc')},{i * 10 + 5}" for i, area in enumerate(areas)]
     (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
-    data = csv(str(tmp_path / "a.csv"), "price")
+    data = csv(str(tmp_path / "a.csv"), "price", missing="mean")
+    mean = f"{data.table['columns'][0]['mean']:.6g} (the mean)"
     by_price = {float(line.split(",")[2]): line.split(",")[:2] for line in lines[1:]}
     trainer = make_trainer(torch.nn.Linear(4, 1), loss=torch.nn.MSELoss())
     (_, _, loader), _ = make_loaders(data, batch_size=8)
     _, seen = examine.evaluate(trainer, loader, "test", data)
     examine.write(tmp_path / "evaluation.json", seen, data)
     trainer.close()
+    assert mean in [sample["columns"]["area"] for sample in read(tmp_path)["worst"]]
     for sample in read(tmp_path)["worst"]:
         area, kind = by_price[round(sample["true"][0], 2)]
-        assert sample["columns"] == {"area": pytest.approx(float(area), rel=1e-4), "kind": kind}
+        assert sample["columns"] == {"area": pytest.approx(float(area), rel=1e-4) if area else mean, "kind": kind}

@@ -265,7 +265,8 @@ def judged(result, seen):
     r2, mae = (number_in(result, f"{split}/{name}") for name in ("r2", "mae"))
     if seen.get("kind") == "regression" and r2 is not None and r2 <= 1:
         what = f"{seen['samples']:,} {split} samples"
-        text = f"the model explains {percent(r2)} of the variance of {what}, and always answering their mean none"
+        text = f"the model explains {percent(r2)} of the variance of {what}"
+        text = f"{text}, where always answering their mean would explain none"
         if r2 <= 0:
             text = f"the model is no better on {what} than always answering their mean (r2 {number(r2)})"
         return text if mae is None else f"{text}, and is off by {number(mae)} on average"
