@@ -352,9 +352,11 @@ def test_the_verdict_is_a_function_of_the_numbers():
         return report.best_of({"best": {"name": name, "mode": mode, "step": step, "value": rows[step - 1][name]}}, rows)
 
     even = {"kind": "classification", "split": "test", "confusion": [[5, 5], [5, 5]], "chance": 0.5, "samples": 20}
+    chance = "which is no better than chance: the most frequent class alone would be 50.0 %"
+    usual = "where the most frequent class alone would be 50.0 %"
+    luck, good = even | {"confusion": [[6, 4], [4, 6]]}, even | {"confusion": [[9, 1], [1, 9]]}
     half, so_far = "50.0 % of 20 test samples right", "the run has not come to its end, up to step"
     went = "Val/acc went from 0.5000 after epoch 1 to"
-    chance = "which is no better than chance: the most frequent class alone would be 50.0 %"
     numbers, then = {"kind": "regression", "split": "test", "samples": 9}, "after epoch 1 to 1.5000 after epoch 2."
     mean = "on 9 test samples than always answering their mean (r2 -0.5000), and is off by 3.0000 on average."
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
@@ -365,6 +367,8 @@ def test_the_verdict_is_a_function_of_the_numbers():
         ({}, [*up, {"epoch": 3, "step": 8}], {}, None, f"{went} 0.7000 after epoch 3; {so_far} 8."),
         ({}, down[:1], even, None, f"The model gets {half}, {chance}; val/loss is 2.0000 after epoch 1; {so_far} 1."),
         ({}, [], even, None, f"The model gets {half}, {chance}."),
+        ({}, [], luck, None, f"The model gets 60.0 % of 20 test samples right, {chance}."),
+        ({}, [], good, None, f"The model gets 90.0 % of 20 test samples right, {usual}."),
         (
             {"test/loss": 2.0, "test/acc": 0.5},
             [],
