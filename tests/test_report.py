@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 class Page(HTMLParser):
     """The elements of a page, [(tag, attributes, the text in it)], each of which has to be closed."""
 
-    EMPTY = ("meta", "img", "br")
+    EMPTY = ("meta", "img", "br", "wbr")
 
     def __init__(self, text):
         super().__init__()
@@ -260,8 +260,8 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     shown = page_of(tmp_path)
     [verdict] = shown.all("p", "verdict")
     assert verdict == (
-        "The model explains 50.0 % of the variance of 3,500 val samples, and always answering their mean none, and is "
-        "off by 1.5000 on average."
+        "The model explains 50.0 % of the variance of 3,500 val samples, where always answering their mean would "
+        "explain none, and is off by 1.5000 on average."
     )
     assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == 2
     trainer.close()
@@ -352,9 +352,11 @@ def test_the_verdict_is_a_function_of_the_numbers():
         return report.best_of({"best": {"name": name, "mode": mode, "step": step, "value": rows[step - 1][name]}}, rows)
 
     even = {"kind": "classification", "split": "test", "confusion": [[5, 5], [5, 5]], "chance": 0.5, "samples": 20}
+    chance = "which is no better than chance: the most frequent class alone would be 50.0 %"
+    usual = "where the most frequent class alone would be 50.0 %"
+    luck, good = even | {"confusion": [[6, 4], [4, 6]]}, even | {"confusion": [[9, 1], [1, 9]]}
     half, so_far = "50.0 % of 20 test samples right", "the run has not come to its end, up to step"
     went = "Val/acc went from 0.5000 after epoch 1 to"
-    chance = "which is no better than chance: the most frequent class alone would be 50.0 %"
     numbers, then = {"kind": "regression", "split": "test", "samples": 9}, "after epoch 1 to 1.5000 after epoch 2."
     mean = "on 9 test samples than always answering their mean (r2 -0.5000), and is off by 3.0000 on average."
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
@@ -365,6 +367,8 @@ def test_the_verdict_is_a_function_of_the_numbers():
         ({}, [*up, {"epoch": 3, "step": 8}], {}, None, f"{went} 0.7000 after epoch 3; {so_far} 8."),
         ({}, down[:1], even, None, f"The model gets {half}, {chance}; val/loss is 2.0000 after epoch 1; {so_far} 1."),
         ({}, [], even, None, f"The model gets {half}, {chance}."),
+        ({}, [], luck, None, f"The model gets 60.0 % of 20 test samples right, {chance}."),
+        ({}, [], good, None, f"The model gets 90.0 % of 20 test samples right, {usual}."),
         (
             {"test/loss": 2.0, "test/acc": 0.5},
             [],
@@ -407,6 +411,7 @@ def test_a_thin_curve_keeps_its_ends_and_its_extremes():
 def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     shutil.copytree(run[0], tmp_path / "run")
     result = read(run[0], "result.json") | {
+        "seconds": 12.5,
         "time": {"data": 6.3, "forward": 1.7, "optimizer": 2.0, "other": 0, "<b>": 5},
         "speed": "the GPU waited 63 % of the time for data",
         "git": {"revision": "0123abc", "dirty": True},
@@ -419,6 +424,7 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     shown = page_of(tmp_path / "run")
     assert shown.all("span", "box")[:3] == ["data 6.3 s, 63.0 %", "forward 1.7 s, 17.0 %", "optimizer 2.0 s, 20.0 %"]
     text = " ".join(shown.all("p"))
+    assert "10.0 s of training, evaluations and checkpoints included, in the 12.5 s since the run was last star" in text
     assert "the GPU waited 63 % of the time for data" in text and "0123abc, with changes that are not committed" in text
     assert "25.0 % of 1 TFLOP/s" in text and "1.2 M" in text
 
@@ -583,11 +589,13 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
 def test_mistakes_are_answered(tmp_path, capsys, run):
     (tmp_path / "folder").mkdir()
     shutil.copytree(run[0], tmp_path / "mine")
+    shutil.copytree(run[0], tmp_path / "sweep" / "0")
     for arguments, said in [
         ([], "Type python -m trainer.report DIR"),
         (["--opn", "x"], "Type python -m trainer.report DIR"),
         ([str(tmp_path / "mien")], f"there is no such folder. Did you mean '{tmp_path / 'mine'}'?"),
-        ([str(tmp_path / "folder")], "there is no config.yaml in it, so it is no run directory"),
+        ([str(tmp_path / "folder")], f"error: {tmp_path / 'folder'}: there is no config.yaml in it, so it is no run"),
+        ([str(tmp_path / "sweep")], f"It is a sweep: type {tmp_path / 'sweep' / '0'} or another of its 1 jobs."),
     ]:
         assert report.main(arguments) == 2
         error = capsys.readouterr().err
@@ -622,15 +630,18 @@ def test_whatever_is_given_to_a_template_is_escaped():
 def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     generator = random.Random(0)
     lines = ["area,kind,price"]
-    lines += [f"{generator.uniform(30, 200):.1f},{generator.choice('abc')},{i * 10 + 5}" for i in range(80)]
+    areas = ["" if i % 5 == 0 else f"{generator.uniform(30, 200):.1f}" for i in range(80)]
+    lines += [f"{area},{generator.choice('abc')},{i * 10 + 5}" for i, area in enumerate(areas)]
     (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
-    data = csv(str(tmp_path / "a.csv"), "price")
+    data = csv(str(tmp_path / "a.csv"), "price", missing="mean")
+    mean = f"{data.table['columns'][0]['mean']:.6g} (the mean)"
     by_price = {float(line.split(",")[2]): line.split(",")[:2] for line in lines[1:]}
     trainer = make_trainer(torch.nn.Linear(4, 1), loss=torch.nn.MSELoss())
     (_, _, loader), _ = make_loaders(data, batch_size=8)
     _, seen = examine.evaluate(trainer, loader, "test", data)
     examine.write(tmp_path / "evaluation.json", seen, data)
     trainer.close()
+    assert mean in [sample["columns"]["area"] for sample in read(tmp_path)["worst"]]
     for sample in read(tmp_path)["worst"]:
         area, kind = by_price[round(sample["true"][0], 2)]
-        assert sample["columns"] == {"area": pytest.approx(float(area), rel=1e-4), "kind": kind}
+        assert sample["columns"] == {"area": pytest.approx(float(area), rel=1e-4) if area else mean, "kind": kind}

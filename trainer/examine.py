@@ -246,6 +246,8 @@ def columns(inputs, data):
             found[column["name"]] = column["categories"][block.index(1)] if 1 in block else ""
             place += len(block)
         else:
-            found[column["name"]] = float(f"{values[place] * column['std'] + column['mean']:.6g}")
+            number = f"{values[place] * column['std'] + column['mean']:.6g}"
+            filled = values[place] == 0 and data.table.get("missing") == "mean"  # as a missing one is
+            found[column["name"]] = f"{number} (the mean)" if filled else float(number)
             place += 1
     return dict(list(found.items())[:MOST_COLUMNS])

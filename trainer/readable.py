@@ -26,3 +26,8 @@ def seconds(value):
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest} s" if minutes < 100 else f"{math.floor(minutes / 60)} h {minutes % 60} min"
+
+
+def duration(value):
+    """'0.61 ms', '120 ms', '4.2 s', '4 min 10 s'."""
+    return f"{1000 * value:.{2 if value < 0.01 else 0}f} ms" if value < 1 else seconds(value)

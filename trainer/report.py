@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trainer import cli, files, rundir, saved_config
 from trainer.errors import UserError, as_typed, did_you_mean
-from trainer.readable import number, seconds
+from trainer.readable import duration, number, seconds
 from trainer.rundir import STAGES, is_number
 
 NAME = "report.html"
@@ -85,7 +85,9 @@ def facts_of(folder):
         "confusion": confusion(seen),
         "hardest": hardest(seen),
         "regression": regression(seen),
-        "time": shares(result.get("time"), STAGES, seconds),
+        "time": shares(spent := result.get("time"), STAGES, duration),
+        "trained": duration(math.fsum(number_in(spent, stage) or 0 for stage in STAGES)),
+        "taken": None if (taken := number_in(result, "seconds")) is None else seconds(taken),
         "speed": speed(result),
         "memory": shares(result.get("memory_mib"), MEMORY, mib),
         "peak": None if (peak := number_in(result.get("memory_mib"), "peak")) is None else mib(peak),
@@ -263,7 +265,8 @@ def judged(result, seen):
     r2, mae = (number_in(result, f"{split}/{name}") for name in ("r2", "mae"))
     if seen.get("kind") == "regression" and r2 is not None and r2 <= 1:
         what = f"{seen['samples']:,} {split} samples"
-        text = f"the model explains {percent(r2)} of the variance of {what}, and always answering their mean none"
+        text = f"the model explains {percent(r2)} of the variance of {what}"
+        text = f"{text}, where always answering their mean would explain none"
         if r2 <= 0:
             text = f"the model is no better on {what} than always answering their mean (r2 {number(r2)})"
         return text if mae is None else f"{text}, and is off by {number(mae)} on average"
@@ -436,7 +439,9 @@ def hardest(seen):
                 left -= len(shown["png"] or "")
         if samples:
             pictures = any(sample["png"] for sample in samples)
-            groups.append({"title": title, "samples": samples, "pictures": pictures, **table_of(samples)})
+            numbered = not all(sample["named"] for sample in samples)
+            about = {"title": title, "pictures": pictures, "numbered": numbered}
+            groups.append({**about, "samples": samples, **table_of(samples)})
     return groups
 
 
@@ -463,8 +468,10 @@ def sample_of(sample, seen, left):
     fits = isinstance(picture, str) and len(picture) <= left and is_png(picture)
     columns = list(columns.items())[:MOST_COLUMNS] if isinstance(columns, dict) else []
     probability = number_in(sample, "probability") if seen["kind"] == "classification" else None
+    named = text_in(sample, "file")
     return {
-        "name": text_in(sample, "file") or f"sample {sample['index']:,}",
+        "named": named is not None,
+        "name": named or f"sample {sample['index']:,}",
         "true": true,
         "predicted": predicted,
         "right": sample["true"] == sample["predicted"],
@@ -561,7 +568,7 @@ def settings(config, typed):
                 "key": short(key),
                 "value": short(as_typed(value)),
                 "changed": differs,
-                "default": short(as_typed(default)) if key in usual else "(none)",
+                "default": short(as_typed(default)) if usual.get(key, "???") != "???" else "(none)",
             }
         )
     chosen = [short(one) for one in typed if is_choice(one)]
@@ -636,7 +643,9 @@ def main(arguments):
             raise UserError(f"{folder}: there is no such folder.{hint}")
         path = write(folder)
         print(f"report   {path}")
-    except (UserError, OSError) as error:
+    except UserError as error:
+        return cli.report(UserError(str(error).replace("run_dir=", "")))  # which nobody has typed here
+    except OSError as error:
         return cli.report(error)
     if opens:
         import webbrowser
