@@ -337,9 +337,10 @@ def export(cfg):
     dataset = OmegaConf.to_container(own.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in LOADING}
     inputs, whose = exporting.samples(model.about, dataset)
-    path, difference = exporting.export(model, cfg.run, cfg.format, inputs, whose, cfg.output)
+    path, difference, largest = exporting.export(model, cfg.run, cfg.format, inputs, whose, cfg.output)
     print(f"export   {path}; {path.name}.md beside it says how to use it")
-    print(f"check    its outputs differ by at most {difference:.2g} from PyTorch's on {whose}")
+    by = f"at most {difference:.2g}, on a scale of {largest:.2g}"
+    print(f"check    its outputs differ by {by}, from PyTorch's on {whose}")
 
 
 def lr_find(cfg):

@@ -417,6 +417,21 @@ def test_the_row_whose_outputs_are_not_finite_is_named(runs, tmp_path):
         list(inference.predict(model, tmp_path / "t.csv"))
 
 
+def test_outputs_that_are_no_scores_are_given_in_python_alone(runs):
+    """Also where the targets have units, which other outputs have not."""
+    model = package.load(runs / "prices")
+    model.module = Both()
+    inputs = torch.zeros(2, 5, dtype=torch.float64)
+    assert torch.equal(model(inputs)["all"], ((inputs - model.mean) / model.std).float())
+    with pytest.raises(UserError, match=r"gives a dict, and not one number a class or target.\n.*trainer\.load"):
+        list(inference.predict(model, runs / "houses.csv"))
+
+
+class Both(torch.nn.Module):
+    def forward(self, inputs):
+        return {"all": inputs, "first": inputs[:, :1]}
+
+
 class Odd(torch.nn.Module):
     """No finite number for the fourth row."""
 

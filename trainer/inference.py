@@ -54,7 +54,7 @@ class Trained(torch.nn.Module):
                 inputs = torch.where(inputs.isnan(), 0.0, inputs)
             inputs = inputs.float()
         outputs = self.module(inputs)
-        if self.target_mean is not None:
+        if self.target_mean is not None and card.is_usual(outputs, self.about):
             outputs = outputs.to(self.target_mean.dtype) * self.target_scale + self.target_mean
         return outputs
 
@@ -171,10 +171,13 @@ def predict(model, path, *, batch_size=512, missing=None, delimiter=None, skip=F
     device, names = next(model.parameters(), torch.empty(0)).device, model.classes
     for labels, inputs in batches:
         with torch.inference_mode():
-            outputs = model(inputs.to(device)).cpu()
-        if tuple(outputs.shape) != (len(labels), about["num_classes"]):
-            what = f"the model gives outputs of shape {tuple(outputs.shape[1:])}"
-            raise UserError(f"{what}, and not one a class or target.\nIn Python, trainer.load(DIR) gives them.")
+            outputs = model(inputs.to(device))
+        if not card.is_usual(outputs, about):
+            tensor = isinstance(outputs, torch.Tensor)
+            what = f"outputs of shape {tuple(outputs.shape[1:])}" if tensor else f"a {type(outputs).__name__}"
+            what += ", and not one number a class or target"
+            raise UserError(f"the model gives {what}.\nIn Python, trainer.load(DIR) gives them.")
+        outputs = outputs.cpu()
         if not outputs.isfinite().all():
             first = labels[(~outputs.isfinite()).flatten(1).any(1).nonzero()[0].item()]
             where = f"{printable(path)}, line {first}" if key == "line" else printable(first)
