@@ -216,31 +216,36 @@ def image_batches(path, in_shape, size, skip):
     if not os.path.exists(path):
         raise UserError(f"input={printable(path)}: there is no such file or folder.")
     channels, *shape = in_shape
-    files = images_below(path) if os.path.isdir(path) else iter([path])
+    alone = not os.path.isdir(path)
+    files = iter([path]) if alone else images_below(path)
     large = math.prod(shape) >= 256 * 256
-    broken, empty = [], True
+    broken, given, endings = [], 0, ", ".join(images.IMAGE_ENDINGS)
 
     def decode(file):
         try:
             return images.decode_image(file, shape, channels, resize=True)
-        except images.BrokenImage:
+        except images.BrokenImage as error:
+            if alone:
+                what = f"The run takes an image, or a folder of images ({endings})"
+                raise UserError(f"input={str(error).splitlines()[0]}\n{what}.") from None
             if not skip:
                 raise
             broken.append(file)
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 16) if large else 1) as pool:
         while batch := list(itertools.islice(files, size)):
-            empty = False
             pixels = list(pool.map(decode, batch))
             there = [file for file, image in zip(batch, pixels, strict=True) if image is not None]
+            given += len(there)
             if there:
                 yield there, torch.stack([image for image in pixels if image is not None])
-    if empty:
-        endings = ", ".join(images.IMAGE_ENDINGS)
-        raise UserError(f"input={printable(path)}: there is no image below this folder ({endings}).")
+    shown = ", ".join(map(printable, broken[:3])) + ", ..." * (len(broken) > 3)
+    if not given:
+        what = f"none of its images can be read ({shown})" if broken else f"there is no image below it ({endings})"
+        raise UserError(f"input={printable(path)}: {what}. Type input=FOLDER or input=IMAGE.")
     if broken:
-        shown = ", ".join(map(printable, broken[:3])) + ", ..." * (len(broken) > 3)
-        log.warning("%d images cannot be read and are left out: %s", len(broken), shown)
+        what = "images cannot be read and are" if len(broken) > 1 else "image cannot be read and is"
+        log.warning("%d %s left out: %s", len(broken), what, shown)
 
 
 def images_below(folder):
