@@ -296,16 +296,18 @@ def efficiency(trainer, data, result):
 def evaluate(cfg):
     """Tests the best weights of the run directory `run` on `device`: on its own data, or on what is typed."""
     own = saved_config.of_this_machine(cfg, LOADING)
+    from data.datasets import fingerprint
     from trainer import inference
 
     path, state = inference.best(cfg.run)
     about = inference.description(cfg.run, state)
-    with building(own, state=state, about=about, split=cfg.split) as (trainer, _, (_, val_loader, test_loader)):
+    with building(own, state=state, about=about, split=cfg.split) as (trainer, data, loaders):
         trainer.load_state_dict(state)
-        split, loader = ("test", test_loader) if test_loader is not None else ("val", val_loader)
-        if loader is None:
-            raise UserError(f"run={cfg.run}: its data set has neither a test nor a validation part. Type split=train.")
-        split = cfg.split or split
+        split, loader = next(found for found in zip(("train", "val", "test"), loaders, strict=True) if found[1])
+        if cfg.split is None and rundir.about(state).get("data") not in (None, fingerprint(data)):
+            what = "this is other data than the run was trained on, or it has changed since, and is cut anew"
+            more = "All of it: dataset.val_fraction=0 dataset.test_fraction=0 split=train"
+            log.warning("%s: %s; this is its %s part. %s.", data.name, what, split, more)
         results = trainer.evaluate(loader, split)
     print(f"weights  {path}")
     print(f"{split:<9}" + "  ".join(f"{name.removeprefix(split + '/')} {value}" for name, value in results.items()))
@@ -339,9 +341,10 @@ def export(cfg):
     dataset = OmegaConf.to_container(own.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in LOADING}
     inputs, whose = exporting.samples(model.about, dataset)
-    path, difference = exporting.export(model, cfg.run, cfg.format, inputs, whose, cfg.output)
+    path, difference, largest = exporting.export(model, cfg.run, cfg.format, inputs, whose, cfg.output)
     print(f"export   {path}; {path.name}.md beside it says how to use it")
-    print(f"check    its outputs differ by at most {difference:.2g} from PyTorch's on {whose}")
+    by = f"at most {difference:.2g}, on a scale of {largest:.2g}"
+    print(f"check    its outputs differ by {by}, from PyTorch's on {whose}")
 
 
 def lr_find(cfg):
@@ -408,7 +411,7 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
 
     The data comes first, since the model's shapes come from it. For the `state` of a checkpoint, other
     classes and another model are a UserError before they take time and memory. The data is then prepared as that
-    which the checkpoint is `about`. `split` names the part of it that the test loader is to give.
+    which the checkpoint is `about`, and of it there is the one loader that an evaluation wants, of `split`.
     """
     from data.loader import make_loaders
     from trainer import Trainer, parallel, summary
@@ -427,9 +430,9 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
         data = build("dataset", dataset, **({"trained": about} if about else {}))
     if state is not None:
         rundir.check_classes(state, data) if about is None else data.prepare_as(about)
-    data = data if split is None else data.only(split)
+    only = None if state is None else data.part_to_evaluate(split)
     sizes = {"batch_size": cfg.batch_size, "eval_batch_size": cfg.eval_batch_size, "drop_last": cfg.drop_last}
-    loaders, why = make_loaders(data, **sizes, device=device, seed=cfg.seed, **loading)
+    loaders, why = make_loaders(data, **sizes, device=device, seed=cfg.seed, only=only, **loading)
     print(summary.data_line(data, loaders, why))
 
     devices.seed_generators(device, devices.mix_seed(settings.check("seed", cfg.seed), "model"))

@@ -6,7 +6,7 @@ import io
 import math
 import os
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -53,12 +53,14 @@ class Data:
             setattr(self, key, checked)
         if self.train is None:
             raise UserError(f"{self.name}: there is no training part.")
-        parts = {name: getattr(self, name) for name in ("train", "val", "test") if getattr(self, name) is not None}
-        for name, part in parts.items():
+        for name, part in self.parts().items():
             check_part(f"{self.name}, {name} part", part, self.in_shape)
-        if self.kind == "classification":
-            counts = {name: self.count_labels(name, part.targets) for name, part in parts.items()}
-            self.check_classes(counts)
+        self.count_labels()
+
+    def parts(self):
+        """{name: part} of those that there are."""
+        parts = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def description(self):
         """What a trained model has to know of its inputs and outputs, as plain values: its checkpoints keep it."""
@@ -115,30 +117,39 @@ class Data:
                 raise UserError(f"dataset: the classes or units are others than the run's, and a {kind} keeps its own.")
             part.targets = change(part.targets)
 
-    def only(self, split):
-        """The same data with this part alone to be evaluated on; the training part then is its test part, too."""
-        there = {name: getattr(self, name) for name in ("train", "val", "test") if getattr(self, name) is not None}
-        part = there[check_choice("split", split, there)]
-        return replace(self, val=part if split == "val" else None, test=None if split == "val" else part)
+    def part_to_evaluate(self, split=None):
+        """The name of the part that is evaluated: `split`, or else the test part, or the validation part."""
+        there = self.parts()
+        split = split or next((name for name in ("test", "val") if name in there), None)
+        if split is None:
+            raise UserError(f"dataset: {self.name} has neither a test nor a validation part. Type split=train.")
+        return check_choice("split", split, there)
 
-    def count_labels(self, name, labels):
-        """How many samples of each class a part has; UserError for what is no class number."""
-        if labels.dtype != torch.int64 or labels.ndim != 1:
-            raise UserError(
-                f"{self.name}, {name} part: labels are a vector of int64, "
-                f"and these are {labels.dtype} of shape {tuple(labels.shape)}."
-            )
-        wrong = (labels < 0) | (labels >= self.num_classes)
-        if wrong.any():
-            number = wrong.nonzero()[0].item()
-            raise UserError(
-                f"{self.name}, {name} part: the label {labels[number].item()} of sample {number} is not one of "
-                f"the {self.num_classes} classes 0 to {self.num_classes - 1}."
-            )
-        return torch.bincount(labels, minlength=self.num_classes)
+    def count_labels(self):
+        """{part: how many samples of each class it has}, {} for a regression; UserError for what is no class number."""
+        counts = {}
+        for name, part in self.parts().items() if self.kind == "classification" else ():
+            labels = part.targets
+            if labels.dtype != torch.int64 or labels.ndim != 1:
+                raise UserError(
+                    f"{self.name}, {name} part: labels are a vector of int64, "
+                    f"and these are {labels.dtype} of shape {tuple(labels.shape)}."
+                )
+            wrong = (labels < 0) | (labels >= self.num_classes)
+            if wrong.any():
+                number = wrong.nonzero()[0].item()
+                raise UserError(
+                    f"{self.name}, {name} part: the label {labels[number].item()} of sample {number} is not one of "
+                    f"the {self.num_classes} classes 0 to {self.num_classes - 1}."
+                )
+            counts[name] = torch.bincount(labels, minlength=self.num_classes)
+        return counts
 
-    def check_classes(self, counts):
-        """UserError where there is one class only, or another part has a class that the training part lacks."""
+    def check_classes(self):
+        """UserError where a training could learn one class only, or another part has a class that it could not."""
+        counts = self.count_labels()
+        if not counts:
+            return
         named = (lambda label: repr(printable(self.classes[label]))) if self.classes else str
         there = counts["train"].nonzero().view(-1).tolist()
         if len(there) == 1:

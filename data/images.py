@@ -38,6 +38,7 @@ def image_folder(
     std=None,
     cache="auto",
     on_bad_sample="error",
+    trained=None,
 ):
     """Images in one folder a class: root/{train,val,test}/CLASS/*, or root/CLASS/*.
 
@@ -46,6 +47,7 @@ def image_folder(
     5,000 of) the training images. What is decoded is kept in `cache`: auto (below ~/.cache), false, or a folder; see
     data/cache.py.
     `on_bad_sample`: skip tries every image once, and leaves out those that cannot be read; error meets them later.
+    `trained`: what a run's data set said of itself; to be evaluated, one class is enough.
     """
     check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
     if cache not in ("auto", False) and not (isinstance(cache, str) and cache):
@@ -61,7 +63,7 @@ def image_folder(
         )
     top = os.path.join(root, "train") if os.path.isdir(os.path.join(root, "train")) else root
     classes = _folders(top)
-    if len(classes) < 2:
+    if len(classes) < (2 if trained is None else 1):
         here = f"only {printable(classes[0])}" if classes else "no folder"
         raise UserError(
             f"{printable(top)}: images lie in one folder a class, and here is {here}.\n"

@@ -46,20 +46,24 @@ def make_loaders(
     resident="auto",
     workers="auto",
     timeout=TIMEOUT,
+    only=None,
 ):
     """((train, val, test), why): a loader for each split or None, and a sentence on where the data lies and why.
 
     `resident` is true, false or auto: on the device if all splits fit in half of its free memory; images that are not
     in their cache yet are streamed until they are, if it takes more than a few seconds to decode them. `workers` are
     the processes that read what is not resident; auto measures whether they are of use. `timeout`: seconds to wait for
-    a batch from them.
+    a batch from them. `only` names the one split that is wanted, to be evaluated: whatever can be learnt from it.
     """
     device = torch.device(device)
     settings.check("dataset.resident", resident)
     if workers != "auto":
         check_number("dataset.workers", workers, whole=True, least=0)
     check_number("dataset.timeout", timeout, least=0)
-    splits = {name: getattr(data, name) for name in ("train", "val", "test") if getattr(data, name) is not None}
+    splits = data.parts() if only is None else {only: getattr(data, only)}
+    if only is None:
+        data.check_classes()
+    first = next(iter(splits.values()))
     for name, split in splits.items():
         check_first(data, name, split)
     size, free = sum(split.nbytes for split in splits.values()), free_memory(device)
@@ -80,16 +84,19 @@ def make_loaders(
     else:
         kind, options, why = HostLoader, {}, reason
     if kind is not DeviceLoader:
-        count = choose_workers(splits["train"], batch_size) if workers == "auto" else workers
+        count = choose_workers(first, batch_size) if workers == "auto" else workers
         options = {"workers": count, "timeout": timeout}
         why = f"streamed with {count} worker{'s' * (count != 1)}, {why}"
-    if place := getattr(splits["train"], "place", ""):
+    if place := getattr(first, "place", ""):
         why += f"; {place}"
     options |= {"device": device, "seed": seed}
     evaluated = batch_size if eval_batch_size is None else eval_batch_size
-    loaders = {name: kind(data, name, evaluated, **options) for name in splits if name != "train"}
-    train = kind(data, "train", batch_size, shuffle=True, augment=augment, drop_last=drop_last, **options)
-    return (train, loaders.get("val"), loaders.get("test")), why
+    loaders = {name: kind(data, name, evaluated, **options) for name in splits if name in (only, "val", "test")}
+    if only is None:
+        loaders["train"] = kind(
+            data, "train", batch_size, shuffle=True, augment=augment, drop_last=drop_last, **options
+        )
+    return (loaders.get("train"), loaders.get("val"), loaders.get("test")), why
 
 
 def refuse_unused(key, value, default):

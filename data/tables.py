@@ -45,7 +45,8 @@ def csv(
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
     path, target = str(path), str(target)  # a bare 2024 on the command line is a number
     columns = _read_table(os.path.expanduser(path), "\t" if delimiter == "tab" else delimiter)
-    for key, names in (("target", [target]), ("categorical", categorical), ("ignore", ignore)):
+    used = (("target", [target]), ("categorical", categorical), ("ignore", ignore))
+    for key, names in used[:1] if trained is not None else used:  # the other two are the run's own table's
         for name in [names] if isinstance(names, str) else names:
             if name not in columns:
                 raise UserError(
@@ -64,7 +65,7 @@ def csv(
     if not columns:
         raise UserError(f"{printable(path)} has no column besides the target {target}.")
 
-    kind, classes, targets = _read_target(target, answers, kind, trained and trained["classes"])
+    kind, classes, targets = _read_target(target, answers, kind, trained)
     parts = split_indices(targets if classes else len(targets), fractions, split_seed, stratified=classes is not None)
     categorical = {categorical} if isinstance(categorical, str) else set(categorical)
     if trained is None:
@@ -256,12 +257,12 @@ def _numbers(values):
     return numbers if usable and any(value is not None for value in values) else None
 
 
-def _read_target(name, values, kind, known=None):
+def _read_target(name, values, kind, trained=None):
     """(kind, class names or None, targets): int64 (N,), or float64 (N, 1) for a regression.
 
-    The class names are those `known` where there are any.
+    The class names are those of a run where it was `trained`.
     """
-    if known is not None:
+    if (known := trained and trained["classes"]) is not None:
         labels = {name: label for label, name in enumerate(known)}
         unlike = {value: _number(value) for value in set(values).difference(labels)}
         names = [value if unlike.get(value) is None else _class_name(unlike[value]) for value in values]
@@ -270,7 +271,7 @@ def _read_target(name, values, kind, known=None):
         return kind, known, torch.tensor([labels[name] for name in names])
     numbers = _numbers(values)
     distinct = sorted(set(values if numbers is None else numbers))
-    if len(distinct) < 2:
+    if len(distinct) < 2 and trained is None:
         raise UserError(
             f"dataset.target={name}: all {len(values)} rows have the same value, {values[0]!r}. "
             "There is nothing to learn."

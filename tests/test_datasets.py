@@ -148,11 +148,11 @@ def test_parts_are_checked(part, inputs, targets, kind, words):
 def test_classes_are_checked():
     one = TensorSplit(torch.zeros(3, 4), torch.ones(3, dtype=torch.int64))
     with pytest.raises(UserError, match="mine: all 3 training samples are of one class, 'dog'. There is nothing"):
-        Data("mine", one, None, None, (4,), 3, classes=["cat", "dog", "owl"])
+        Data("mine", one, None, None, (4,), 3, classes=["cat", "dog", "owl"]).check_classes()
     more = TensorSplit(torch.zeros(3, 4), torch.tensor([0, 1, 2]))
     with pytest.raises(UserError, match="the val part has the class 2, and the training part has not.\n.*split_seed"):
-        Data("mine", tensors(), more, None, (4,), 3)
-    assert Data("mine", more, one, tensors(), (4,), 9).num_classes == 9
+        Data("mine", tensors(), more, None, (4,), 3).check_classes()
+    Data("mine", more, one, tensors(), (4,), 9).check_classes()
     with pytest.raises(UserError, match="there is no training part"):
         Data("mine", None, one, None, (4,), 3)
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from data import tables
 from data.datasets import Data, TensorSplit
+from examples.rnn import RowReader
 from models.cnn import CNN
 from models.linear import Linear
 from models.mlp import MLP
@@ -83,7 +84,7 @@ def read_metadata(path):
 def test_an_exported_model_computes_what_the_model_does(run, name, form):
     model = trained(MODELS[name])
     inputs, whose = exporting.generated(model.about), "noise"
-    path, difference = exporting.export(model, run, form, inputs, whose)
+    path, difference, _ = exporting.export(model, run, form, inputs, whose)
     assert path == run / "export" / exporting.FILES[form] and difference < 1e-5
     others = torch.randint(0, 256, (64, 3, 9, 9), dtype=torch.uint8)
     for size in (1, 3, 64):
@@ -101,7 +102,7 @@ def test_the_model_of_a_table_takes_its_columns_as_they_are(run, form):
     model = Trained(MLP((5,), 1, hidden=(8,)), about).eval().requires_grad_(False)
     inputs, whose = exporting.samples(about, {"path": str(run / "t.csv")})
     assert inputs.dtype == torch.float64 and inputs.isnan().any() and whose == "60 rows of t.csv"
-    path, _ = exporting.export(model, run, form, inputs, whose)
+    path, *_ = exporting.export(model, run, form, inputs, whose)
     found = outputs_of(path, form, inputs, model)
     assert found.dtype == torch.float64 and found.isfinite().all()
     torch.testing.assert_close(found, model(inputs), rtol=1e-7, atol=0)
@@ -119,7 +120,7 @@ def test_the_example_of_a_card_runs(run, capsys, monkeypatch):
     pixels = exporting.generated(model.about)[:1]
     Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save("image.png")
     for form in exporting.FILES:
-        path, _ = exporting.export(model, run, form, exporting.generated(model.about), "noise", exporting.FILES[form])
+        path, *_ = exporting.export(model, run, form, exporting.generated(model.about), "noise", exporting.FILES[form])
         text = (run / f"{path.name}.md").read_text(encoding="utf-8")
         [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         assert len(code.splitlines()) <= 10 and "secret" not in text and "acc 0.5000" in text
@@ -132,11 +133,78 @@ def test_the_example_of_a_card_runs(run, capsys, monkeypatch):
     ]
 
 
+class Picture(torch.nn.Module):
+    """Gives something of another form than scores, such as what an autoencoder rebuilds."""
+
+    def __init__(self, in_shape, num_classes):
+        super().__init__()
+        self.head = torch.nn.Linear(9, 5)
+
+    def forward(self, inputs):
+        return self.head(inputs)
+
+
+class Pair(Picture):
+    def forward(self, inputs):
+        return self.head(inputs), {"mean": inputs.mean(1)}
+
+
+def test_the_card_of_unusual_outputs_says_what_they_are(run):
+    for make, form, says in (
+        (Picture, "torch_export", "`outputs` of shape (N, 3, 9, 5), as the model itself gives them"),
+        (Picture, "safetensors", "Outputs: what the model itself gives"),
+        (Pair, "safetensors", "Outputs: what the model itself gives"),
+    ):
+        model = trained(make)
+        path, *_ = exporting.export(model, run, form, exporting.generated(model.about), "noise")
+        text = path.with_name(f"{path.name}.md").read_text(encoding="utf-8")
+        assert says in text and "Classes" not in text and "argmax" not in text
+    with pytest.raises(
+        UserError, match=r"(?s)it gives a tuple, and an exported one gives a tensor.*format=safetensors"
+    ):
+        exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_recurrent_example_takes_any_number_of_samples_when_exported(run, form):
+    model = trained(RowReader)
+    _, difference, _ = exporting.export(model, run, form, exporting.generated(model.about), "noise")
+    assert difference < 1e-5
+
+
+class Tokens(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.EmbeddingBag(4, 2)
+
+    def forward(self, inputs):
+        return self.table(inputs)
+
+
+def test_generated_tokens_are_places_in_any_table(run):
+    part = TensorSplit(torch.arange(12).view(6, 2) % 4, torch.arange(6) % 2)
+    about = Data("tokens", part, None, None, (2,), 2).description()
+    inputs = exporting.generated(about)
+    assert inputs.dtype == torch.int64 and sorted(inputs.unique().tolist()) == [0, 1]
+    model = Trained(Tokens(), about).eval().requires_grad_(False)
+    exporting.export(model, run, "safetensors", inputs, "noise")
+    inputs[0] = 4  # in no place: the model itself says so, and no traceback does
+    with pytest.raises(UserError, match="cannot be exported"):
+        exporting.export(model, run, "safetensors", inputs, "noise")
+
+
 class Other(Linear):
     """Another model while it is exported."""
 
     def forward(self, inputs):
         return super().forward(inputs) + float(torch.compiler.is_exporting())
+
+
+class Fixed(Linear):
+    """Made for the number of samples that it is exported with."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) + torch.zeros(len(inputs), 1)
 
 
 class Unsteady(Linear):
@@ -153,10 +221,12 @@ def test_a_model_that_is_another_one_when_exported_is_noticed_and_nothing_is_lef
     assert list((run / "export").iterdir()) == []
 
 
-def test_a_model_that_cannot_be_exported_is_the_users_error(run):
-    model = trained(Unsteady)
-    with pytest.raises(UserError, match=r"(?s)cannot be exported.*Type format=safetensors"):
-        exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
+def test_a_model_that_cannot_be_exported_is_the_users_error(run, capfd):
+    for make, says in ((Unsteady, ""), (Fixed, "write x.shape.0. in place of len")):
+        model = trained(make)
+        with pytest.raises(UserError, match=rf"(?s)cannot be exported.*{says}.*Type format=safetensors"):
+            exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
+    assert capfd.readouterr() == ("", "")
     assert list((run / "export").iterdir()) == []
 
 

@@ -417,6 +417,21 @@ def test_the_row_whose_outputs_are_not_finite_is_named(runs, tmp_path):
         list(inference.predict(model, tmp_path / "t.csv"))
 
 
+def test_outputs_that_are_no_scores_are_given_in_python_alone(runs):
+    """Also where the targets have units, which other outputs have not."""
+    model = package.load(runs / "prices")
+    model.module = Both()
+    inputs = torch.zeros(2, 5, dtype=torch.float64)
+    assert torch.equal(model(inputs)["all"], ((inputs - model.mean) / model.std).float())
+    with pytest.raises(UserError, match=r"gives a dict, and not one number a class or target.\n.*trainer\.load"):
+        list(inference.predict(model, runs / "houses.csv"))
+
+
+class Both(torch.nn.Module):
+    def forward(self, inputs):
+        return {"all": inputs, "first": inputs[:, :1]}
+
+
 class Odd(torch.nn.Module):
     """No finite number for the fourth row."""
 
@@ -465,9 +480,13 @@ def test_a_broken_image_is_named_or_left_out(forks, runs, tmp_path):
     err = refused(forks, tmp_path, *arguments)
     assert "05.png: this image cannot be read" in err and "dataset.on_bad_sample=skip" in err
     done = forks.run(tmp_path, *arguments, "dataset.on_bad_sample=skip")
-    assert done.code == 0 and "1 images cannot be read and are left out: cats" in done.err
+    assert done.code == 0 and "1 image cannot be read and is left out: cats" in done.err
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert len(rows) == 19 and "19 rows" in done.out and not any("05.png" in row["file"] for row in rows)
+    for path in (tmp_path / "cats" / "cat").iterdir():
+        path.write_bytes(b"no image")
+    err = refused(forks, tmp_path, *arguments[:-2], "output=p.csv", "device=cpu", "dataset.on_bad_sample=skip")
+    assert "input=cats: none of its images can be read (cats" in err
 
 
 def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path, monkeypatch):
@@ -476,8 +495,12 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
     folder, prices = (package.load(runs / name) for name in ("folder", "prices"))
     for model, path, message in (
         (folder, "nowhere", "input=nowhere: there is no such file or folder"),
-        (folder, tmp_path / "empty", "there is no image below this folder"),
-        (folder, "houses.csv", "houses.csv: this image cannot be read"),
+        (folder, tmp_path / "empty", "there is no image below it"),
+        (
+            folder,
+            "houses.csv",
+            "it is none of JPEG, PNG, BMP, WEBP, GIF, or damaged).\nThe run takes an image, or a folder",
+        ),
         (prices, "images", "input=images: this is a folder, and the run takes a table"),
         (prices, "nowhere.csv", "input=nowhere.csv: there is no such file"),
     ):
@@ -638,6 +661,44 @@ def test_another_table_is_read_by_the_columns_and_units_of_the_run(forks, runs, 
     write_table(tmp_path / "other.csv", [row | {"grade": row["grade"].replace("low", "lower")} for row in houses(80)])
     err = refused(forks, runs, "task=evaluate", "run=grades", f"dataset.path={tmp_path / 'other.csv'}")
     assert "the run knows no class 'lower'" in err and "Did you mean 'low'?" in err
+
+
+def test_any_number_of_rows_of_any_classes_can_be_evaluated(forks, runs, tmp_path):
+    """Fewer than a batch of the training, all of one class, without a column that the training has ignored."""
+    rows = [row for row in houses(100, seed=7) if row["grade"] == "high"][:9]
+    write_table(tmp_path / "few.csv", rows, ("age", "town", "size", "grade", "price"))
+    every = (f"dataset.path={tmp_path / 'few.csv'}", "dataset.val_fraction=0", "dataset.test_fraction=0", "split=train")
+    found = evaluated(forks, runs, "run=grades", *every)
+    given = predicted(forks, runs, "run=grades", f"input={tmp_path / 'few.csv'}")
+    assert found["acc"] == sum(row["class"] == "high" for row in given) / 9
+    write_table(tmp_path / "few.csv", [rows[0]] * 9, ("age", "town", "size", "grade", "price"))
+    found = evaluated(forks, runs, "run=prices", *every)
+    value = predicted(forks, runs, "run=prices", f"input={tmp_path / 'few.csv'}")[0]["value"]
+    assert found["mae"] == pytest.approx(abs(value - float(rows[0]["price"])), rel=1e-4)
+
+
+def test_a_folder_of_one_class_can_be_evaluated(forks, runs, tmp_path):
+    write_images(tmp_path / "one", ("dog",), seed=3)
+    every = ("dataset.val_fraction=0", "dataset.test_fraction=0", "split=train")
+    found = evaluated(forks, runs, "run=folder", f"dataset.root={tmp_path / 'one'}", *every)
+    rows = predicted(forks, runs, "run=folder", f"input={tmp_path / 'one'}")
+    assert found["acc"] == sum(row["class"] == "dog" for row in rows) / len(rows)
+
+
+def test_data_that_has_changed_is_told_from_the_runs(forks, runs, tmp_path):
+    """One row more, and other rows are its test part, of which the run was trained on most."""
+    path = f"dataset.path={tmp_path / 'more.csv'}"
+    for count, says in ((300, ""), (301, "more: this is other data than the run was trained on")):
+        write_table(tmp_path / "more.csv", houses(count))
+        done = forks.run(runs, "task=evaluate", "run=prices", path, "device=cpu")
+        assert done.code == 0 and says in done.err and bool(says) == bool(done.err), done.err
+    assert "dataset.val_fraction=0 dataset.test_fraction=0 split=train" in done.err
+
+
+def test_only_the_part_that_is_evaluated_is_counted(forks, runs):
+    for split, count in (("train", 1259), ("val", 179), ("test", 359)):
+        out = asked(forks, runs, "task=evaluate", "run=digits", f"split={split}")
+        assert out.startswith(f"data     digits: {count:,} {split} samples of 1x8x8, 10 classes; ")
 
 
 def test_other_data_that_does_not_fit_is_refused(forks, runs):

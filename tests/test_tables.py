@@ -33,7 +33,7 @@ HEADER = "age,city,kind,price\n"
 def test_a_class_that_the_training_rows_of_a_table_lack(table):
     lines = [f"{i},{'ab'[i % 2]}" for i in range(40)] + ["1,c"] * 2
     with pytest.raises(UserError, match="the (val|test) part has the class 'c', and the training part has not"):
-        table("x,y\n" + "\n".join(lines), target="y", val_fraction=0.45, test_fraction=0.5)
+        table("x,y\n" + "\n".join(lines), target="y", val_fraction=0.45, test_fraction=0.5).check_classes()
 
 
 def test_csv_classes(table):

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import torch
+
 from trainer import checkpoint, parallel
 from trainer.errors import printable
 from trainer.files import replacing
@@ -61,8 +63,16 @@ def write(folder, weights, module, data, result):
     write_text(folder / "model.md", card)
 
 
-def facts(about):
-    """The lines that say what goes into a model's module and what comes out, after the data's description."""
+def is_usual(outputs, about):
+    """Whether a model's outputs are one number a class, or a target, a sample."""
+    return isinstance(outputs, torch.Tensor) and tuple(outputs.shape[1:]) == (about["num_classes"],)
+
+
+def facts(about, given=None):
+    """The lines that say what goes into a model's module and what comes out, after the data's description.
+
+    The module is known to give what is `given`, if that is known.
+    """
     kinds = {"classification": "class scores", "regression": "numbers"}
     inputs = f"float32 of shape (N, {', '.join(map(str, about['in_shape']))})"
     if about["mean"] is not None:
@@ -70,13 +80,20 @@ def facts(about):
     outputs = f"(N, {about['num_classes']}) {kinds[about['kind']]}"
     if about["kind"] == "regression" and (about["target_mean"], about["target_scale"]) != (0, 1):
         outputs += f", which are (value - {about['target_mean']}) / {about['target_scale']}"
-    lines = [f"- Inputs: {inputs}", f"- Outputs: {outputs}"]
+    usual = given is None or is_usual(given, about)
+    lines = [f"- Inputs: {inputs}", f"- Outputs: {outputs if usual else 'what the model itself gives'}"]
     if about["table"]:
         columns = [f"{c['name']} {described(c)}" for c in about["table"]["columns"]]
-        lines.append(f"- Columns, in order: {'; '.join(columns)}")
-    if about["classes"]:
-        lines.append(f"- Classes, in order: {', '.join(about['classes'])}")
+        gaps = "; then 0 for a number that is missing" if about["table"]["missing"] == "mean" else ""
+        lines.append(f"- Columns, in order: {'; '.join(columns)}{gaps}")
+    lines += classes(about) if usual else []
     return "".join(f"{printable(line)}\n" for line in lines)
+
+
+def classes(about):
+    """The line with the names of the classes, those with a comma in quotes; none where there are no names."""
+    names = [repr(name) if "," in name else name for name in about["classes"] or ()]
+    return [f"- Classes, in order: {', '.join(names)}"] if names else []
 
 
 def described(column):

@@ -16,7 +16,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from trainer import card, checkpoint, rundir, saved_config
+from trainer.batch import entries
 from trainer.build import build
+from trainer.card import is_usual
 from trainer.errors import TrainingError, UserError, check_choice, log, printable
 from trainer.files import replacing
 from trainer.inference import check_output, columns_of, row_batches
@@ -100,8 +102,10 @@ def samples(about, dataset):
         name, part = ("test", data.test) if data.test is not None else ("training", data.train)
         inputs = part[list(range(min(SAMPLES, len(part))))][0]
         return inputs, f"{len(inputs)} {name} samples of {data.name}"
-    except UserError as error:
-        log.warning("The run's data is not here (%s)", str(error).splitlines()[0])
+    except (UserError, OSError) as error:
+        log.warning(
+            "The run's data cannot be had, so generated inputs are compared: %s", " ".join(str(error).split("\n"))
+        )
     return generated(about), f"{SAMPLES} generated samples"
 
 
@@ -110,9 +114,9 @@ def generated(about):
     shape, generator = (SAMPLES, *about["in_shape"]), torch.Generator().manual_seed(0)
     if about["dtype"] == "uint8":
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if about["table"] is None:
-        return noise.to(getattr(torch, about["dtype"]))
+    noise, dtype = torch.randn(shape, generator=generator, dtype=torch.float64), getattr(torch, about["dtype"])
+    if about["table"] is None:  # whole numbers may be places in a table, such as an embedding's
+        return noise.to(dtype) if dtype.is_floating_point else (noise > 0).to(dtype)
     columns = []
     for column in about["table"]["columns"]:
         kinds, number = column.get("categories"), noise[:, len(columns)]
@@ -125,7 +129,7 @@ def generated(about):
 
 
 def export(model, folder, form, inputs, whose, output=None):
-    """(path, largest difference): writes a `Trained` model, and beside it a card, path.md, that says how to use it.
+    """(path, largest difference, its scale): writes a `Trained` model, and path.md, which says how to use it.
 
     Its outputs for batches of 1, 3 and all of the `inputs` are compared with the eager model's. TrainingError where
     they differ by more than rounding, UserError where the model cannot be exported; then nothing is written.
@@ -135,19 +139,29 @@ def export(model, folder, form, inputs, whose, output=None):
         try:
             with warnings.catch_warnings(), quiet():
                 warnings.simplefilter("ignore")
+                outputs = outputs_of(model, inputs[:1])
+                if form != "safetensors" and not isinstance(outputs, torch.Tensor):
+                    raise TypeError(f"it gives a {type(outputs).__name__}, and an exported one gives a tensor")
                 run = WRITERS[form](model, inputs, partial)
-        except (MemoryError, OSError):
+                difference, largest = compare(model, run, inputs)
+        except (MemoryError, OSError, TrainingError):
             raise
         except Exception as error:  # the exporters raise what they like for what they do not understand
             reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
-            other = "Type format=safetensors for the weights alone." if form != "safetensors" else ""
+            constant = "Its forward makes a constant of the number of samples: write x.shape[0] in place of len(x).\n"
+            other = constant * ("Constraints violated (batch)" in reason)
+            other += "Type format=safetensors for the weights alone." if form != "safetensors" else ""
             raise UserError(f"format={form}: this model cannot be exported ({reason}).\n{other}") from error
-        difference, largest = compare(model, run, inputs)
         if not difference <= TOLERANCE * largest:  # nor for nan
             what = f"its outputs differ by {difference:.2g} from PyTorch's on {whose}, which are up to {largest:.3g}"
             raise TrainingError(f"format={form}: {what}. Nothing was written.")
-    write_card(path, model, folder, form, inputs, whose, difference)
-    return path, difference
+    write_card(path, model, folder, form, inputs, whose, difference, outputs)
+    return path, difference, largest
+
+
+def outputs_of(model, inputs):
+    with torch.inference_mode():
+        return model(inputs)
 
 
 def place(folder, form, output):
@@ -205,13 +219,13 @@ def compare(model, run, inputs):
     center = 0.0 if model.target_mean is None else model.target_mean
     with torch.inference_mode():
         for size in (1, 3, len(inputs)):
-            expected, given = model(inputs[:size]), run(inputs[:size])
-            if given.shape != expected.shape:
-                raise TrainingError(
-                    f"The exported model gives {tuple(given.shape)} in place of {tuple(expected.shape)}."
-                )
-            differences.append((given - expected).abs().max().item())
-            largest.append((expected - center).abs().max().item())
+            both = [[tensor for _, tensor in entries(of(inputs[:size]))] for of in (model, run)]
+            for expected, given in zip(*both, strict=True):
+                if given.shape != expected.shape:
+                    what = f"{tuple(given.shape)} in place of {tuple(expected.shape)}"
+                    raise TrainingError(f"The exported model gives {what}.")
+                differences.append((given - expected).abs().max().item())
+                largest.append((expected - center).abs().max().item())
     return max(differences, key=lambda value: (math.isnan(value), value)), max(largest)
 
 
@@ -221,17 +235,17 @@ def quiet():
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         logging.disable(level)
 
 
-def write_card(path, model, folder, form, inputs, whose, difference):
+def write_card(path, model, folder, form, inputs, whose, difference, outputs):
     about, result = model.about, rundir.read_result(Path(folder) / "result.json") or {}
     imports, reads = reading(about, inputs)
     show = "print(outputs[0])"
-    if about["classes"]:
+    if about["classes"] and is_usual(outputs, about):
         show = f"classes = {about['classes']}\nprint(classes[outputs[0].argmax()])"
     snippet = {"onnx": ONNX, "torch_export": TORCH, "safetensors": WEIGHTS}[form]
     text = CARD.format(
@@ -239,7 +253,7 @@ def write_card(path, model, folder, form, inputs, whose, difference):
         file=path.name,
         parameters=f"{sum(p.numel() for p in model.module.parameters()):,}",
         form=FORMS[form],
-        facts=card.facts(about) if form == "safetensors" else facts(about),
+        facts=card.facts(about, outputs) if form == "safetensors" else facts(about, outputs),
         dataset=printable(about["dataset"]),
         results=printable(card.results(result)),
         difference=difference,
@@ -258,9 +272,9 @@ def shown(config):
     return parts
 
 
-def facts(about):
+def facts(about, outputs):
     """The lines that say what goes into an exported model, whose preprocessing is inside, and what comes out."""
-    shape, outputs = ", ".join(map(str, about["in_shape"])), about["num_classes"]
+    shape, given = (", ".join(map(str, sizes)) for sizes in (about["in_shape"], outputs.shape[1:]))
     if about["table"] is not None:
         takes = (
             f"`inputs`, float64 of shape (N, {shape}), the columns as they are: {', '.join(columns_of(about['table']))}"
@@ -269,10 +283,14 @@ def facts(about):
         takes = f"`inputs`, uint8 of shape (N, {shape}), the pixels from 0 to 255; they are normalised inside"
     else:
         takes = f"`inputs`, {about['dtype']} of shape (N, {shape})"
-    gives = f"`outputs` of shape (N, {outputs}), a score a class, the largest being the one predicted (softmax: shares)"
-    if about["kind"] == "regression":
-        gives = f"`outputs` of shape (N, {outputs}), in the data's own units"
-    classes = [f"- Classes, in order: {', '.join(about['classes'])}"] if about["classes"] else []
+    gives = f"`outputs` of shape (N, {given})"
+    if not is_usual(outputs, about):
+        gives += ", as the model itself gives them"
+    elif about["kind"] == "regression":
+        gives += ", in the data's own units"
+    else:
+        gives += ", a score a class, the largest being the one predicted (softmax: shares)"
+    classes = card.classes(about) if is_usual(outputs, about) else []
     return "".join(f"{printable(line)}\n" for line in [f"- Takes: {takes}", f"- Gives: {gives}", *classes])
 
 
@@ -284,7 +302,7 @@ def reading(about, inputs):
         resized = f'.convert("{mode}").resize(({shape[2]}, {shape[1]}), Image.Resampling.BILINEAR)'
         return (
             "from PIL import Image\n",
-            f'image = Image.open("image.png"){resized}\ninputs = np.asarray(image){to_batch}',
+            f'image = Image.open("image.png"){resized}\ninputs = np.array(image){to_batch}',
         )
     if about["table"] is not None and shape[0] <= 20:
         row = ", ".join("np.nan" if math.isnan(value) else repr(value) for value in inputs[0].tolist())

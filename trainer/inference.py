@@ -54,7 +54,7 @@ class Trained(torch.nn.Module):
                 inputs = torch.where(inputs.isnan(), 0.0, inputs)
             inputs = inputs.float()
         outputs = self.module(inputs)
-        if self.target_mean is not None:
+        if self.target_mean is not None and card.is_usual(outputs, self.about):
             outputs = outputs.to(self.target_mean.dtype) * self.target_scale + self.target_mean
         return outputs
 
@@ -171,10 +171,13 @@ def predict(model, path, *, batch_size=512, missing=None, delimiter=None, skip=F
     device, names = next(model.parameters(), torch.empty(0)).device, model.classes
     for labels, inputs in batches:
         with torch.inference_mode():
-            outputs = model(inputs.to(device)).cpu()
-        if tuple(outputs.shape) != (len(labels), about["num_classes"]):
-            what = f"the model gives outputs of shape {tuple(outputs.shape[1:])}"
-            raise UserError(f"{what}, and not one a class or target.\nIn Python, trainer.load(DIR) gives them.")
+            outputs = model(inputs.to(device))
+        if not card.is_usual(outputs, about):
+            tensor = isinstance(outputs, torch.Tensor)
+            what = f"outputs of shape {tuple(outputs.shape[1:])}" if tensor else f"a {type(outputs).__name__}"
+            what += ", and not one number a class or target"
+            raise UserError(f"the model gives {what}.\nIn Python, trainer.load(DIR) gives them.")
+        outputs = outputs.cpu()
         if not outputs.isfinite().all():
             first = labels[(~outputs.isfinite()).flatten(1).any(1).nonzero()[0].item()]
             where = f"{printable(path)}, line {first}" if key == "line" else printable(first)
@@ -213,31 +216,36 @@ def image_batches(path, in_shape, size, skip):
     if not os.path.exists(path):
         raise UserError(f"input={printable(path)}: there is no such file or folder.")
     channels, *shape = in_shape
-    files = images_below(path) if os.path.isdir(path) else iter([path])
+    alone = not os.path.isdir(path)
+    files = iter([path]) if alone else images_below(path)
     large = math.prod(shape) >= 256 * 256
-    broken, empty = [], True
+    broken, given, endings = [], 0, ", ".join(images.IMAGE_ENDINGS)
 
     def decode(file):
         try:
             return images.decode_image(file, shape, channels, resize=True)
-        except images.BrokenImage:
+        except images.BrokenImage as error:
+            if alone:
+                what = f"The run takes an image, or a folder of images ({endings})"
+                raise UserError(f"input={str(error).splitlines()[0]}\n{what}.") from None
             if not skip:
                 raise
             broken.append(file)
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 16) if large else 1) as pool:
         while batch := list(itertools.islice(files, size)):
-            empty = False
             pixels = list(pool.map(decode, batch))
             there = [file for file, image in zip(batch, pixels, strict=True) if image is not None]
+            given += len(there)
             if there:
                 yield there, torch.stack([image for image in pixels if image is not None])
-    if empty:
-        endings = ", ".join(images.IMAGE_ENDINGS)
-        raise UserError(f"input={printable(path)}: there is no image below this folder ({endings}).")
+    shown = ", ".join(map(printable, broken[:3])) + ", ..." * (len(broken) > 3)
+    if not given:
+        what = f"none of its images can be read ({shown})" if broken else f"there is no image below it ({endings})"
+        raise UserError(f"input={printable(path)}: {what}. Type input=FOLDER or input=IMAGE.")
     if broken:
-        shown = ", ".join(map(printable, broken[:3])) + ", ..." * (len(broken) > 3)
-        log.warning("%d images cannot be read and are left out: %s", len(broken), shown)
+        what = "images cannot be read and are" if len(broken) > 1 else "image cannot be read and is"
+        log.warning("%d %s left out: %s", len(broken), what, shown)
 
 
 def images_below(folder):
