@@ -92,8 +92,15 @@ def test_the_same_command_with_resume_goes_on_with_what_it_has_begun(forks, whol
 
 def test_a_step_back_within_the_run(forks, whole, tmp_path):
     shutil.copytree(whole / "run", tmp_path / "run")
-    done = forks.run(tmp_path, *JOB, "run_dir=run", "resume=run/checkpoints/step_00000040.ckpt")
-    assert done.code == 0 and "continued at step 40" in done.out
+    back = (*JOB, "run_dir=run", "resume=run/checkpoints/step_00000040.ckpt")
+    (tmp_path / "stop").write_text("47")
+    stopped = forks.run(tmp_path, *back)
+    assert stopped.code == 143 and "continued at step 40" in stopped.out
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert not left & {"result.json", "evaluation.json", "report.html"} and "model.safetensors" in left
+    done = forks.run(tmp_path, *back)
+    assert done.code == 0 and "continued at step 47" in done.out
+    assert (tmp_path / "run" / "report.html").is_file()
     assert same(weights(tmp_path / "run"), weights(whole / "run"))
 
 

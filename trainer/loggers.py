@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer import parallel, pictures
+from trainer import parallel, pictures, rundir
 from trainer.callbacks import Callback
 from trainer.errors import UserError, as_typed, check_choice, check_number, log, printable
 from trainer.files import open_plain, read, replacing
@@ -357,7 +357,8 @@ def write_id(path, name):
 class ConfigFile(Callback):
     """Writes the config to `path` when all is checked and the training begins: last in the list, after what checks.
 
-    One that begins at step 0 removes the files `stale` beside it, which an older run has left.
+    One that begins at step 0 removes the files `stale` beside it, which an older run has left; one that goes on those
+    that say how it ended before.
     """
 
     first_rank_only = True
@@ -367,7 +368,8 @@ class ConfigFile(Callback):
 
     def on_fit_start(self, trainer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for name in self.stale if not trainer.step else ():
+        ended = rundir.ENDING if trainer.step < trainer.total_steps else ()
+        for name in ended if trainer.step else self.stale:
             (self.path.parent / name).unlink(missing_ok=True)
         with replacing(self.path) as partial:  # and not through a link that somebody left there
             Path(partial).write_text(self.config, encoding="utf-8")

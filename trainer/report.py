@@ -70,8 +70,6 @@ def facts_of(folder):
     result, rows = read_json(folder / "result.json", rundir.MOST_JSON), read_rows(folder / "metrics.jsonl")
     seen = evaluation_of(read_json(folder / "evaluation.json", MOST_JSON))
     typed = typed_in(folder, result)
-    if last_step(rows) > (number_in(result, "steps") or math.inf):  # the run has gone on since
-        result, seen = {}, {}
     best = best_of(result, rows)
     return {
         "title": f"Run {folder.resolve().name}",

@@ -42,8 +42,9 @@ TYPED = "# typed: "  # with which a config.yaml begins: what the rest of the lin
 STAGES = (
     "data", "transfer", "forward", "backward", "optimizer", "step", "evaluation", "checkpoint", "logging", "other",
 )  # fmt: skip
+ENDING = ("result.json", "evaluation.json", "report.html")  # what is no longer so when a run goes on
 # The files that are made anew: what a killed run left half of, and what an older run left in the way of a new one.
-WRITTEN = ("metrics.jsonl", "result.json", "evaluation.json", "report.html", "model.safetensors", "model.md")
+WRITTEN = ("metrics.jsonl", *ENDING, "model.safetensors", "model.md")
 
 
 def claim(model, dataset):
