@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
+import json
 import math
 from pathlib import Path
 
@@ -174,7 +175,8 @@ def train_in(folder, cfg):
     # Interpolations stay as they are: nothing from the environment gets into a file.
     config = {key: value for key, value in OmegaConf.to_container(cfg, resolve=False).items() if key != "run_dir"}
     about = {"config": config, "versions": rundir.versions(), "world_size": launch.world_size(), "origin": origin}
-    config_file = ConfigFile(folder / "config.yaml", OmegaConf.to_yaml(cfg), rundir.WRITTEN)
+    text = f"{rundir.TYPED}{json.dumps(typed)}\n{OmegaConf.to_yaml(cfg)}"
+    config_file = ConfigFile(folder / "config.yaml", text, rundir.WRITTEN)
     with building(cfg, [*pruning(cfg), saver, config_file]) as (trainer, data, loaders):
         saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
         saver.about["inputs"] = data.description()
@@ -450,8 +452,9 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
             check_size(f"metrics.{name}", node, num_classes=data.num_classes)
         metrics[name] = build(f"metrics.{name}", node, num_classes=data.num_classes)
     callbacks = [build(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if is_on(node)]
-    callbacks.sort(key=lambda callback: isinstance(callback, Timing))  # its clock goes on when the others are done
-    parts = {"model": model, "loss": loss, "metrics": metrics, "callbacks": [*callbacks, *more_callbacks]}
+    # Timing's clock goes on when the others are done.
+    callbacks = sorted([*callbacks, *more_callbacks], key=lambda callback: isinstance(callback, Timing))
+    parts = {"model": model, "loss": loss, "metrics": metrics, "callbacks": callbacks}
     parts |= {"optimizer": build("optimizer", cfg.optimizer), "scheduler": build("scheduler", cfg.scheduler)}
     with contextlib.ExitStack() as stack:
         for loader in filter(None, loaders):

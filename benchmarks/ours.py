@@ -12,6 +12,7 @@ from trainer import Trainer
 from trainer.callbacks import Callback, Checkpoint, NaNGuard, Progress
 from trainer.loggers import JSONL
 from trainer.metrics import Accuracy
+from trainer.timing import Timing
 
 
 class Watch(Callback):
@@ -40,7 +41,7 @@ class FirstStep(Callback):
 
 
 def ours(job, clock):
-    """Its variants: writing (rows and checkpoints, as train.py does), streamed, and Trainer arguments as key=value."""
+    """Variants: writing (rows and checkpoints, as train.py does), timed, streamed; Trainer arguments as key=value."""
     clock.begin()
     if {"ready", "one"} & set(job.variants):
         train, val = work.loaders(job)
@@ -58,13 +59,14 @@ def ours(job, clock):
     if "streamed" not in job.variants:
         clock.data_mib = sum(getattr(loader, "nbytes", 0) for loader in (train, val)) / 2**20
     writers = [JSONL(os.path.join(job.scratch, "metrics.jsonl")), Checkpoint(os.path.join(job.scratch, "checkpoints"))]
+    extras = (writers if "writing" in job.variants else []) + ([Timing()] if "timed" in job.variants else [])
     more = dict(variant.split("=") for variant in job.variants if "=" in variant)
     with Trainer(
         work.model(job),
         loss=torch.nn.CrossEntropyLoss(),
         optimizer=work.optimizer(job),
         metrics={"acc": Accuracy()},
-        callbacks=[Watch(clock), Progress(), NaNGuard(), *(writers if "writing" in job.variants else [])],
+        callbacks=[Watch(clock), Progress(), NaNGuard(), *extras],
         epochs=job.epochs,
         device=job.device,
         precision=job.precision,

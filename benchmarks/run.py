@@ -28,7 +28,7 @@ DISTRIBUTIONS = {  # of the contestants that have to be installed
     "fastai": "fastai",
 }
 VARIANTS = ["ready", "one", "10x", "streamed", "writing", "channels_last", "mallopt", "onednn", "fused"]
-VARIANTS += ["saving", "100mb", "1gb"]
+VARIANTS += ["timed", "saving", "100mb", "1gb"]
 OURS = ("ours", "bare", "ideal", "replay", "default", "large")
 TITLES = {
     "train_s": "train s/epoch",

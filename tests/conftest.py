@@ -36,7 +36,7 @@ def make_model(features=6, classes=3, dropout=0.0, dtype=torch.float32, seed=0):
     return torch.nn.Sequential(*layers).to(dtype)
 
 
-def make_trainer(model=None, **settings):
+def make_trainer(model=None, kind=Trainer, **settings):
     """A Trainer with AdamW and a per-step cosine schedule on the CPU, unless the settings say otherwise."""
     defaults = {
         "loss": torch.nn.CrossEntropyLoss(),
@@ -45,7 +45,7 @@ def make_trainer(model=None, **settings):
         "device": "cpu",
         "epochs": 3,
     }
-    return Trainer(make_model() if model is None else model, **(defaults | settings))
+    return kind(make_model() if model is None else model, **(defaults | settings))
 
 
 def assert_same(state, other, where="state"):

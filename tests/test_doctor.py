@@ -13,6 +13,7 @@ from data.loader import DeviceLoader, make_loaders
 from models.cnn import CNN
 from models.mlp import MLP
 from trainer import graph, schedules
+from trainer.callbacks import Callback
 from trainer.doctor import Doctor, findings
 from trainer.errors import UserError
 
@@ -23,6 +24,17 @@ def examined(model, lr=1e-2, optimizer=torch.optim.AdamW, every=5, **settings):
     settings = {"optimizer": functools.partial(optimizer, lr=lr), "callbacks": [doctor], **settings}
     make_trainer(model, **settings).fit(DeviceLoader(make_data(), "train", 8, shuffle=True))
     return doctor
+
+
+class Stop(Callback):
+    """Ends the fit after so many steps, of which the schedule knows nothing."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_step_end(self, trainer):
+        if trainer.step == self.steps:
+            trainer.stop("enough")
 
 
 def three_layers(activation=nn.ReLU):
@@ -156,12 +168,24 @@ def test_sizes_are_those_of_the_step():
     loss = nn.functional.cross_entropy(batch[0] @ before.requires_grad_().T, batch[1])
     (gradient,) = torch.autograd.grad(loss, before)
     doctor = Doctor()
-    settings = {"scheduler": schedules.constant, "max_steps": 1, "epochs": None}
+    settings = {"scheduler": functools.partial(schedules.cosine, warmup=4), "max_steps": 8, "epochs": None}
     optimizer = functools.partial(torch.optim.SGD, lr=0.25)
-    make_trainer(model, optimizer=optimizer, callbacks=[doctor], **settings).fit(DeviceLoader(make_data(), "train", 8))
+    trainer = make_trainer(model, optimizer=optimizer, callbacks=[doctor, Stop(1)], **settings)
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # as fp16 has one
+    trainer.fit(DeviceLoader(make_data(), "train", 8))
     size = (gradient.norm() / before.norm()).item()
-    assert doctor.samples[-1].gradients["0"] == pytest.approx(size, rel=1e-5)
-    assert doctor.samples[-1].updates["0"] == pytest.approx(0.25 * size, rel=1e-4)
+    [sample] = doctor.samples
+    assert sample.gradients["0"] == pytest.approx(size, rel=1e-5)
+    assert sample.updates["0"] == pytest.approx(0.25 / 5 * size, rel=1e-4)  # four steps of warmup come first
+    assert sample.at_full_rate["0"] == pytest.approx(0.25 * size, rel=1e-4)
+
+
+def test_steps_that_the_scaler_skips_are_no_samples():
+    doctor = Doctor(every=1)
+    trainer = make_trainer(loss=lambda *given: 100 * nn.functional.cross_entropy(*given), callbacks=[doctor, Stop(6)])
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-127)
+    trainer.fit(DeviceLoader(make_data(), "train", 8))
+    assert doctor.count == 5 and doctor.said == {}
 
 
 def test_steps_in_between_have_no_hooks():

@@ -3,6 +3,7 @@ from torch import nn
 
 from models.cnn import CNN
 from trainer import flops
+from trainer.trainer import Trainer
 
 
 def test_the_flops_of_linear_layers_are_two_for_each_weight_and_product():
@@ -37,3 +38,15 @@ def test_counting_changes_nothing_in_the_model():
 def test_a_model_of_other_inputs_and_one_without_weights_have_no_count():
     assert flops.per_sample(nn.Embedding(4, 4), (4,)) is None
     assert flops.per_sample(nn.ReLU(), (4,)) is None
+
+
+def test_where_there_is_no_memory_for_the_matrices_there_is_no_peak(monkeypatch):
+    monkeypatch.setattr(flops, "WIDTH_CPU", 10**8)
+    flops.peak.cache_clear()
+    trainer = Trainer(nn.Linear(6, 4), device="cpu")
+    assert flops.efficiency(trainer, (6,), 100.0) == {
+        "flops_per_sample": 96,
+        "flops_per_second": 9600.0,
+        "peak_flops": None,
+        "mfu": None,
+    }

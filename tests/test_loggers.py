@@ -297,6 +297,15 @@ def test_a_matrix_of_many_classes_and_a_name_that_is_a_formula_are_drawn():
     assert pictures.of({}) == {} and pictures.of({"split": "test", "worst": [{"columns": {}}]}) == {}
 
 
+def test_samples_of_a_regression_and_of_a_model_that_gives_nan_are_drawn():
+    seen = {"png": PNG, "true": [0.5, -1.0], "predicted": [2.0, None], "loss": None}
+    [(name, image)] = pictures.of({"split": "test", "worst": [seen]}).items()
+    assert name == "test/worst" and image.std() > 0
+    [(_, unsure)] = pictures.of(SEEN | {"confusion": None, "worst": [SEEN["worst"][0] | {"probability": None}]}).items()
+    assert unsure.std() > 0 and (unsure != pictures.of(SEEN)["test/worst"]).any()
+    assert pictures.name_of([2.0, None], []) == "2.0000, nan" and pictures.name_of(2, ["a", "b", "c"]) == "c"
+
+
 def test_histograms_are_there_on_request(tmp_path):
     need("tensorboard")
     trainer = fit(tmp_path, TensorBoard(tmp_path / "tensorboard", histograms=2))
@@ -337,7 +346,13 @@ class Broken(Logger):
 
 @pytest.mark.parametrize(
     ("where", "calls"),
-    [("begin", ["begin"]), ("write", ["begin", "write"]), ("add_result", None), ("end", None), (None, None)],
+    [
+        ("begin", ["begin", "end"]),
+        ("write", ["begin", "write", "end"]),
+        ("add_result", None),
+        ("end", None),
+        (None, None),
+    ],
 )
 def test_a_logger_that_fails_costs_one_warning_and_no_bit(tmp_path, caplog, where, calls):
     broken = Broken(where)
@@ -350,7 +365,16 @@ def test_a_logger_that_fails_costs_one_warning_and_no_bit(tmp_path, caplog, wher
     expected = "callbacks=broken: the disk\\x1b[2J is full and more\nThe run goes on without it."
     assert warnings == [expected] * (where is not None)
     usual = ["begin", *["write"] * len(loggers.read_rows(tmp_path / "a" / "metrics.jsonl")), "add_result", "end"]
-    assert broken.calls == (calls or (usual[:-1] if where == "add_result" else usual))
+    assert broken.calls == (calls or usual)
+
+
+def test_a_run_that_mlflow_lost_has_failed_there(tmp_path):
+    need("mlflow")
+    logger = make("mlflow", tmp_path)
+    logger.describe({})
+    trainer = fit(tmp_path, logger)
+    logger.finish(trainer.step, {"no such/name?": 1.0}, {})  # which MLflow refuses
+    assert mlflow_of(tmp_path)[1].info.status == "FAILED"
 
 
 def test_a_signal_in_a_logger_is_none_of_its_failures(tmp_path):

@@ -3,6 +3,8 @@
 import functools
 import importlib.util
 import itertools
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
+from trainer import build
 from trainer.errors import UserError
 from trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, Mean, TopK, default_metrics
 
@@ -235,6 +238,21 @@ def test_mean_of_bfloat16_losses_is_not_summed_in_bfloat16():
 
 
 # torchmetrics
+
+
+def test_where_it_is_not_installed_one_is_told_how(monkeypatch):
+    def find(name, *args):
+        found = (finder.find_spec(name, *args) for finder in before if not name.startswith("torchmetrics"))
+        return next(filter(None, found), None)
+
+    before = sys.meta_path
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find)])
+    for name in [name for name in sys.modules if name.split(".")[0] == "torchmetrics"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UserError) as error:
+        build.locate("metrics.f1", "torchmetrics.classification.MulticlassF1Score")
+    said = "metrics.f1._target_=torchmetrics.classification.MulticlassF1Score: No module named 'torchmetrics'."
+    assert str(error.value) == f"{said}\nType pip install -e '.[metrics]'."
 
 
 @needs_torchmetrics

@@ -12,6 +12,7 @@ from data.loader import DeviceLoader
 from trainer import profiling
 from trainer.callbacks import Callback
 from trainer.profiling import ACTIVE, BEFORE, MOST, WARMUP, Profile
+from trainer.timing import Timing
 
 
 def fitted(*callbacks, **settings):
@@ -66,6 +67,16 @@ def test_a_run_that_stops_before_it_leaves_nothing(tmp_path):
 def test_it_changes_nothing(tmp_path, settings):
     with_it, without = fitted(Profile(tmp_path), **settings), fitted(**settings)
     assert_same(with_it.state_dict() | {"callbacks": None}, without.state_dict() | {"callbacks": None})
+
+
+def test_its_own_time_is_none_of_the_trainings(monkeypatch):
+    timing = Timing()
+    timing.began = 5.0
+    trainer = SimpleNamespace(window_start=3.0, callbacks=[Callback(), timing])
+    monkeypatch.setattr(profiling.time, "perf_counter", iter([10.0, 10.25]).__next__)
+    with profiling.aside(trainer):
+        pass
+    assert (trainer.window_start, timing.began) == (3.25, 5.25)
 
 
 def row(key, cpu, device, count, kind=torch.autograd.DeviceType.CPU):

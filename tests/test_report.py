@@ -27,7 +27,7 @@ from data import datasets
 from data.loader import make_loaders, normalizer
 from data.tables import csv
 from models.mlp import MLP
-from trainer import examine, page, plots, report
+from trainer import Trainer, examine, page, plots, report
 from trainer.metrics import R2, Accuracy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 class Page(HTMLParser):
     """The elements of a page, [(tag, attributes, the text in it)], each of which has to be closed."""
 
-    EMPTY = ("meta", "img", "br")
+    EMPTY = ("meta", "img", "br", "wbr")
 
     def __init__(self, text):
         super().__init__()
@@ -196,6 +196,43 @@ def test_outputs_of_another_kind_are_not_looked_at():
     trainer.close()
 
 
+class TwoHeads(Trainer):
+    """Its outputs are in a tuple, or in a dict."""
+
+    form = tuple
+
+    def compute_loss(self, batch):
+        loss, outputs = super().compute_loss(batch)
+        return loss, self.form([("a", outputs), ("b", outputs)])
+
+
+class Brief(Trainer):
+    """Its evaluation gives the loss alone, whatever metrics there are."""
+
+    def evaluate(self, loader, split="val"):
+        return {f"{split}/loss": super().evaluate(loader, split)[f"{split}/loss"]}
+
+
+@pytest.mark.parametrize("own", [TwoHeads, type("Dict", (TwoHeads,), {"form": dict}), Brief])
+def test_a_trainer_of_ones_own_is_evaluated_as_it_says(own):
+    data = make_data()
+    (_, loader, _), _ = make_loaders(data, batch_size=10)
+    trainer = make_trainer(kind=own)
+    usual = make_trainer()
+    results = {"val/loss": usual.evaluate(loader)["val/loss"]}
+    assert examine.evaluate(trainer, loader, "val", data) == (results, None)
+    trainer.close()
+    usual.close()
+
+
+def test_samples_that_are_no_tensors_are_named_alone():
+    class Words(list):
+        def __getitem__(self, index):
+            return {"words": [list.__getitem__(self, i) for i in index]}, torch.zeros(len(index))
+
+    assert examine.show(Words("abc"), None, 1) == {}
+
+
 @pytest.mark.parametrize("targets", [1, 3])
 def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     data = datasets.synthetic("regression", n=5000, num_classes=targets, val_fraction=0.7)
@@ -223,8 +260,8 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     shown = page_of(tmp_path)
     [verdict] = shown.all("p", "verdict")
     assert verdict == (
-        "The model explains 50.0 % of the variance of 3,500 val samples, of which their mean explains none, and is off "
-        "by 1.5000 on average."
+        "The model explains 50.0 % of the variance of 3,500 val samples, where always answering their mean would "
+        "explain none, and is off by 1.5000 on average."
     )
     assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == 2
     trainer.close()
@@ -275,7 +312,36 @@ def test_images_have_their_files_and_without_a_test_part_the_validation_is_shown
     assert not {"evaluation.json", "report.html"} & set(os.listdir(tmp_path / "run"))
 
 
+def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp_path):
+    shutil.copytree(run[0], tmp_path / "run")
+    for name in ("result.json", "evaluation.json"):
+        (tmp_path / "run" / name).unlink()
+    shown = page_of(tmp_path / "run")
+    again = ["python train.py epochs=2 optimizer.lr=2e-3", "python train.py epochs=2 optimizer.lr=2e-3 run_dir="]
+    assert [command.removesuffix(str(tmp_path / "run")) for command in shown.all("pre")[:2]] == again
+    [verdict] = shown.all("p", "verdict")
+    assert verdict.startswith("Val/acc went from ") and verdict.endswith("has not come to its end, up to step 40.")
+    assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]
+    config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
+    (tmp_path / "run" / "config.yaml").write_text(config.partition("\n")[2], encoding="utf-8")
+    assert all("task=" in command for command in page_of(tmp_path / "run").all("pre"))  # nobody knows what was typed
+
+
+def test_a_result_from_before_the_run_went_on_is_not_shown(run, tmp_path):
+    shutil.copytree(run[0], tmp_path / "run")
+    with open(tmp_path / "run" / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 60, "epoch": 3.0, "val/loss": 0.125, "val/acc": 0.9375}\n')
+    shown = page_of(tmp_path / "run")
+    [verdict] = shown.all("p", "verdict")
+    assert verdict.endswith("to 0.9375 after epoch 3; the run has not come to its end, up to step 60.")
+    assert shown.all("div", "tile") == [] and shown.all("img") == [] and shown.all("table", "matrix") == []
+
+
 # What is said.
+
+
+def without(mapping, key):
+    return {name: value for name, value in mapping.items() if name != key}
 
 
 def test_the_verdict_is_a_function_of_the_numbers():
@@ -285,14 +351,31 @@ def test_the_verdict_is_a_function_of_the_numbers():
     def best(rows, step, mode="max", name="val/acc"):
         return report.best_of({"best": {"name": name, "mode": mode, "step": step, "value": rows[step - 1][name]}}, rows)
 
-    even = {"kind": "classification", "split": "test", "confusion": [[5, 5], [5, 5]], "chance": 0.5}
+    even = {"kind": "classification", "split": "test", "confusion": [[5, 5], [5, 5]], "chance": 0.5, "samples": 20}
     chance = "which is no better than chance: the most frequent class alone would be 50.0 %"
+    usual = "where the most frequent class alone would be 50.0 %"
+    luck, good = even | {"confusion": [[6, 4], [4, 6]]}, even | {"confusion": [[9, 1], [1, 9]]}
+    half, so_far = "50.0 % of 20 test samples right", "the run has not come to its end, up to step"
+    went = "Val/acc went from 0.5000 after epoch 1 to"
     numbers, then = {"kind": "regression", "split": "test", "samples": 9}, "after epoch 1 to 1.5000 after epoch 2."
     mean = "on 9 test samples than always answering their mean (r2 -0.5000), and is off by 3.0000 on average."
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
     for result, these, seen, at, said in [
         ({}, [], {}, None, "There are no numbers yet."),
         ({}, [{"epoch": 0, "step": 3}], {}, None, "There is no evaluation yet, up to step 3."),
+        ({}, up[:1], {}, None, f"Val/acc is 0.5000 after epoch 1; {so_far} 1."),
+        ({}, [*up, {"epoch": 3, "step": 8}], {}, None, f"{went} 0.7000 after epoch 3; {so_far} 8."),
+        ({}, down[:1], even, None, f"The model gets {half}, {chance}; val/loss is 2.0000 after epoch 1; {so_far} 1."),
+        ({}, [], even, None, f"The model gets {half}, {chance}."),
+        ({}, [], luck, None, f"The model gets 60.0 % of 20 test samples right, {chance}."),
+        ({}, [], good, None, f"The model gets 90.0 % of 20 test samples right, {usual}."),
+        (
+            {"test/loss": 2.0, "test/acc": 0.5},
+            [],
+            without(even, "confusion"),
+            None,
+            f"The model gets {half}, {chance}.",
+        ),
         ({"error": "it broke"}, up, even, None, "The run has failed: it broke"),
         ({"a": 1}, up, {}, best(up, 2), "Val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2."),
         ({"a": 1}, up, {}, best(up, 1), "Val/acc was 0.5000 after epoch 1, and not better later."),
@@ -300,6 +383,7 @@ def test_the_verdict_is_a_function_of_the_numbers():
         ({"a": 1}, down, {}, best(down, 2, "min", "val/loss"), f"Val/loss fell from 2.0000 {then}"),
         ({"a": 1}, [], even, None, f"The model gets 50.0 % of 20 test samples right, {chance}."),
         ({"test/loss": 0.25}, [], {}, None, "Test/loss is 0.2500."),
+        ({"test/loss": 0.25, "test/f1": 0.5}, [], {}, None, "Test/f1 is 0.5000."),
         ({"test/r2": -0.5, "test/mae": 3.0}, [], numbers, None, f"The model is no better {mean}"),
     ]:
         assert report.verdict(result, these, seen, at) == said
@@ -308,6 +392,8 @@ def test_the_verdict_is_a_function_of_the_numbers():
 def test_shares_in_words():
     values = {0.5: "50.0 %", 0.972: "97.2 %", 0.9994: "99.94 %", 1.0: "100.0 %", 0.0: "0.0 %", 0.00012: "0.01 %"}
     assert {share: report.percent(share) for share in values} == values
+    assert report.number(1e99) == "1e+99" and report.number(-123456789012345.0) == "-123,456,789,012,345"
+    assert [report.tile(value) for value in (0.5, 382_218_123.0, -2e6)] == ["0.5000", "382 M", "-2 M"]
     amounts = {5: "5", 1234: "1,234", 12345: "12.3 k", 5.19e7: "51.9 M", 3.41e12: "3.41 T", 2.5: "2.5"}
     assert {value: report.amount(value) for value in amounts} == amounts
 
@@ -325,6 +411,7 @@ def test_a_thin_curve_keeps_its_ends_and_its_extremes():
 def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     shutil.copytree(run[0], tmp_path / "run")
     result = read(run[0], "result.json") | {
+        "seconds": 12.5,
         "time": {"data": 6.3, "forward": 1.7, "optimizer": 2.0, "other": 0, "<b>": 5},
         "speed": "the GPU waited 63 % of the time for data",
         "git": {"revision": "0123abc", "dirty": True},
@@ -337,6 +424,7 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     shown = page_of(tmp_path / "run")
     assert shown.all("span", "box")[:3] == ["data 6.3 s, 63.0 %", "forward 1.7 s, 17.0 %", "optimizer 2.0 s, 20.0 %"]
     text = " ".join(shown.all("p"))
+    assert "10.0 s of training, evaluations and checkpoints included, in the 12.5 s since the run was last star" in text
     assert "the GPU waited 63 % of the time for data" in text and "0123abc, with changes that are not committed" in text
     assert "25.0 % of 1 TFLOP/s" in text and "1.2 M" in text
 
@@ -452,6 +540,7 @@ def test_no_entry_of_another_kind_breaks_the_page(run, tmp_path_factory, data):
         lambda png: png.replace(b"IDAT", b"tEXt"),
         lambda png: png[:16] + b"\0\0\xff\xff" + png[20:],
         lambda png: b"GIF89a" + png,
+        lambda png: png[:8] + b"\0\0\0\0IHDR\xa8\xa1\xae\x0a\0\0\0\0IEND\xae\x42\x60\x82",
         lambda png: png[:40] + bytes([png[40] ^ 1]) + png[41:],
         lambda png: b"",
     ],
@@ -475,7 +564,7 @@ def test_the_page_stays_below_a_megabyte(run, tmp_path):
     seen["classes"] = ["&" * 300] * 40
     seen["confusion"] = [[generator.randrange(10**9) for _ in range(40)] for _ in range(40)]
     (tmp_path / "run" / "evaluation.json").write_text(json.dumps(seen), encoding="utf-8")
-    lines = (f'{{"step": {i}, "epoch": {i / 100}, "train/loss": {generator.random()}}}\n' for i in range(50_000))
+    lines = (f'{{"step": 40, "epoch": {i / 100}, "train/loss": {generator.random()}}}\n' for i in range(50_000))
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     with open(tmp_path / "run" / "config.yaml", "a", encoding="utf-8") as file:
         file.writelines(f"key{i}: '{'<' * 150}'\n" for i in range(500))
@@ -483,14 +572,30 @@ def test_the_page_stays_below_a_megabyte(run, tmp_path):
     assert len(text.encode()) < report.MOST_PAGE and 0 < len(images_of(Page(text))) < 32
 
 
+def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
+    """Of somebody's overrides, which are looked up one by one, and of rows."""
+    shutil.copytree(run[0], tmp_path / "run")
+    result = read(tmp_path / "run", "result.json")
+    for typed in (["model=mlp"] * 50_000, ["seed=" + "1" * 10**6]):
+        (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"overrides": typed}), encoding="utf-8")
+        text = report.html(tmp_path / "run")
+        assert len(text.encode()) < report.MOST_PAGE and all("task=" in command for command in Page(text).all("pre"))
+    row, evaluation = '{"epoch": 1}\n', '{"epoch": 1, "val/loss": 2}\n'
+    (tmp_path / "run" / "metrics.jsonl").write_text((row * 10 + evaluation) * 10**5, encoding="utf-8")
+    rows = report.read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert report.MOST_ROWS < len(rows) <= 2 * report.MOST_ROWS and sum("val/loss" in row for row in rows) == 10**5
+
+
 def test_mistakes_are_answered(tmp_path, capsys, run):
     (tmp_path / "folder").mkdir()
     shutil.copytree(run[0], tmp_path / "mine")
+    shutil.copytree(run[0], tmp_path / "sweep" / "0")
     for arguments, said in [
         ([], "Type python -m trainer.report DIR"),
         (["--opn", "x"], "Type python -m trainer.report DIR"),
         ([str(tmp_path / "mien")], f"there is no such folder. Did you mean '{tmp_path / 'mine'}'?"),
-        ([str(tmp_path / "folder")], "there is no config.yaml in it, so it is no run directory"),
+        ([str(tmp_path / "folder")], f"error: {tmp_path / 'folder'}: there is no config.yaml in it, so it is no run"),
+        ([str(tmp_path / "sweep")], f"It is a sweep: type {tmp_path / 'sweep' / '0'} or another of its 1 jobs."),
     ]:
         assert report.main(arguments) == 2
         error = capsys.readouterr().err
@@ -525,15 +630,18 @@ def test_whatever_is_given_to_a_template_is_escaped():
 def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     generator = random.Random(0)
     lines = ["area,kind,price"]
-    lines += [f"{generator.uniform(30, 200):.1f},{generator.choice('abc')},{i * 10 + 5}" for i in range(80)]
+    areas = ["" if i % 5 == 0 else f"{generator.uniform(30, 200):.1f}" for i in range(80)]
+    lines += [f"{area},{generator.choice('abc')},{i * 10 + 5}" for i, area in enumerate(areas)]
     (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
-    data = csv(str(tmp_path / "a.csv"), "price")
+    data = csv(str(tmp_path / "a.csv"), "price", missing="mean")
+    mean = f"{data.table['columns'][0]['mean']:.6g} (the mean)"
     by_price = {float(line.split(",")[2]): line.split(",")[:2] for line in lines[1:]}
     trainer = make_trainer(torch.nn.Linear(4, 1), loss=torch.nn.MSELoss())
     (_, _, loader), _ = make_loaders(data, batch_size=8)
     _, seen = examine.evaluate(trainer, loader, "test", data)
     examine.write(tmp_path / "evaluation.json", seen, data)
     trainer.close()
+    assert mean in [sample["columns"]["area"] for sample in read(tmp_path)["worst"]]
     for sample in read(tmp_path)["worst"]:
         area, kind = by_price[round(sample["true"][0], 2)]
-        assert sample["columns"] == {"area": pytest.approx(float(area), rel=1e-4), "kind": kind}
+        assert sample["columns"] == {"area": pytest.approx(float(area), rel=1e-4) if area else mean, "kind": kind}

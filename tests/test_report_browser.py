@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from forks import Forks
 
-from trainer import report
+from trainer import plots, report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -127,3 +127,17 @@ def test_a_request_would_be_noticed(page, browser, tmp_path):
     (tmp_path / "other.html").write_text(text, encoding="utf-8")
     events = browser.open(tmp_path / "other.html", 1200)
     assert len([event for event in events if event["method"] == "Log.entryAdded"]) == 2
+
+
+@pytest.mark.parametrize("scale", [2e-3, 3e5])
+def test_no_letter_of_a_plot_is_cut(browser, tmp_path, scale):
+    points = [(i, scale * (i + 1)) for i in range(4)]
+    drawn = plots.curves("a", {"val": points}, points[1], "a"), plots.scatter("b", points, "true", "predicted", "b")
+    (tmp_path / "plots.html").write_text("".join(drawn), encoding="utf-8")
+    browser.open(tmp_path / "plots.html", 500)
+    boxes = browser.value(
+        "[...document.querySelectorAll('text')].map(text => [text, text.closest('svg')].map(part => "
+        "(({left, right, top, bottom}) => [left, -right, top, -bottom])(part.getBoundingClientRect())))"
+    )
+    assert len(boxes) > 15
+    assert all(inner > outer - 1 for text, frame in boxes for inner, outer in zip(text, frame, strict=True))

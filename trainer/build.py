@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+import importlib.util
 import inspect
 import math
 import pkgutil
@@ -231,8 +232,10 @@ def is_builder(found):
 
 
 def nearest(target):
-    """' Did you mean X?' for the name that is nearest to a target that is not there."""
+    """' Did you mean X?' for the name that is nearest to a target that is not there; or how it is installed."""
     parts = target.split(".")
+    if importlib.util.find_spec(parts[0]) is None and parts[0] == "torchmetrics":
+        return "\nType pip install -e '.[metrics]'."
     known = next((i for i in range(len(parts) - 1, 0, -1) if ".".join(parts[:i]) in sys.modules), 0)
     module = sys.modules.get(".".join(parts[:known]))
     names = dir(module) if module else [package.split(".")[0] for package in TRUSTED]

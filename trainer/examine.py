@@ -43,7 +43,8 @@ class Examination:
         self.seen, self.usual, self.tops, self.found = 0, True, {}, None
 
     def update(self, outputs, targets):
-        self.usual = self.usual and tuple(outputs.shape) == (len(targets), self.num_classes)
+        tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+        self.usual = self.usual and tensors and tuple(outputs.shape) == (len(targets), self.num_classes)
         if self.usual:
             own = torch.arange(self.seen, self.seen + len(outputs), device=outputs.device)
             ranks = parallel.ranks()
@@ -168,7 +169,8 @@ def evaluate(trainer, loader, split, data):
 
     None where a Trainer of one's own may mean something else by outputs, or the model has others.
     """
-    if type(trainer).update_metrics is not Trainer.update_metrics:
+    own = type(trainer)
+    if own.update_metrics is not Trainer.update_metrics or own.evaluate is not Trainer.evaluate:
         return trainer.evaluate(loader, split), None
     kind = Classes if data.kind == "classification" else Numbers
     trainer.metrics[NAME] = seen = kind(loader.samples, loader.batch_size, data.num_classes)
@@ -206,6 +208,8 @@ def show(part, data, index):
     found = {"file": printable(Path(files[index]).relative_to(files.root))} if hasattr(files, "root") else {}
     with torch.random.fork_rng(devices=[]):  # a split of the user's own may draw
         inputs, _ = part[[index]]
+    if not isinstance(inputs, torch.Tensor):
+        return found
     inputs = inputs[0]
     if len(inputs.shape) == 3:
         return found | {"png": png(inputs)}
@@ -242,6 +246,8 @@ def columns(inputs, data):
             found[column["name"]] = column["categories"][block.index(1)] if 1 in block else ""
             place += len(block)
         else:
-            found[column["name"]] = float(f"{values[place] * column['std'] + column['mean']:.6g}")
+            number = f"{values[place] * column['std'] + column['mean']:.6g}"
+            filled = values[place] == 0 and data.table.get("missing") == "mean"  # as a missing one is
+            found[column["name"]] = f"{number} (the mean)" if filled else float(number)
             place += 1
     return dict(list(found.items())[:MOST_COLUMNS])

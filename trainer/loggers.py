@@ -130,7 +130,7 @@ class Logger(Callback):
             self.attempt(self.end, "done")
 
     def attempt(self, method, *args):
-        """Calls the tool, unless it has failed before."""
+        """Calls the tool, unless it has failed before; one that fails is ended, as far as that goes."""
         if self.failed:
             return
         try:
@@ -140,6 +140,9 @@ class Logger(Callback):
             reason = " ".join(str(error).split()) or type(error).__name__
             which = f"callbacks={type(self).__name__.lower()}"
             log.warning("%s: %s\nThe run goes on without it.", which, printable(reason)[:300])
+            if method != self.end:
+                with contextlib.suppress(Exception):
+                    self.end("failed")
 
 
 class TensorBoard(Logger):

@@ -3,6 +3,8 @@
 import base64
 import io
 
+from trainer.readable import number
+
 MOST_NAMES, MOST_NUMBERS = 40, 20  # classes of a matrix that has their names, and the counts in its cells
 COLUMNS = 4
 
@@ -23,16 +25,16 @@ def confusion(counts, classes):
     """A row for each true class, as shares of it: dark is all of it."""
     from matplotlib.figure import Figure
 
-    number = len(counts)
-    side = min(3 + 0.4 * number, 12)
+    size = len(counts)
+    side = min(3 + 0.4 * size, 12)
     figure = Figure((side, side), layout="constrained")
     axes = figure.add_subplot(xlabel="predicted", ylabel="true")
     shares = [[count / max(1, sum(row)) for count in row] for row in counts]
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    if number <= MOST_NAMES:
-        axes.set_xticks(range(number), classes, rotation=90)
-        axes.set_yticks(range(number), classes)
-    for i, row in enumerate(counts if number <= MOST_NUMBERS else ()):
+    if size <= MOST_NAMES:
+        axes.set_xticks(range(size), classes, rotation=90)
+        axes.set_yticks(range(size), classes)
+    for i, row in enumerate(counts if size <= MOST_NUMBERS else ()):
         for k, count in enumerate(row):
             color = "white" if shares[i][k] > 0.5 else "black"
             axes.text(k, i, f"{count:,}" if count else "", ha="center", va="center", color=color)
@@ -50,10 +52,18 @@ def samples(seen, classes):
         axes = figure.add_subplot(rows, COLUMNS, place)
         axes.imshow(imread(io.BytesIO(base64.b64decode(sample["png"]))), cmap="gray")
         axes.axis("off")
-        true, predicted = classes[sample["true"]], classes[sample["predicted"]]
-        color = "black" if true == predicted else "firebrick"
-        axes.set_title(f"{true}\ntaken for {predicted}, {sample['probability']:.0%}", fontsize=9, color=color)
+        true, predicted = (name_of(sample[key], classes) for key in ("true", "predicted"))
+        sure = "" if sample.get("probability") is None else f", {sample['probability']:.0%}"
+        color = "black" if sample["true"] == sample["predicted"] else "firebrick"
+        axes.set_title(f"{true}\ntaken for {predicted}{sure}", fontsize=9, color=color)
     return drawn(figure)
+
+
+def name_of(answer, classes):
+    """A class's name, or the numbers of a regression; null is one that is not finite."""
+    if isinstance(answer, int):
+        return classes[answer]
+    return short(", ".join("nan" if value is None else number(value) for value in answer))
 
 
 def short(name):

@@ -13,7 +13,7 @@ import torch
 from trainer import checkpoint, graph, schedules, summary
 from trainer import device as devices
 from trainer.callbacks import EMA, Callback, Lookahead
-from trainer.readable import seconds
+from trainer.readable import duration, seconds
 
 WARMUP = graph.WARMUP  # steps in which kernels are chosen and the optimizer makes its state
 STEPS, LONG, MOST = 10, 1.0, 200  # steps that are timed at least; more of them up to so many seconds, or so many steps
@@ -207,7 +207,7 @@ def time_lines(found, started, evaluations, saves):
     parts = {
         "to the first step": started,
         "more for that one": found.first,
-        f"of {count(found.steps, 'step')} ({milliseconds(found.step)} each)": found.steps * found.step,
+        f"of {count(found.steps, 'step')} ({duration(found.step)} each)": found.steps * found.step,
         f"of {count(evaluations, 'evaluation')}": evaluations * found.evaluation,
         f"of {count(saves, 'checkpoint')}": saves * found.copy,
         "of the test": found.test,
@@ -219,8 +219,3 @@ def time_lines(found, started, evaluations, saves):
 
 def count(number, what):
     return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-def milliseconds(value):
-    """'0.61 ms', '120 ms', '4.2 s'."""
-    return f"{1000 * value:.{2 if value < 0.01 else 0}f} ms" if value < 1 else seconds(value)

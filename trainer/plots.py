@@ -92,9 +92,8 @@ def frame(xlabel, ylabel=""):
     """A figure without pyplot, which would look for a screen, and its axes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE)
-    left = 0.19 if ylabel else 0.13
-    axes = figure.add_axes((left, 0.17, 0.975 - left, 0.79))
+    figure = Figure(figsize=SIZE, layout="constrained")  # which has room for the ticks' letters, however many
+    axes = figure.add_subplot()
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.locator_params(nbins=5)
     for axis in (axes.xaxis, axes.yaxis):

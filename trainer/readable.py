@@ -4,11 +4,13 @@ import math
 
 
 def number(value):
-    """'0.9861', '1,234.5', '51,920,131': four decimals or five digits, whichever is shorter."""
+    """'0.9861', '1,234.5', '51,920,131', '1.2346e+20': four decimals or five digits, whichever is shorter."""
     if abs(value) < 100:
         return f"{value:.4f}"
     if not math.isfinite(value):
         return str(value)
+    if abs(value) >= 1e15:
+        return f"{value:.5g}"
     return f"{value:,.{max(0, 4 - int(math.log10(abs(value))))}f}"
 
 
@@ -24,3 +26,8 @@ def seconds(value):
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest} s" if minutes < 100 else f"{math.floor(minutes / 60)} h {minutes % 60} min"
+
+
+def duration(value):
+    """'0.61 ms', '120 ms', '4.2 s', '4 min 10 s'."""
+    return f"{1000 * value:.{2 if value < 0.01 else 0}f} ms" if value < 1 else seconds(value)

@@ -5,6 +5,7 @@ The directory may be anybody's: what is missing or wrong in it leaves its part o
 
 import base64
 import binascii
+import contextlib
 import json
 import math
 import re
@@ -15,14 +16,17 @@ from pathlib import Path
 
 from trainer import cli, files, rundir, saved_config
 from trainer.errors import UserError, as_typed, did_you_mean
-from trainer.readable import number, seconds
+from trainer.readable import duration, number, seconds
 from trainer.rundir import STAGES, is_number
 
 NAME = "report.html"
-MOST_ROWS = 2**26  # bytes of a metrics.jsonl: half a million rows
+MOST_BYTES, MOST_ROWS = (
+    2**25,
+    100_000,
+)  # of a metrics.jsonl; of more rows those of evaluations, and every so many others
 MOST_JSON = 2**24  # bytes of an evaluation.json: 1,000 classes are 2 MB
 MOST_TEXT = 200  # letters of anything that is shown
-MOST_ENTRIES = 300  # of the settings
+MOST_ENTRIES, MOST_TYPED = 300, 10_000  # of the settings; letters of those that were typed
 MOST_CLASSES = 40  # of a matrix that is drawn
 MOST_PAIRS = 20  # of classes that are confused, where there are more
 MOST_SAMPLES = 24  # of each kind
@@ -65,9 +69,10 @@ def facts_of(folder):
     config = saved_config.load_config("run_dir", folder)
     result, rows = read_json(folder / "result.json", rundir.MOST_JSON), read_rows(folder / "metrics.jsonl")
     seen = evaluation_of(read_json(folder / "evaluation.json", MOST_JSON))
+    typed = typed_in(folder, result)
+    if last_step(rows) > (number_in(result, "steps") or math.inf):  # the run has gone on since
+        result, seen = {}, {}
     best = best_of(result, rows)
-    typed = result.get("overrides")
-    typed = typed if isinstance(typed, list) and all(isinstance(one, str) for one in typed) else []
     return {
         "title": f"Run {folder.resolve().name}",
         "folder": str(folder),
@@ -80,11 +85,13 @@ def facts_of(folder):
         "confusion": confusion(seen),
         "hardest": hardest(seen),
         "regression": regression(seen),
-        "time": shares(result.get("time"), STAGES, seconds),
+        "time": shares(spent := result.get("time"), STAGES, duration),
+        "trained": duration(math.fsum(number_in(spent, stage) or 0 for stage in STAGES)),
+        "taken": None if (taken := number_in(result, "seconds")) is None else seconds(taken),
         "speed": speed(result),
         "memory": shares(result.get("memory_mib"), MEMORY, mib),
         "peak": None if (peak := number_in(result.get("memory_mib"), "peak")) is None else mib(peak),
-        "settings": settings(config, typed),
+        "settings": settings(config, typed or []),
         "versions": versions(result),
         "commands": commands(folder, typed, result),
     }
@@ -105,11 +112,12 @@ def read_json(path, most):
 def read_rows(path):
     """The rows of a metrics.jsonl that have an epoch, each with its numbers alone."""
     try:
-        lines = files.read(path, MOST_ROWS).splitlines()
+        lines = files.read(path, MOST_BYTES).splitlines()
     except OSError:
         return []
-    rows = []
-    for line in lines:
+    every, rows = math.ceil(len(lines) / MOST_ROWS), []
+    lines = [line for i, line in enumerate(lines) if i % every == 0 or b'"val/' in line]
+    for line in lines[-2 * MOST_ROWS :]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -118,6 +126,21 @@ def read_rows(path):
         if row.get("epoch", -1) >= 0:
             rows.append(row)
     return rows
+
+
+def last_step(rows):
+    return max((row.get("step", 0) for row in rows), default=0)
+
+
+def typed_in(folder, result):
+    """What was typed for the run, from its result, or the first line of its config.yaml; None where nobody knows."""
+    typed = result.get("overrides")
+    if typed is None:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            first = files.read(folder / "config.yaml", saved_config.MOST_YAML).partition(b"\n")[0]
+            typed = json.loads(first.removeprefix(rundir.TYPED.encode()))
+    texts = isinstance(typed, list) and all(isinstance(one, str) for one in typed)
+    return typed if texts and sum(map(len, typed)) + len(typed) <= MOST_TYPED else None
 
 
 def is_count(value, most=2**53):
@@ -218,12 +241,10 @@ def verdict(result, rows, seen, best):
     if text := text_in(result, "error"):
         return f"The run has failed: {text}"
     tested = judged(result, seen)
-    course = progress(rows, best)
+    course = progress(rows, best) if result else so_far(rows)
     if tested is None and course is None:
-        step = max((row.get("step", 0) for row in rows), default=None)
-        return "There are no numbers yet." if step is None else f"There is no evaluation yet, up to step {step:,.0f}."
-    if not result:
-        course = f"{course}; the run has not come to its end"
+        step = last_step(rows)
+        return f"There is no evaluation yet, up to step {step:,.0f}." if rows else "There are no numbers yet."
     text = "; ".join(filter(None, (tested, course)))
     return f"{text[0].upper()}{text[1:]}."
 
@@ -231,25 +252,32 @@ def verdict(result, rows, seen, best):
 def judged(result, seen):
     """'the model gets 97.2 % of 360 test samples right, where the most frequent class alone would be 10.3 %'."""
     split = seen.get("split", "test")
+    total, share, chance = seen.get("samples"), number_in(result, f"{split}/acc"), seen.get("chance")
     if "confusion" in seen:
         total = sum(map(sum, seen["confusion"]))
         share = sum(row[i] for i, row in enumerate(seen["confusion"])) / total
-        chance = seen.get("chance") or max(map(sum, seen["confusion"])) / total
+        chance = chance or max(map(sum, seen["confusion"])) / total
+    if seen.get("kind") == "classification" and share is not None and chance:
         text = f"the model gets {percent(share)} of {total:,} {split} samples right"
         if share <= chance + 2 * math.sqrt(chance * (1 - chance) / total):
             return f"{text}, which is no better than chance: the most frequent class alone would be {percent(chance)}"
         return f"{text}, where the most frequent class alone would be {percent(chance)}"
     r2, mae = (number_in(result, f"{split}/{name}") for name in ("r2", "mae"))
-    if seen.get("kind") == "regression" and r2 is not None:
+    if seen.get("kind") == "regression" and r2 is not None and r2 <= 1:
         what = f"{seen['samples']:,} {split} samples"
-        text = f"the model explains {percent(r2)} of the variance of {what}, of which their mean explains none"
+        text = f"the model explains {percent(r2)} of the variance of {what}"
+        text = f"{text}, where always answering their mean would explain none"
         if r2 <= 0:
             text = f"the model is no better on {what} than always answering their mean (r2 {number(r2)})"
         return text if mae is None else f"{text}, and is off by {number(mae)} on average"
-    name, value = next(
-        ((name, result[name]) for name in result if name.startswith("test/") and is_number(result[name])), (None, None)
-    )
-    return None if name is None else f"{short(name)} is {number(value)}"
+    name = next(iter(tests_of(result)), None)
+    return None if name is None else f"{short(name)} is {number(result[name])}"
+
+
+def tests_of(result):
+    """The names of the test's numbers, the loss last: what was trained for says less."""
+    names = [name for name, value in result.items() if name.startswith("test/") and is_number(value)]
+    return sorted(names, key="test/loss".__eq__)
 
 
 def progress(rows, best):
@@ -268,6 +296,23 @@ def progress(rows, best):
         f"{name} {way} from {number(first[name])} after {epoch(first['epoch'])} to {number(value)}"
         f" after {epoch(best['epoch'])}"
     )
+
+
+def so_far(rows):
+    """'val/acc went from 0.4 after epoch 1 to 0.8 after epoch 3; the run has not come to its end, up to step 50'."""
+    name = metric_of(rows) or "val/loss"
+    evaluated = [row for row in rows if name in row]
+    if not evaluated:
+        return None
+    first, last = evaluated[0], evaluated[-1]
+    way = f"went from {number(first[name])} after {epoch(first['epoch'])} to" if first is not last else "is"
+    course = f"{short(name)} {way} {number(last[name])} after {epoch(last['epoch'])}"
+    return f"{course}; the run has not come to its end, up to step {last_step(rows):,.0f}"
+
+
+def metric_of(rows):
+    """The first metric of the validation beside its loss; None where there is none."""
+    return next((name for row in rows for name in row if name.startswith("val/") and name != "val/loss"), None)
 
 
 def epoch(value):
@@ -289,9 +334,7 @@ def remarks(result):
 
 def tiles(result, best):
     """[(what, value)] of the numbers one looks for first."""
-    tests = [name for name, value in result.items() if name.startswith("test/") and is_number(value)]
-    tests.sort(key="test/loss".__eq__)  # what was trained for says less
-    found = [(short(name), tile(result[name])) for name in tests[:3]]
+    found = [(short(name), tile(result[name])) for name in tests_of(result)[:3]]
     if best:
         found.append((f"best {best['name']}", tile(best["value"])))
     if (taken := number_in(result, "seconds")) is not None:
@@ -305,7 +348,7 @@ def tiles(result, best):
 
 def tile(value):
     """The number as far as a tile has room for it."""
-    return number(value) if abs(value) < 1e6 else f"{value:.4g}"
+    return number(value) if abs(value) < 1e6 else "-" * (value < 0) + amount(abs(value))
 
 
 def amount(value):
@@ -330,8 +373,8 @@ def curves(rows, best):
     def mark(points):
         return None if best is None else next((point for point in points if point[0] == best["epoch"]), None)
 
-    names = dict.fromkeys(name for row in rows for name in row if name.startswith("val/") and name != "val/loss")
-    metric = best["name"] if best and best["name"] in names else next(iter(names), None)
+    known = best and best["name"].startswith("val/") and best["name"] != "val/loss" and series(best["name"])
+    metric = best["name"] if known else metric_of(rows)
     frames = [("loss", "train/loss", "val/loss"), ("metric", f"train/{metric[4:]}" if metric else None, metric)]
     frames.append(("rate", "train/lr", None))
     drawn = []
@@ -396,7 +439,9 @@ def hardest(seen):
                 left -= len(shown["png"] or "")
         if samples:
             pictures = any(sample["png"] for sample in samples)
-            groups.append({"title": title, "samples": samples, "pictures": pictures, **table_of(samples)})
+            numbered = not all(sample["named"] for sample in samples)
+            about = {"title": title, "pictures": pictures, "numbered": numbered}
+            groups.append({**about, "samples": samples, **table_of(samples)})
     return groups
 
 
@@ -423,8 +468,10 @@ def sample_of(sample, seen, left):
     fits = isinstance(picture, str) and len(picture) <= left and is_png(picture)
     columns = list(columns.items())[:MOST_COLUMNS] if isinstance(columns, dict) else []
     probability = number_in(sample, "probability") if seen["kind"] == "classification" else None
+    named = text_in(sample, "file")
     return {
-        "name": text_in(sample, "file") or f"sample {sample['index']:,}",
+        "named": named is not None,
+        "name": named or f"sample {sample['index']:,}",
         "true": true,
         "predicted": predicted,
         "right": sample["true"] == sample["predicted"],
@@ -452,7 +499,9 @@ def is_png(text):
         body = data[place + 8 : place + 8 + size]
         if data[place + 8 + size : place + 12 + size] != struct.pack(">I", zlib.crc32(kind + body)):
             return False
-        if not kinds and (kind != b"IHDR" or not all(0 < side <= MOST_SIDE for side in struct.unpack(">II", body[:8]))):
+        if not kinds and (kind != b"IHDR" or size != 13):
+            return False
+        if not kinds and not all(0 < side <= MOST_SIDE for side in struct.unpack(">II", body[:8])):
             return False
         kinds.append(kind)
         place += 12 + size
@@ -519,7 +568,7 @@ def settings(config, typed):
                 "key": short(key),
                 "value": short(as_typed(value)),
                 "changed": differs,
-                "default": short(as_typed(default)) if key in usual else "(none)",
+                "default": short(as_typed(default)) if usual.get(key, "???") != "???" else "(none)",
             }
         )
     chosen = [short(one) for one in typed if is_choice(one)]
@@ -567,18 +616,16 @@ def versions(result):
 
 def commands(folder, typed, result):
     """[(what for, command)] of what one does with a run."""
-    from trainer.build import own_packages
-
-    packages = own_packages(typed)
-    trusted = [f"trusted=[{','.join(packages)}]"] if packages else []
-    run = [rundir.setting("run", folder), *trusted]
+    run, found = rundir.setting("run", folder), []
     ended = number_in(result, "steps") is not None and result.get("steps") == result.get("total_steps")
+    if typed is not None:
+        found = [("train the same again", rundir.command([one for one in typed if not one.startswith("run_dir=")]))]
+        found += [("go on with it", rundir.command(typed, rundir.setting("run_dir", folder)))] * (not ended)
     return [
-        ("train the same again", rundir.command([one for one in typed if not one.startswith("run_dir=")])),
-        *([] if ended else [("go on with it", rundir.command(typed, rundir.setting("run_dir", folder)))]),
-        ("evaluate it", rundir.command(["task=evaluate", *run])),
-        ("predict with it", rundir.command(["task=predict", *run, "input=PATH"])),
-        ("export it", rundir.command(["task=export", *run, "format=onnx"])),
+        *found,
+        ("evaluate it", rundir.command(["task=evaluate", run])),
+        ("predict with it", rundir.command(["task=predict", run, "input=PATH"])),
+        ("export it", rundir.command(["task=export", run, "format=onnx"])),
     ]
 
 
@@ -596,7 +643,9 @@ def main(arguments):
             raise UserError(f"{folder}: there is no such folder.{hint}")
         path = write(folder)
         print(f"report   {path}")
-    except (UserError, OSError) as error:
+    except UserError as error:
+        return cli.report(UserError(str(error).replace("run_dir=", "")))  # which nobody has typed here
+    except OSError as error:
         return cli.report(error)
     if opens:
         import webbrowser

@@ -33,10 +33,11 @@ HARMLESS = (
     "max_minutes", "rank_timeout", "eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident",
     "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download", "sweep.", "report",
     "profile", "overfit", "debug",
-    "callbacks.tensorboard", "callbacks.wandb", "callbacks.mlflow",
+    "callbacks.tensorboard", "callbacks.wandb", "callbacks.mlflow", "callbacks.doctor", "callbacks.timing",
 )  # fmt: skip
 LENGTHS = ("epochs", "max_steps", "patience")  # these too where another run begins with a checkpoint of this one
 LOCK = ".lock"
+TYPED = "# typed: "  # with which a config.yaml begins: what the rest of the line is a list of, in JSON
 # Into which result.json splits the time: what a graph does is one "step" in place of the three before it.
 STAGES = (
     "data", "transfer", "forward", "backward", "optimizer", "step", "evaluation", "checkpoint", "logging", "other",

@@ -24,6 +24,7 @@ def plan(trainer):
     optimizer = trainer.optimizer
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     at = f", continued at step {trainer.step}" if trainer.step else ""
+    at += ", its end: there is nothing left to train" if trainer.step >= trainer.total_steps else ""
     yield f"device   {devices.describe(trainer.device)}, {precision(trainer)} ({trainer.precision_reason})"
     yield f"model    {parallel.plain_text(trainer.module).partition('(')[0]}, {parameters:,} parameters{fixed}"
     yield (

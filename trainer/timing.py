@@ -1,13 +1,14 @@
 """Where the time of a training goes: sampled steps, cut into stages, and one sentence on what to change."""
 
 import contextlib
+import itertools
 import math
 import random
 import sys
 import time
 from collections import Counter
 
-from data.loader import DeviceLoader, HostLoader, IterableLoader, StreamedOnce
+from data.loader import DeviceLoader, HostLoader, StreamedOnce
 from trainer import device as devices
 from trainer import graph, launch
 from trainer.callbacks import Callback, Checkpoint, Progress
@@ -25,23 +26,23 @@ AIM = {"checkpoint": 0.05, "evaluation": 0.05, "fixed": 0.15, "idle": 0.15}  # t
 class Timing(Callback):
     """Splits the time of a fit into STAGES, and says at the end of the first epoch what to change.
 
-    Evaluations, checkpoints and loggers are timed as they come. Of the steps some are cut into stages by marks in the
-    work of the device (events on a GPU, for which nothing waits): the first of the fit, which stands for itself, and of
-    the first ones of the epochs and of the others so many, at random, that the sampling takes at most MOST_COST of the
-    time. A sampled step does the same work: the methods that it goes through are timed from outside, for this step
-    alone. A step that is one graph, or that a Trainer does in its own way, is the stage "step".
+    Evaluations, checkpoints and the rows of loggers are timed as they come. Of the steps some are cut into stages by
+    marks in the work of the device (events on a GPU, for which nothing waits): the first of the fit, which stands for
+    itself, and of the first ones of the epochs and of the others so many, at random, that the sampling takes at most
+    MOST_COST of the time. A sampled step does the same work: the methods that it goes through are timed from outside,
+    for this step alone. A step that is one graph, or that a Trainer does in its own way, is the stage "step".
+    The last of the callbacks, or what those behind it do is taken for data that is waited for.
     """
 
     first_rank_only = True
-    evaluation = contextlib.nullcontext()
+    evaluated = None
 
     def on_fit_start(self, trainer):
         self.device, self.took, self.said, self.is_new = trainer.device, {}, None, True
         self.whole = {"evaluation": 0.0, "checkpoint": 0.0, "logging": 0.0}  # seconds of what is timed as it comes
-        # Last, whatever place it was given: what others do after a step is no waiting for the loader.
-        trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
         self.first_step, self.sampled = trainer.step, {"fit": [], "epoch": [], "other": []}  # {stage: seconds} of each
         self.unread, self.marks = [], None  # marks of the steps that were sampled, and of the one that is or will be
+        self.kind = None  # of that one, once its work is done
         self.random, self.cost, self.next, self.hosts = random.Random(0), 0.0, trainer.step + 1, []
         self.in_step, self.in_fit = contextlib.ExitStack(), contextlib.ExitStack()
         for callback in trainer.callbacks:
@@ -49,6 +50,7 @@ class Timing(Callback):
                 self.in_fit.enter_context(replaced(callback, "save", self.timing, "checkpoint"))
             if isinstance(callback, Logger):
                 self.in_fit.enter_context(replaced(callback, "attempt", self.timing, "logging"))
+                self.in_fit.enter_context(replaced(callback, "begin", self.starting))
         self.began = time.perf_counter()
         self.begin(trainer, "fit")
 
@@ -59,26 +61,38 @@ class Timing(Callback):
             self.took, self.said = self.split(trainer), self.sentence(trainer)
 
     def on_eval_start(self, trainer):
-        self.evaluation = self.timing("evaluation") if trainer.train_loader is not None else contextlib.nullcontext()
-        self.evaluation.__enter__()
+        if trainer.train_loader is not None:  # it is a part of a fit
+            self.evaluation = self.timing("evaluation")
+            self.evaluation.__enter__()
 
     def on_eval_end(self, trainer):
-        self.evaluation.__exit__(None, None, None)
+        if trainer.train_loader is not None:
+            self.evaluation.__exit__(None, None, None)
+            self.evaluated = time.perf_counter(), self.whole["logging"]
 
     def on_log(self, trainer, row):
         if "train/loss" in row:  # for which the device was waited for
             self.read()
+        elif self.evaluated is not None:  # what its row costs the others is a part of an evaluation
+            start, logging = self.evaluated
+            self.evaluated = None
+            self.whole["evaluation"] += time.perf_counter() - start - (self.whole["logging"] - logging)
+            if self.marks is not None:
+                self.mark(None)
 
     def on_epoch_end(self, trainer):
-        if not self.is_new or trainer.step - self.first_step < trainer.steps_per_epoch:
-            return
-        self.is_new = False
-        if trainer.step < trainer.total_steps and (said := self.sentence(trainer)):
+        whole = trainer.step - self.first_step >= trainer.steps_per_epoch
+        if self.is_new and whole and trainer.step < trainer.total_steps and (said := self.sentence(trainer)):
+            self.is_new = False
             for callback in trainer.callbacks:
                 if isinstance(callback, Progress):
                     callback.write(f"speed    {said}")
 
     def on_step_end(self, trainer):
+        if self.kind is not None:
+            self.mark("other")
+            self.unread.append((self.kind, self.marks))
+            self.kind = self.marks = None
         if not trainer.step % trainer.steps_per_epoch:
             if not self.sampled["epoch"] or not self.too_early():
                 self.begin(trainer, "epoch")
@@ -89,14 +103,27 @@ class Timing(Callback):
     def timing(self, stage):
         """Adds the time within to the stage; the steps that the device still had to do are no part of it."""
         devices.synchronize(self.device)
+        if self.marks is not None:
+            self.mark("other")
         start = time.perf_counter()
         try:
             yield
         finally:
             devices.synchronize(self.device)
             self.whole[stage] += time.perf_counter() - start
-            if self.marks is not None:  # the step that will be sampled has not begun
-                self.marks = [(None, devices.mark(self.device))]
+            if self.marks is not None:
+                self.mark(None)
+
+    @contextlib.contextmanager
+    def starting(self):
+        """A logger that starts takes as long for any training: this is no part of its time."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self.began += seconds
+            self.whole["logging"] -= seconds
 
     def too_early(self):
         """Seconds until the sampling so far is within MOST_COST of the time."""
@@ -133,14 +160,15 @@ class Timing(Callback):
 
     @contextlib.contextmanager
     def to_the_end(self, trainer, kind):
-        """The last marks of a sampled step; the next one is so far away that their cost stays within MOST_COST."""
+        """The work of a sampled step; the next one is so far away that the cost of the marks is within MOST_COST."""
         self.mark("transfer")
+        begins = len(self.marks)
         yield
         self.mark("optimizer")
         self.in_step.close()
         self.hosts.append(devices.has_caught_up(self.marks[-2][1]))
-        self.unread.append((kind, self.marks))
-        self.marks = None
+        self.marks[begins:] = named(self.marks[begins:])
+        self.kind = kind
         # At random, since a loader may do more in each fourth step, say; but one of the others comes at any price.
         steps = trainer.step + 1 - self.first_step
         pause = self.too_early() / (time.perf_counter() - self.began) * steps if len(self.hosts) > 1 else 0.0
@@ -150,8 +178,9 @@ class Timing(Callback):
         """Turns the marks that the device has come to into seconds."""
         for kind, marks in self.unread:
             seconds = Counter()
-            for stage, (_, start), (_, end) in zip(named(marks), marks[:-1], marks[1:], strict=True):
-                seconds[stage] += devices.seconds_between(start, end)
+            for (_, start), (stage, end) in itertools.pairwise(marks):
+                if stage is not None:  # it has been timed as a whole
+                    seconds[stage] += devices.seconds_between(start, end)
             self.sampled[kind].append(seconds)
         self.unread = []
 
@@ -167,29 +196,44 @@ class Timing(Callback):
             for seconds in samples:
                 for stage in seconds:
                     steps[stage] += count[kind] / len(samples) * seconds[stage]
-        left = total - sum(self.whole.values())
-        scale = min(1.0, left / max(steps.total(), 1e-9))  # the estimate may come to more than there was
+        # What the samples come to is an estimate, which may be more or less than there was.
+        scale = (total - sum(self.whole.values())) / max(steps.total(), 1e-9)
         took = {stage: self.whole.get(stage, scale * steps[stage]) for stage in STAGES}
-        took["other"] += total - sum(took.values())
         return {stage: seconds for stage, seconds in took.items() if seconds > 0}
 
     def sentence(self, trainer):
         """`verdict` on the fit so far."""
-        loader, saver = trainer.train_loader, next((c for c in trainer.callbacks if isinstance(c, Checkpoint)), None)
+        loader, facts = trainer.train_loader, {"eval_every": trainer.eval_every or trainer.steps_per_epoch}
+        if isinstance(loader, HostLoader):
+            facts |= {"workers": loader.workers.loader.num_workers}
+            facts |= {"fits": loader.nbytes < devices.free_memory(trainer.device) / 2}
+        elif isinstance(loader, DeviceLoader):
+            augments = loader.augment.geometric or loader.augment.rest
+            facts |= {"loader": "augmented" if augments else "resident"}
+        else:
+            facts |= {"loader": "decoded" if isinstance(loader, StreamedOnce) else "own"}
+        saver = next((callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)), None)
         return verdict(
             self.split(trainer),
             where="CPU" if trainer.device.type == "cpu" else "GPU",
             idle=sum(self.hosts) / max(1, len(self.hosts)),
-            loader={DeviceLoader: "resident", IterableLoader: "own"}.get(type(loader), "streamed"),
             cores=launch.cores(),
-            workers=loader.workers.loader.num_workers if isinstance(loader, HostLoader) else 0,
             captured=trainer.execute is not graph.eagerly,
             batch_size=loader.batch_size,
             steps_per_epoch=trainer.steps_per_epoch,
             total_steps=trainer.total_steps,
-            eval_every=trainer.eval_every or trainer.steps_per_epoch,
-            save_every=saver and (("every", saver.every) if saver.every else ("epochs", saver.epochs)),
+            save_every=saver and reason_to_save(saver, trainer),
+            **facts,
         )
+
+
+def reason_to_save(saver, trainer):
+    """(the setting, its value) that most checkpoints come from: evaluations too, each of which may be the best."""
+    steps = saver.every or (saver.epochs and saver.epochs * trainer.steps_per_epoch)
+    if trainer.val_loader is not None and trainer.eval_every and (not steps or trainer.eval_every < steps):
+        return "eval_every", trainer.eval_every
+    keys = [(f"checkpoint.{key}", getattr(saver, key)) for key in ("every", "epochs", "minutes")]
+    return next(((key, value) for key, value in keys if value), None)
 
 
 def result_of(trainer):
@@ -200,15 +244,16 @@ def result_of(trainer):
 
 
 def verdict(
-    seconds, *, where="CPU", idle=0.0, loader="streamed", workers=0, cores=1, captured=False, batch_size=None,
-    steps_per_epoch=sys.maxsize, total_steps=sys.maxsize, eval_every=1, save_every=None,
+    seconds, *, where="CPU", idle=0.0, loader="streamed", workers=0, cores=1, fits=True, captured=False,
+    batch_size=None, steps_per_epoch=sys.maxsize, total_steps=sys.maxsize, eval_every=1, save_every=None,
 ):  # fmt: skip
     """One sentence on {stage: seconds}: the one change that helps most and its setting, or that there is nothing to do.
 
     `idle`: in what share of the steps a device beside the CPU waited for Python. `loader`: whether the data is
-    "resident" on the device, "streamed" by that many `workers`, or comes from a loader of the user's "own". `captured`:
-    whether a step is one graph. `save_every`: ("every", steps) or ("epochs", epochs) between two checkpoints. None for
-    what was over within SOON.
+    "resident" on the device, "augmented" there, "streamed" by that many `workers` though it `fits` or not, "decoded" in
+    this run and resident then, or comes from a loader of the user's "own". `captured`: whether a step is one graph.
+    `save_every`: the setting that says how often there are checkpoints, and its value. None for what was over within
+    SOON.
     """
     total = sum(seconds.values())
     if total < SOON:
@@ -216,7 +261,8 @@ def verdict(
     share = {stage: seconds.get(stage, 0.0) / total for stage in STAGES}
     compute = sum(share[stage] for stage in ("forward", "backward", "optimizer", "step"))
     share |= {"fixed": share["optimizer"] + share["other"], "idle": idle * compute}
-    worst = max(WORTH, key=lambda name: (share[name] >= WORTH[name], share[name]))
+    names = [name for name in WORTH if (name, loader) != ("data", "resident")]  # then it is work of the device's own
+    worst = max(names, key=lambda name: (share[name] >= WORTH[name], share[name] - AIM.get(name, 0.0)))
     if share[worst] < WORTH[worst]:
         return f"compute bound: {percent(compute)} of the time is forward, backward and optimizer"
     aim = AIM.get(worst, 0.5)
@@ -225,27 +271,30 @@ def verdict(
     growth = 2 ** math.floor(math.log2(min(2 * rarer, MOST_GROWTH, max(1, steps_per_epoch // FEWEST_STEPS))))
     larger = f"set batch_size={batch_size * growth}" if batch_size else "set larger batches"
     if worst == "data":
-        own = f"give the DataLoader num_workers={cores} and persistent_workers=True"
-        set_to = f"set dataset.workers={cores} or dataset.resident=true"
-        if workers >= cores:
-            set_to = "set dataset.resident=true"
-        change = {"streamed": set_to, "own": own, "resident": "leave out some of dataset.augment"}[loader]
+        ways = [f"dataset.workers={cores}"] * (workers < cores) + ["dataset.resident=true"] * fits
+        change = {
+            "streamed": f"set {' or '.join(ways)}" if ways else "no setting helps, but smaller files or a faster disk",
+            "own": f"give the DataLoader num_workers={cores} and persistent_workers=True",
+            "augmented": "leave out some of dataset.augment",
+            "decoded": "its images were decoded, which the next run finds done",
+        }[loader]
         return f"the {where} waited {of} for data: {change}"
     if worst == "transfer":
         own = "give the DataLoader pin_memory=True, and send bytes instead of floats"
-        change = own if loader == "own" else "set dataset.resident=true"
+        ours = "set dataset.resident=true" if fits else "no setting helps, but smaller samples"
+        change = own if loader == "own" else ours
         return f"the {where} waited {of} for batches to be copied to it: {change}"
     if worst == "evaluation":
         every = min(rounded_up(eval_every * rarer), total_steps)
         change = f"set eval_every={every}" if every > eval_every else "make the validation part smaller"
         return f"evaluations took {of}: {change}"
     if worst == "checkpoint":
-        key, every = save_every
-        most = total_steps if key == "every" else max(1, total_steps // steps_per_epoch)
-        rarely = min(rounded_up((every or 1) * rarer), most)
-        change = f"set checkpoint.{key}={rarely}" if rarely > (every or 1) else "that at the end has to be"
+        key, every = save_every or (None, 1)
+        most = {"checkpoint.epochs": max(1, total_steps // steps_per_epoch), "checkpoint.minutes": 60, None: 1}
+        rarely = min(rounded_up(every * rarer), most.get(key, total_steps))
+        change = f"set {key}={rarely}" if rarely > every else "that at the end has to be"
         return f"checkpoints took {of}: {change}"
-    if worst == "logging":  # most of it may be their start
+    if worst == "logging":
         return f"loggers took {of}: leave out one of callbacks, or set a larger log_every"
     if worst == "idle":
         ways = [larger] * (growth >= 2) + ["set compile=graph"] * (not captured)
@@ -266,19 +315,17 @@ def rounded_up(number):
 
 
 def named(marks):
-    """The stages of a step between its marks, by what was called in which order."""
-    stages = [stage for stage, _ in marks[1:]]
-    begins = stages.index("transfer", stages.index("other")) + 1 if "other" in stages else 0
-    before, within = stages[:begins], stages[begins:]
-    if within.count("optimizer") < 2:  # no scaler in between: nobody knows where its backward ended
-        return before + ["step"] * len(within)
+    """The marks within a train_step, by what was called in which order."""
+    stages = [stage for stage, _ in marks]
+    if stages.count("optimizer") < 2:  # no scaler in between: nobody knows where its backward ended
+        return [("step", mark) for _, mark in marks]
     # In front of the first forward there is no backward, and behind an unscale_ none either.
-    for i, stage in enumerate(within):
+    for i, stage in enumerate(stages):
         if stage == "backward" and i == 0:
-            within[i] = "forward"
-        if stage == "backward" and i and within[i - 1] == "optimizer":
-            within[i] = "optimizer"
-    return before + within
+            stages[i] = "forward"
+        if stage == "backward" and i and stages[i - 1] == "optimizer":
+            stages[i] = "optimizer"
+    return [(stage, mark) for stage, (_, mark) in zip(stages, marks, strict=True)]
 
 
 @contextlib.contextmanager
