@@ -253,7 +253,7 @@ def write_card(path, model, folder, form, inputs, whose, difference, outputs):
         file=path.name,
         parameters=f"{sum(p.numel() for p in model.module.parameters()):,}",
         form=FORMS[form],
-        facts=card.facts(about, outputs) if form == "safetensors" else facts(about, outputs),
+        facts=card.facts(about, is_usual(outputs, about)) if form == "safetensors" else facts(about, outputs),
         dataset=printable(about["dataset"]),
         results=printable(card.results(result)),
         difference=difference,
