@@ -277,7 +277,7 @@ def finish(folder, trainer, saver, data, loaders, start, draws):
         return None
     result |= {**rundir.last_rows(folder), **test, "seconds": round(time.perf_counter() - start, 3)}
     result |= rundir.measured_before(folder, result)
-    card.write(folder, weights, trainer.module, data, result)
+    card.write(folder, weights, trainer.module, data, result, usual=seen is not None or test_loader is None)
     if seen is not None:
         examine.write(folder / "evaluation.json", seen, data)
     rundir.write_json(folder / "result.json", result)

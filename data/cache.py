@@ -17,7 +17,7 @@ from trainer.device import MIB
 from trainer.errors import UserError
 from trainer.files import open_plain
 
-VERSION = 1  # of the files; a part of every key
+VERSION = 2  # of the files; a part of every key
 PIXELS, SUMS, ABOUT = FILES = ("pixels.u8", "crc32.u32", "about.json")
 MAPPED = 64 * MIB  # so much of the file is mapped in at most, or all of it would count as this process's memory
 

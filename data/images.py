@@ -130,10 +130,13 @@ def _readable(top):
 
 def _first_size(files, skip):
     """(height, width) of the first image, or with `skip` of the first that can be opened."""
+    from PIL import ExifTags
+
     for file in files:
         try:
             with open_image(file) as image:
-                return image.height, image.width
+                turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+                return (image.width, image.height) if turned else (image.height, image.width)
         except BrokenImage:
             if not skip:
                 raise
@@ -368,18 +371,21 @@ class BrokenImage(UserError):
 
 
 def decode_image(file, size, channels, resize=False):
-    """A uint8 tensor (channels, H, W): grey for one channel, RGB for three.
+    """A uint8 tensor (channels, H, W): grey for one channel, RGB for three; turned as a camera says it was held.
 
     `size` is a whole number, to which both sides are resized, or (H, W), which the image has to have unless `resize`.
     BrokenImage naming a file that cannot be read, UserError for one of another size.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     height, width = (size, size) if isinstance(size, int) else size
     resize = resize or isinstance(size, int)
     with open_image(file) as image:
         if resize:
             image.draft(None, (2 * width, 2 * height))  # a large JPEG is decoded at the nearest scale above
+        ImageOps.exif_transpose(image, in_place=True)
+        if image.mode.startswith("I"):  # 16 bits, of which `convert` would take all above 255 for white
+            image = image.point(lambda level: level * (1 / 256))
         image = image.convert("L" if channels == 1 else "RGB")
         if resize and image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)

@@ -72,6 +72,8 @@ def test_its_commands_come_to_what_it_says(file, forks, tmp_path):
             result = json.loads((tmp_path / f"run{number}" / "result.json").read_text(encoding="utf-8"))
             tolerance = 0.035 if name.endswith(("acc", "balanced")) else 0.1 * value
             assert abs(result[name] - value) <= tolerance
+            card = (tmp_path / f"run{number}" / "model.md").read_text(encoding="utf-8")
+            assert ("Outputs: what the model itself gives" in card) == (file.stem == "autoencoder")
 
 
 def fitted(kind, model, **settings):

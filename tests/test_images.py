@@ -80,6 +80,36 @@ def test_image_folder_without_parts_resized_and_grey(tmp_path):
     assert data.train.tensors()[0].shape == (28, 1, 8, 8)
 
 
+def test_the_levels_of_16_bits_are_brought_to_8(tmp_path):
+    from PIL import Image
+
+    levels = torch.tensor([0, 255, 256, 1000, 40_000, 65_535])
+    data = levels.to(torch.uint16).numpy().tobytes()
+    Image.frombytes("I;16", (3, 2), data).save(tmp_path / "deep.png")
+    for channels in (1, 3):
+        pixels = images.decode_image(tmp_path / "deep.png", (2, 3), channels)
+        assert torch.equal(pixels, (levels // 256).to(torch.uint8).view(1, 2, 3).expand(channels, 2, 3))
+
+
+def test_a_photograph_is_turned_as_the_camera_was_held(tmp_path):
+    """By its EXIF data, as every program shows it; its size, too."""
+    from PIL import ExifTags, Image, ImageOps
+
+    image = Image.frombytes("L", (5, 4), bytes(range(0, 200, 10)))
+    for orientation in range(1, 9):
+        folder = tmp_path / str(orientation)
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        for name in ("a", "b"):
+            (folder / name).mkdir(parents=True)
+            image.save(folder / name / "1.png", exif=exif)
+        shown = ImageOps.exif_transpose(Image.open(folder / "a" / "1.png"))
+        expected = torch.tensor(list(shown.tobytes()), dtype=torch.uint8).view(1, shown.height, shown.width)
+        data = images.image_folder(str(folder), channels=1, cache=False, val_fraction=0, test_fraction=0)
+        assert data.in_shape == expected.shape and torch.equal(data.train[0][0], expected)
+        assert (shown.size == (5, 4)) == (orientation < 5)
+
+
 def test_image_folder_mistakes(tmp_path):
     def refused(words, folder, **options):
         with pytest.raises(UserError, match=words) as caught:

@@ -43,8 +43,11 @@ def weights(trainer):
         return checkpoint.copy(dict(trainer.module.state_dict()))
 
 
-def write(folder, weights, module, data, result):
-    """model.safetensors, the weights that were tested, alone; and model.md, the card that says what they are."""
+def write(folder, weights, module, data, result, usual=True):
+    """model.safetensors, the weights that were tested, alone; and model.md, the card that says what they are.
+
+    `usual`: whether the module's outputs are what the data set suggests.
+    """
     about = data.description()
     checkpoint.write_tensors(folder / "model.safetensors", weights, {"format": "pt", "inputs": json.dumps(about)})
     text = parallel.plain_text(module)
@@ -52,7 +55,7 @@ def write(folder, weights, module, data, result):
     card = CARD.format(
         name=text.partition("(")[0],
         parameters=f"{result['parameters']:,}",
-        facts=facts(about),
+        facts=facts(about, usual),
         results=results(result),
         step=f"{best:,}",
         versions=", ".join(f"{key} {value}" for key, value in result["versions"].items() if key != "platform"),
@@ -68,11 +71,8 @@ def is_usual(outputs, about):
     return isinstance(outputs, torch.Tensor) and tuple(outputs.shape[1:]) == (about["num_classes"],)
 
 
-def facts(about, given=None):
-    """The lines that say what goes into a model's module and what comes out, after the data's description.
-
-    The module is known to give what is `given`, if that is known.
-    """
+def facts(about, usual=True):
+    """The lines that say what goes into a model's module and what comes out, after the data's description."""
     kinds = {"classification": "class scores", "regression": "numbers"}
     inputs = f"float32 of shape (N, {', '.join(map(str, about['in_shape']))})"
     if about["mean"] is not None:
@@ -80,7 +80,6 @@ def facts(about, given=None):
     outputs = f"(N, {about['num_classes']}) {kinds[about['kind']]}"
     if about["kind"] == "regression" and (about["target_mean"], about["target_scale"]) != (0, 1):
         outputs += f", which are (value - {about['target_mean']}) / {about['target_scale']}"
-    usual = given is None or is_usual(given, about)
     lines = [f"- Inputs: {inputs}", f"- Outputs: {outputs if usual else 'what the model itself gives'}"]
     if about["table"]:
         columns = [f"{c['name']} {described(c)}" for c in about["table"]["columns"]]

@@ -253,7 +253,7 @@ def write_card(path, model, folder, form, inputs, whose, difference, outputs):
         file=path.name,
         parameters=f"{sum(p.numel() for p in model.module.parameters()):,}",
         form=FORMS[form],
-        facts=card.facts(about, outputs) if form == "safetensors" else facts(about, outputs),
+        facts=card.facts(about, is_usual(outputs, about)) if form == "safetensors" else facts(about, outputs),
         dataset=printable(about["dataset"]),
         results=printable(card.results(result)),
         difference=difference,
@@ -301,8 +301,8 @@ def reading(about, inputs):
         mode, to_batch = ("L", "[None, None]") if shape[0] == 1 else ("RGB", ".transpose(2, 0, 1)[None]")
         resized = f'.convert("{mode}").resize(({shape[2]}, {shape[1]}), Image.Resampling.BILINEAR)'
         return (
-            "from PIL import Image\n",
-            f'image = Image.open("image.png"){resized}\ninputs = np.array(image){to_batch}',
+            "from PIL import Image, ImageOps\n",
+            f'image = ImageOps.exif_transpose(Image.open("image.png")){resized}\ninputs = np.array(image){to_batch}',
         )
     if about["table"] is not None and shape[0] <= 20:
         row = ", ".join("np.nan" if math.isnan(value) else repr(value) for value in inputs[0].tolist())

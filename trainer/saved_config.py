@@ -54,19 +54,17 @@ def of_this_machine(cfg, loading):
     try:
         saved = {**cli.defaults(), **saved, "run_dir": str(cfg.run), "resume": "auto", "run": None}
         saved |= {"device": cfg.device, "strategy": "single", "compile": False}
-        for key in ("split", "input", "output", "format"):
-            saved[key] = None
+        of_the_task = ("split", "input", "output", "format")
+        saved |= dict.fromkeys(of_the_task)
         if {"dataset", "dataset._target_"} & typed:
             saved["dataset"] = OmegaConf.to_container(cfg.dataset, resolve=True)
-        elif cfg.task != "predict":
-            cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed})
-        else:
-            cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed - {"input", "output"}})
+            typed = {key for key in typed if not key.startswith("dataset")}
+        cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed.difference(of_the_task)})
         own, usual = (resolved("run", cfg.run, part) for part in (saved, cli.defaults()))
         cli.check_types("", own, usual)
         dataset = own["dataset"]
         dataset |= loading | {name: False for name in ("download",) if name in dataset}
-        if dataset.get("cache") and "dataset.cache" not in typed:
+        if dataset.get("cache") and "dataset.cache" not in cli.typed_keys():
             dataset["cache"] = "auto"
         settings.check_all(own)
         for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
