@@ -27,7 +27,7 @@ from data import datasets
 from data.loader import make_loaders, normalizer
 from data.tables import csv
 from models.mlp import MLP
-from trainer import Trainer, examine, page, plots, report
+from trainer import Trainer, examine, page, plots, report, sweep
 from trainer.metrics import R2, Accuracy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -635,3 +635,9 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     for sample in read(tmp_path)["worst"]:
         area, kind = by_price[round(sample["true"][0], 2)]
         assert sample["columns"] == {"area": pytest.approx(float(area), rel=1e-4) if area else mean, "kind": kind}
+
+
+@pytest.mark.parametrize("module", [report, sweep])
+def test_help_is_no_mistake(module, capsys):
+    assert module.main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"python -m {module.__name__} DIR, ")

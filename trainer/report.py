@@ -629,11 +629,15 @@ def commands(folder, typed, result):
 
 def main(arguments):
     """`python -m trainer.report DIR [--open]`: gives the exit code."""
+    usage = "python -m trainer.report DIR, a run directory; with --open it is shown as well."
+    if {"-h", "--help"} & set(arguments):
+        print(usage)
+        return 0
     opens = "--open" in arguments
     names = [argument for argument in arguments if argument != "--open"]
     try:
         if len(names) != 1 or names[0].startswith("-"):
-            raise UserError("Type python -m trainer.report DIR, a run directory; with --open it is shown as well.")
+            raise UserError(f"Type {usage}")
         folder = Path(names[0])
         if not folder.is_dir():
             near = [path.parent.name for path in folder.parent.glob("*/config.yaml")]

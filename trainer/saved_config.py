@@ -112,7 +112,8 @@ def load_config(key, folder):
     if not path.is_file():
         hint = did_you_mean(folder, (other for other in Path(folder).parent.glob("*") if str(other) != str(folder)))
         if jobs := sorted(Path(folder).glob("*/config.yaml")):
-            hint = f" It is a sweep: type {key}={jobs[0].parent} or another of its {len(jobs)} jobs."
+            others = f" or another of its {len(jobs)} jobs" if len(jobs) > 1 else ""
+            hint = f" It is a sweep: type {key}={jobs[0].parent}{others}."
         raise UserError(f"{key}={folder}: there is no config.yaml in it, so it is no run directory.{hint}")
     try:
         text = files.read(path, MOST_YAML).decode()

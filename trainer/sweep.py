@@ -496,9 +496,13 @@ def is_sweep(folder):
 
 def main(arguments):
     """`python -m trainer.sweep DIR`: gives the exit code."""
+    usage = "python -m trainer.sweep DIR, the directory of a sweep."
+    if {"-h", "--help"} & set(arguments):
+        print(usage)
+        return 0
     try:
         if len(arguments) != 1 or arguments[0].startswith("-"):
-            raise UserError("Type python -m trainer.sweep DIR, the directory of a sweep.")
+            raise UserError(f"Type {usage}")
         folder = Path(arguments[0])
         if not folder.is_dir():
             names = [path.name for path in folder.parent.glob("*") if is_sweep(path)]
