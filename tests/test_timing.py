@@ -330,6 +330,16 @@ def test_a_step_of_one_s_own_is_one_stage():
     assert not {"forward", "backward", "optimizer"} & set(timing.took)
 
 
+def test_a_fit_that_another_callback_refuses_fails_as_it_would_have():
+    class Refuses(Callback):
+        def on_fit_start(self, trainer):
+            raise ZeroDivisionError
+
+    fits = Trainer(Net(6, 3), nn.CrossEntropyLoss(), SGD, callbacks=[Refuses(), Timing()], device="cpu")
+    with pytest.raises(ZeroDivisionError):
+        fits.fit(Slow(4, Clock()))
+
+
 def test_a_fit_that_fails_leaves_nothing_behind():
     class Fails(Net):
         def forward(self, inputs):

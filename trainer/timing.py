@@ -37,6 +37,10 @@ class Timing(Callback):
     first_rank_only = True
     evaluated = None
 
+    def __init__(self):
+        self.took, self.said = {}, None
+        self.in_step, self.in_fit = contextlib.ExitStack(), contextlib.ExitStack()  # what is replaced meanwhile
+
     def on_fit_start(self, trainer):
         self.device, self.took, self.said, self.is_new = trainer.device, {}, None, True
         self.whole = {"evaluation": 0.0, "checkpoint": 0.0, "logging": 0.0}  # seconds of what is timed as it comes
@@ -44,7 +48,6 @@ class Timing(Callback):
         self.unread, self.marks = [], None  # marks of the steps that were sampled, and of the one that is or will be
         self.kind = None  # of that one, once its work is done
         self.random, self.cost, self.next, self.hosts = random.Random(0), 0.0, trainer.step + 1, []
-        self.in_step, self.in_fit = contextlib.ExitStack(), contextlib.ExitStack()
         for callback in trainer.callbacks:
             if isinstance(callback, Checkpoint):
                 self.in_fit.enter_context(replaced(callback, "save", self.timing, "checkpoint"))
