@@ -579,13 +579,15 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
 def test_mistakes_are_answered(tmp_path, capsys, run):
     (tmp_path / "folder").mkdir()
     shutil.copytree(run[0], tmp_path / "mine")
-    shutil.copytree(run[0], tmp_path / "sweep" / "0")
+    for job in ("one/0", "sweep/0", "sweep/1"):
+        shutil.copytree(run[0], tmp_path / job)
     for arguments, said in [
         ([], "Type python -m trainer.report DIR"),
         (["--opn", "x"], "Type python -m trainer.report DIR"),
         ([str(tmp_path / "mien")], f"there is no such folder. Did you mean '{tmp_path / 'mine'}'?"),
         ([str(tmp_path / "folder")], f"error: {tmp_path / 'folder'}: there is no config.yaml in it, so it is no run"),
-        ([str(tmp_path / "sweep")], f"It is a sweep: type {tmp_path / 'sweep' / '0'} or another of its 1 jobs."),
+        ([str(tmp_path / "sweep")], f"It is a sweep: type {tmp_path / 'sweep' / '0'} or another of its 2 jobs."),
+        ([str(tmp_path / "one")], f"It is a sweep: type {tmp_path / 'one' / '0'}.\n"),
     ]:
         assert report.main(arguments) == 2
         error = capsys.readouterr().err
