@@ -49,7 +49,8 @@ def write(folder, weights, module, data, result, usual=True):
     `usual`: whether the module's outputs are what the data set suggests.
     """
     about = data.description()
-    checkpoint.write_tensors(folder / "model.safetensors", weights, {"format": "pt", "inputs": json.dumps(about)})
+    # One entry alone: several are written in the order of a hash, and equal weights would not be equal files.
+    checkpoint.write_tensors(folder / "model.safetensors", weights, {"inputs": json.dumps(about)})
     text = parallel.plain_text(module)
     best = result["best"]["step"] if result["best"] else result["steps"]
     card = CARD.format(
