@@ -164,7 +164,6 @@ def train_in(folder, cfg):
     from data.datasets import fingerprint
     from trainer import checkpoint, parallel
     from trainer.loggers import ConfigFile, Logger
-    from trainer.profiling import Profile
 
     typed, revision = cli.typed(), rundir.revision(ROOT)
     found = checkpoint.together("resume", lambda: rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg))
@@ -181,6 +180,8 @@ def train_in(folder, cfg):
         saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
         saver.about["inputs"] = data.description()
         if cfg.profile and launch.is_first():
+            from trainer.profiling import Profile
+
             trainer.callbacks.insert(0, Profile(folder / "profile"))
         loggers = [callback for callback in trainer.callbacks if isinstance(callback, Logger)]
         for logger in loggers:

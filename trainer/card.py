@@ -1,13 +1,12 @@
 """What a run leaves to be shared: the weights alone, and a card that says what they are and how to load them."""
 
 import json
-from pathlib import Path
 
 import torch
 
 from trainer import checkpoint, parallel
 from trainer.errors import printable
-from trainer.files import replacing
+from trainer.files import write_text
 from trainer.readable import numbers
 from trainer.rundir import command
 
@@ -107,8 +106,3 @@ def results(result):
     """'val loss 0.1  acc 0.9; test ...' of what a result.json holds."""
     shown = {split: numbers({k: v for k, v in result.items() if k.startswith(split)}) for split in ("val/", "test/")}
     return "; ".join(f"{split[:-1]} {text}" for split, text in shown.items() if text) or "none"
-
-
-def write_text(path, text):
-    with replacing(path) as partial:
-        Path(partial).write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@ import torch
 
 from trainer import launch, parallel
 from trainer.errors import printable
-from trainer.files import replacing
+from trainer.files import write_text
 from trainer.metrics import Confusion, class_of, wide
 from trainer.rundir import finite
 from trainer.trainer import Trainer
@@ -198,8 +198,7 @@ def write(path, found, data):
         if (index := sample["index"]) not in shown:
             shown[index] = show(part, data, index)
     lists = {name: [sample | shown[sample["index"]] for sample in samples] for name, samples in lists.items()}
-    with replacing(path) as partial:
-        Path(partial).write_text(json.dumps(finite(found | lists), separators=(",", ":")) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(finite(found | lists), separators=(",", ":")) + "\n")
 
 
 def show(part, data, index):

@@ -20,7 +20,7 @@ from trainer.batch import entries
 from trainer.build import build
 from trainer.card import is_usual
 from trainer.errors import TrainingError, UserError, check_choice, log, printable
-from trainer.files import replacing
+from trainer.files import replacing, write_text
 from trainer.inference import check_output, columns_of, row_batches
 from trainer.settings import CHOICES
 
@@ -139,7 +139,8 @@ def export(model, folder, form, inputs, whose, output=None):
         try:
             with warnings.catch_warnings(), quiet():
                 warnings.simplefilter("ignore")
-                outputs = outputs_of(model, inputs[:1])
+                with torch.inference_mode():
+                    outputs = model(inputs[:1])
                 if form != "safetensors" and not isinstance(outputs, torch.Tensor):
                     raise TypeError(f"it gives a {type(outputs).__name__}, and an exported one gives a tensor")
                 run = WRITERS[form](model, inputs, partial)
@@ -157,11 +158,6 @@ def export(model, folder, form, inputs, whose, output=None):
             raise TrainingError(f"format={form}: {what}. Nothing was written.")
     write_card(path, model, folder, form, inputs, whose, difference, outputs)
     return path, difference, largest
-
-
-def outputs_of(model, inputs):
-    with torch.inference_mode():
-        return model(inputs)
 
 
 def place(folder, form, output):
@@ -261,7 +257,7 @@ def write_card(path, model, folder, form, inputs, whose, difference, outputs):
         snippet=snippet.format(file=path.name, imports=imports, inputs=reads, show=show),
         config=yaml.safe_dump(shown(saved_config.load_config("run", folder)), sort_keys=False).strip(),
     )
-    card.write_text(path.with_name(f"{path.name}.md"), text)
+    write_text(path.with_name(f"{path.name}.md"), text)
 
 
 def shown(config):

@@ -77,3 +77,9 @@ def replacing(path):
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def write_text(path, text):
+    """Writes a text file in UTF-8, whole or not at all."""
+    with replacing(path) as partial:
+        Path(partial).write_text(text, encoding="utf-8")

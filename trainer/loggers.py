@@ -17,7 +17,7 @@ from pathlib import Path
 from trainer import parallel, pictures, rundir
 from trainer.callbacks import Callback
 from trainer.errors import UserError, as_typed, check_choice, check_number, log, printable
-from trainer.files import open_plain, read, replacing
+from trainer.files import open_plain, read, replacing, write_text
 from trainer.rundir import HARMLESS, finite, lock
 from trainer.state import check_like
 
@@ -349,8 +349,7 @@ def read_id(path):
 
 def write_id(path, name):
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as partial:
-        Path(partial).write_text(name, encoding="ascii")
+    write_text(path, name)
     return name
 
 

@@ -14,7 +14,7 @@ import torch
 
 from trainer import device as devices
 from trainer.callbacks import Callback, Progress
-from trainer.files import replacing
+from trainer.files import replacing, write_text
 from trainer.timing import Timing
 
 BEFORE, WARMUP, ACTIVE = 10, 3, 5  # steps in front of it, with the profiler on and unread, and in the trace
@@ -95,8 +95,7 @@ class Profile(Callback):
         trace = self.folder / f"steps_{first}_to_{trainer.step}.pt.trace.json.gz"
         write_trace(profiler, trace)
         text = "\n".join(table(operators(profiler.key_averages(), self.active, trainer.device)))
-        with replacing(self.folder / "operators.txt") as partial:
-            Path(partial).write_text(text + "\n", encoding="utf-8")
+        write_text(self.folder / "operators.txt", text + "\n")
         lines = f"profile  steps {first} to {trainer.step} on {trainer.device}, by operator:\n{text}\n         {trace}"
         write = next((c.write for c in trainer.callbacks if isinstance(c, Progress)), print)
         write(lines)

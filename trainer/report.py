@@ -20,10 +20,7 @@ from trainer.readable import duration, number, seconds
 from trainer.rundir import STAGES, is_number
 
 NAME = "report.html"
-MOST_BYTES, MOST_ROWS = (
-    2**25,
-    100_000,
-)  # of a metrics.jsonl; of more rows those of evaluations, and every so many others
+MOST_BYTES, MOST_ROWS = 2**25, 100_000  # of a metrics.jsonl; of more rows those of evaluations, and some others
 MOST_JSON = 2**24  # bytes of an evaluation.json: 1,000 classes are 2 MB
 MOST_TEXT = 200  # letters of anything that is shown
 MOST_ENTRIES, MOST_TYPED = 300, 10_000  # of the settings; letters of those that were typed
@@ -45,8 +42,7 @@ COLOURS = dict(zip(STAGES, (0, 6, 1, 4, 3, 1, 2, 5, 6, 7), strict=True)) | {
 def write(folder):
     """Makes folder/report.html anew, and gives its path; OSError where it cannot be written."""
     path = Path(folder) / NAME
-    with files.replacing(path) as partial:
-        Path(partial).write_text(html(folder), encoding="utf-8")
+    files.write_text(path, html(folder))
     return path
 
 
@@ -205,7 +201,7 @@ def is_matrix(rows, size):
 
 
 def best_of(result, rows):
-    """{"name", "value", "high", "epoch", "row"} of the evaluation whose weights were kept; None where nobody knows.
+    """{"name", "value", "high", "epoch"} of the evaluation whose weights were kept; None where nobody knows.
 
     Without a result the number that decides is not known either.
     """

@@ -393,8 +393,7 @@ def closing_lines(folder, result, packages):
 
 def write_json(path, contents):
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.replacing(path) as partial:
-        Path(partial).write_text(json.dumps(finite(contents), indent=2) + "\n", encoding="utf-8")
+    files.write_text(path, json.dumps(finite(contents), indent=2) + "\n")
 
 
 def finite(value):

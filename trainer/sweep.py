@@ -470,8 +470,7 @@ def report(folder, jobs, draws=True):
     with files.replacing(sweep.folder / "sweep.csv") as partial, open(partial, "w", newline="", encoding="utf-8") as f:
         csv.writer(f).writerows([cell(value) for value in row] for row in csv_rows(sweep))
     drawn = draw_best(sweep) if best and draws else None
-    with files.replacing(sweep.folder / "sweep.html") as partial:
-        Path(partial).write_text(page.of_sweep(sweep, said, best, again, drawn), encoding="utf-8")
+    files.write_text(sweep.folder / "sweep.html", page.of_sweep(sweep, said, best, again, drawn))
 
 
 def draw_best(sweep):
