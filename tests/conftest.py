@@ -70,6 +70,16 @@ def pytest_addoption(parser):
     parser.addoption("--large", action="store_true", help="the large counts: 500 kills, 2,000 mutations, ...")
 
 
+@pytest.fixture(scope="module")
+def forks():
+    """Runs of train.py in forks of one process that has imported what they need."""
+    from forks import Forks
+
+    forks = Forks(os.path.dirname(__file__))
+    yield forks
+    forks.close()
+
+
 @pytest.fixture(scope="session")
 def large(request):
     """Whether the large counts were asked for."""

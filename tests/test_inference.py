@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import Forks
 from safetensors.torch import load_file
 
 import trainer as package
@@ -77,13 +76,6 @@ def write_images(folder, names, count=20, size=8, seed=0, bright=0):
             noise = torch.randint(0, 60, (size, size, 3), generator=generator) + 60 * ("bird", "cat", "dog").index(name)
             pixels = (noise + bright).clamp(0, 255).to(torch.uint8)
             Image.fromarray(pixels.numpy()).save(folder / name / f"{i:02}.png")
-
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks(os.path.dirname(__file__))
-    yield forks
-    forks.close()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import Forks
 from safetensors.torch import load_file
 
 from trainer import checkpoint, stopping
@@ -29,13 +28,6 @@ class Stop(Callback):
         if trainer.step == self.at:
             Path("stop").unlink()
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks(os.path.dirname(__file__))
-    yield forks
-    forks.close()
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import Forks
 from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
 
@@ -46,13 +45,6 @@ class Broken(torch.nn.Module):
 
     def forward(self, inputs):
         return self.layer(inputs)
-
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks(os.path.dirname(__file__))
-    yield forks
-    forks.close()
 
 
 def read_json(path):

@@ -370,5 +370,4 @@ class ConfigFile(Callback):
         ended = rundir.ENDING if trainer.step < trainer.total_steps else ()
         for name in ended if trainer.step else self.stale:
             (self.path.parent / name).unlink(missing_ok=True)
-        with replacing(self.path) as partial:  # and not through a link that somebody left there
-            Path(partial).write_text(self.config, encoding="utf-8")
+        write_text(self.path, self.config)  # and not through a link that somebody left there
