@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer import checkpoint, stopping
+from trainer import checkpoint, rundir, stopping
 from trainer.callbacks import Callback
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
@@ -47,6 +47,12 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def measured_of(folder):
+    """How the run in `folder` went, as its result.json has it."""
+    result = rundir.read_result(folder / "run" / "result.json")
+    return {key: result[key] for key in rundir.MEASURED if key in result}
+
+
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -76,10 +82,12 @@ def test_the_same_command_with_resume_goes_on_with_what_it_has_begun(forks, whol
     assert max(checkpoint.files(tmp_path / "run" / "checkpoints")) == 47
     again = forks.run(tmp_path, *command, "callbacks=doctor")  # who looks on may come and go
     assert again.code == 0 and "continued at step 47" in again.out, again.err
+    measured = measured_of(tmp_path)
     ends = [checkpoint.newest(folder / "run" / "checkpoints")[1]["model"] for folder in (tmp_path, whole)]
     assert same(*ends)  # its best weights are the best of its own directory
     finished = forks.run(tmp_path, *command)
     assert finished.code == 0 and "continued at step 60, its end: there is nothing left to train" in finished.out
+    assert measured_of(tmp_path) == measured and measured.keys() >= {"seconds", "time"}  # it has only looked at it
 
 
 def test_a_step_back_within_the_run(forks, whole, tmp_path):
@@ -197,3 +205,16 @@ def test_a_signal_while_a_checkpoint_is_read_does_not_make_it_a_damaged_one(tmp_
         assert heard == ["SIGTERM"]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_what_was_measured_stays_that_of_the_run_that_has_ended(tmp_path):
+    whole = {"steps": 20, "total_steps": 20}
+    for before, result, kept in (
+        ({"steps": 20, "seconds": 3.5, "mfu": 0.5, "test/acc": 1.0}, whole, {"seconds": 3.5, "mfu": 0.5}),
+        ({"steps": 10, "seconds": 3.5}, whole, {}),  # this one has trained the rest
+        ({"steps": 10, "seconds": 3.5}, {"steps": 10, "total_steps": 20}, {}),
+        ({"steps": 20, "seconds": "x", "mfu": 0.5}, whole, {}),
+        ([], whole, {}),
+    ):
+        (tmp_path / "result.json").write_text(json.dumps(before))
+        assert rundir.measured_before(tmp_path, result) == kept

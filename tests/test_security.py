@@ -16,9 +16,11 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from test_cli import CONFIGS, ROOT, forked
+from test_cli import CONFIGS, ROOT, compose, forked  # noqa: F401
 
-from trainer import build, cli, saved_config, sweep
+import trainer as package
+from train import LOADING
+from trainer import Trainer, build, cli, inference, saved_config, sweep
 from trainer.errors import UserError
 
 SOURCES = sorted(path for folder in ("trainer", "models", "data") for path in (ROOT / folder).rglob("*.py"))
@@ -455,6 +457,70 @@ def test_hostile_run_directories_do_nothing(tmp_path, good, large):
             problems.append(f"{what}: {done.err!r}")
     print(f"{len(names)} hostile run directories, {len(commands)} commands")
     assert problems == []
+
+
+WEIGHTS = {"_target_": "torchvision.models.shufflenet_v2_x0_5", "weights": "DEFAULT"}
+
+
+def hostile(good, folder, **values):
+    """A copy of the good run with these values in its config.yaml."""
+    shutil.copytree(good / "run", folder)
+    edit(**values)(folder, folder, folder)
+    return folder
+
+
+def test_a_task_for_a_run_has_no_weights_fetched_by_any_part(compose, good, tmp_path):  # noqa: F811
+    pytest.importorskip("torchvision")
+    body = {"_target_": "torch.nn.Sequential", "_args_": [{**WEIGHTS, "pretrained": True}]}
+    parts = {"model": body, "loss": WEIGHTS, "metrics": {"a": WEIGHTS}, "callbacks": {"a": WEIGHTS}}
+    parts |= {"dataset": WEIGHTS, "trainer": WEIGHTS}
+    cfg = compose("task=evaluate", f"run={hostile(good, tmp_path / 'run', **parts)}")
+    own, without = saved_config.of_this_machine(cfg, LOADING), {**WEIGHTS, "weights": None}
+    assert own.model._args_ == [without] and own.loss == own.metrics.a == without
+    assert own.dataset.weights is own.trainer.weights is None
+    assert "a" not in own.callbacks  # which is how a callback with a null is written
+
+
+def test_a_task_for_a_run_has_nothing_built_inside_a_part(compose, good, tmp_path):  # noqa: F811
+    cfg = compose("task=evaluate", f"run={tmp_path / 'run'}")
+    for name in [name for name in REFUSED if " in a " in name]:
+        make, message = REFUSED[name]
+        shutil.copytree(good / "run", tmp_path / "run", dirs_exist_ok=True)
+        make(tmp_path / "run", tmp_path, tmp_path)
+        with pytest.raises(UserError, match=re.escape(message)):
+            saved_config.of_this_machine(cfg, LOADING)
+
+
+def test_what_python_loads_is_looked_at_before_it_takes_memory(good, tmp_path):
+    for i, (key, value, message) in enumerate(
+        (
+            ("model__hidden", [10**6, 10**6], "far more numbers"),
+            (
+                "callbacks__a",
+                {"_target_": "trainer.callbacks.EMA", "decay": LINEAR},
+                "callbacks.a.decay._target_=torch.nn",
+            ),
+        )
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            package.load(hostile(good, tmp_path / str(i), **{key: value}))
+
+
+def test_what_python_loads_fetches_no_weights(good, tmp_path, monkeypatch):
+    """Not even from torchvision's cache, which has a broken file of theirs."""
+    models = pytest.importorskip("torchvision.models")
+    cached = tmp_path / "hub" / "checkpoints" / Path(models.ShuffleNet_V2_X0_5_Weights.DEFAULT.url).name
+    cached.parent.mkdir(parents=True)
+    cached.touch()
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with pytest.raises(EOFError):
+        models.shufflenet_v2_x0_5(weights="DEFAULT")
+    module, about = models.shufflenet_v2_x0_5(), {"in_shape": [3, 32, 32], "num_classes": 1000}
+    with Trainer(module, device="cpu") as trainer:
+        state = trainer.state_dict()
+    with build.trusting(()):
+        found = inference.tested({"model": {**WEIGHTS}, "callbacks": {}}, state, about)
+    assert all(torch.equal(tensor, module.state_dict()[name]) for name, tensor in found.state_dict().items())
 
 
 # What an evaluation leaves out, or has no use for.
