@@ -17,7 +17,7 @@ from models.linear import Linear
 from models.mlp import MLP
 from models.resnet import ResNet
 from models.whitened_cnn import WhitenedCNN
-from trainer import exporting
+from trainer import card, exporting
 from trainer.errors import TrainingError, UserError
 from trainer.inference import Trained
 
@@ -123,6 +123,7 @@ def test_the_example_of_a_card_runs(run, capsys, monkeypatch):
         path, *_ = exporting.export(model, run, form, exporting.generated(model.about), "noise", exporting.FILES[form])
         text = (run / f"{path.name}.md").read_text(encoding="utf-8")
         [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert (f"\n```\n{model.module}\n```\n" in text) == (form == "safetensors")  # else they are inside
         assert len(code.splitlines()) <= 10 and "secret" not in text and "acc 0.5000" in text
         exec(code, {})
     said = model.classes[model(pixels).argmax()]
@@ -131,6 +132,25 @@ def test_the_example_of_a_card_runs(run, capsys, monkeypatch):
         said,
         f"classification {len(model.module.state_dict())} tensors",
     ]
+
+
+def test_the_card_of_the_weights_says_what_its_modules_take():
+    """The arithmetic on its line, done by hand, gives what the module is given."""
+    inputs = torch.randint(0, 256, (3, 2, 4, 4), dtype=torch.uint8)
+    for dtype, norms, says in (
+        (torch.uint8, {}, "float32 of shape (N, 2, 4, 4), pixel / 255"),
+        (torch.uint8, {"mean": [0.25, 0.5]}, "mean [0.25, 0.5], std 1"),
+        (torch.uint8, {"std": [0.5, 2]}, "mean 0, std [0.5, 2.0]"),
+        (torch.int64, {}, "int64 of shape (N, 2, 4, 4)"),
+    ):
+        part = TensorSplit(inputs.to(dtype), torch.arange(3))
+        about = Data("noise", part, None, None, (2, 4, 4), 3, **norms).description()
+        assert f"{says}\n- Outputs" in card.facts(about)
+        mean, std = (
+            torch.tensor(norms.get(key, default)).view(-1, 1, 1) for key, default in (("mean", 0.0), ("std", 1.0))
+        )
+        expected = (inputs / 255 - mean) / std if dtype == torch.uint8 else inputs.to(dtype)
+        torch.testing.assert_close(Trained(torch.nn.Identity(), about)(inputs.to(dtype)), expected)
 
 
 class Picture(torch.nn.Module):

@@ -74,9 +74,12 @@ def is_usual(outputs, about):
 def facts(about, usual=True):
     """The lines that say what goes into a model's module and what comes out, after the data's description."""
     kinds = {"classification": "class scores", "regression": "numbers"}
-    inputs = f"float32 of shape (N, {', '.join(map(str, about['in_shape']))})"
-    if about["mean"] is not None:
-        inputs += f", (pixel / 255 - mean) / std by channel, mean {about['mean']}, std {about['std']}"
+    pixels = about["dtype"] == "uint8"
+    inputs = f"{'float32' if pixels else about['dtype']} of shape (N, {', '.join(map(str, about['in_shape']))})"
+    if pixels and (about["mean"] or about["std"]):
+        inputs += f", (pixel / 255 - mean) / std by channel, mean {about['mean'] or 0}, std {about['std'] or 1}"
+    elif pixels:
+        inputs += ", pixel / 255"
     outputs = f"(N, {about['num_classes']}) {kinds[about['kind']]}"
     if about["kind"] == "regression" and (about["target_mean"], about["target_scale"]) != (0, 1):
         outputs += f", which are (value - {about['target_mean']}) / {about['target_scale']}"

@@ -39,7 +39,7 @@ CARD = """# {name}
 ```python
 {snippet}
 ```
-The configuration of its training:
+{modules}The configuration of its training:
 ```yaml
 {config}
 ```
@@ -62,10 +62,15 @@ WEIGHTS = """import json
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-weights = load_file("{file}")  # {{name: tensor}}: model.load_state_dict(weights), of the same modules
+weights = load_file("{file}")  # {{name: tensor}}; runs no code
 with safe_open("{file}", framework="pt") as file:
     about = json.loads(file.metadata()["inputs"])  # the preprocessing: mean, std, columns, classes
 print(about["kind"], len(weights), "tensors")"""
+MODULES = """Make the same modules with the same names, then `model.load_state_dict(weights)` and `model.eval()`:
+```
+{}
+```
+"""
 FORMS = {
     "onnx": "ONNX, preprocessing inside, for any number of samples at once",
     "torch_export": "a program of torch.export, preprocessing inside, for any number of samples at once",
@@ -240,6 +245,7 @@ def quiet():
 def write_card(path, model, folder, form, inputs, whose, difference, outputs):
     about, result = model.about, rundir.read_result(Path(folder) / "result.json") or {}
     imports, reads = reading(about, inputs)
+    lines = str(model.module).splitlines()
     show = "print(outputs[0])"
     if about["classes"] and is_usual(outputs, about):
         show = f"classes = {about['classes']}\nprint(classes[outputs[0].argmax()])"
@@ -254,6 +260,7 @@ def write_card(path, model, folder, form, inputs, whose, difference, outputs):
         results=printable(card.results(result)),
         difference=difference,
         checked=whose,
+        modules=MODULES.format("\n".join(map(printable, lines))) if form == "safetensors" else "",
         snippet=snippet.format(file=path.name, imports=imports, inputs=reads, show=show),
         config=yaml.safe_dump(shown(saved_config.load_config("run", folder)), sort_keys=False).strip(),
     )
