@@ -55,7 +55,7 @@ class Data:
             raise UserError(f"{self.name}: there is no training part.")
         for name, part in self.parts().items():
             check_part(f"{self.name}, {name} part", part, self.in_shape)
-        self.count_labels()
+        self.check_labels()
 
     def parts(self):
         """{name: part} of those that there are."""
@@ -125,9 +125,8 @@ class Data:
             raise UserError(f"dataset: {self.name} has neither a test nor a validation part. Type split=train.")
         return check_choice("split", split, there)
 
-    def count_labels(self):
-        """{part: how many samples of each class it has}, {} for a regression; UserError for what is no class number."""
-        counts = {}
+    def check_labels(self):
+        """UserError for labels that are no class numbers."""
         for name, part in self.parts().items() if self.kind == "classification" else ():
             labels = part.targets
             if labels.dtype != torch.int64 or labels.ndim != 1:
@@ -142,14 +141,12 @@ class Data:
                     f"{self.name}, {name} part: the label {labels[number].item()} of sample {number} is not one of "
                     f"the {self.num_classes} classes 0 to {self.num_classes - 1}."
                 )
-            counts[name] = torch.bincount(labels, minlength=self.num_classes)
-        return counts
 
     def check_classes(self):
         """UserError where a training could learn one class only, or another part has a class that it could not."""
-        counts = self.count_labels()
-        if not counts:
+        if self.kind != "classification":
             return
+        counts = {name: torch.bincount(part.targets, minlength=self.num_classes) for name, part in self.parts().items()}
         named = (lambda label: repr(printable(self.classes[label]))) if self.classes else str
         there = counts["train"].nonzero().view(-1).tolist()
         if len(there) == 1:
