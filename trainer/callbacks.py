@@ -44,7 +44,7 @@ class Callback:
         """A row of numbers: {"step": ..., "epoch": ..., "train/loss": ...}."""
 
     def on_fit_end(self, trainer):
-        """The last thing of a fit, also when it failed."""
+        """The last thing of a fit, also when it failed, be it before this callback's `on_fit_start`."""
 
     def state_dict(self):
         return {}

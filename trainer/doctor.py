@@ -61,7 +61,7 @@ class Doctor(Callback):
 
     def __init__(self, every=50):
         self.every = check_number("callbacks.doctor.every", every, whole=True, least=1)
-        self.hooks, self.said = [], {}
+        self.hooks, self.said, self.count = [], {}, 0
 
     def on_fit_start(self, trainer):
         """UserError where a step cannot be looked into."""
@@ -88,7 +88,7 @@ class Doctor(Callback):
 
     def on_fit_end(self, trainer):
         self.forget()
-        if not getattr(self, "count", 0):
+        if not self.count:
             return
         if len(self.samples) < WINDOW:
             self.judge(trainer)

@@ -109,8 +109,8 @@ def aside(trainer):
     seconds = time.perf_counter() - start
     trainer.window_start += seconds
     for callback in trainer.callbacks:
-        if isinstance(callback, Timing) and hasattr(callback, "began"):
-            callback.began += seconds
+        if isinstance(callback, Timing):
+            callback.leave_out(seconds)
 
 
 def write_trace(profiler, path):

@@ -38,7 +38,7 @@ class Timing(Callback):
     evaluated = None
 
     def __init__(self):
-        self.took, self.said = {}, None
+        self.took, self.said, self.began = {}, None, 0.0
         self.in_step, self.in_fit = contextlib.ExitStack(), contextlib.ExitStack()  # what is replaced meanwhile
 
     def on_fit_start(self, trainer):
@@ -125,8 +125,12 @@ class Timing(Callback):
             yield
         finally:
             seconds = time.perf_counter() - start
-            self.began += seconds
+            self.leave_out(seconds)
             self.whole["logging"] -= seconds
+
+    def leave_out(self, seconds):
+        """Takes what has just been done, for so long, out of the training's time."""
+        self.began += seconds
 
     def too_early(self):
         """Seconds until the sampling so far is within MOST_COST of the time."""
