@@ -76,8 +76,8 @@ def test_a_checkpoint_has_the_size_that_it_says(tmp_path):
     found, trainer = look(model, callbacks=[EMA(0.9)])
     checkpoint.save(tmp_path / "step_00000001.ckpt", trainer.state_dict())
     written = (tmp_path / "step_00000001.ckpt").stat().st_size
-    assert found.checkpoint <= written < found.checkpoint + 20_000  # the header
-    assert found.checkpoint > 4 * found.memory["parameters"] * 2**20  # weights, two moments, the average
+    assert found.checkpoint * 2**20 <= written < found.checkpoint * 2**20 + 20_000  # the header
+    assert found.checkpoint > 4 * found.memory["parameters"]  # weights, two moments, the average
 
 
 @pytest.mark.parametrize(

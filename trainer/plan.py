@@ -12,6 +12,7 @@ import torch
 
 from trainer import checkpoint, graph, schedules, summary
 from trainer import device as devices
+from trainer.batch import entries
 from trainer.callbacks import EMA, Callback, Lookahead
 from trainer.readable import duration, seconds
 
@@ -24,7 +25,7 @@ WIDTH = 60  # letters of the picture
 
 @dataclass
 class Found:
-    """What was measured: seconds, bytes, and the rate of each step of the picture, {step: rate} from step 1 on."""
+    """What was measured: seconds, MiB, and the rate of each step of the picture, {step: rate} from step 1 on."""
 
     steps: int  # of the whole run
     timed: int
@@ -33,7 +34,7 @@ class Found:
     evaluation: float  # of the validation part
     test: float
     copy: float  # of the state, for a checkpoint
-    checkpoint: int
+    checkpoint: float
     memory: dict
     rates: dict
 
@@ -113,7 +114,7 @@ def look(trainer, train_loader, val_loader=None, test_loader=None):
         evaluation=evaluation,
         test=test,
         copy=copy,
-        checkpoint=bytes_of(state),
+        checkpoint=summary.mib(tensor for _, tensor in entries(state)),
         memory=memory,
         rates=rates(trainer, watch.settings, watch.steps),
     )
@@ -128,14 +129,6 @@ def seconds_of(trainer, loader):
     start = time.perf_counter()
     trainer.evaluate(itertools.islice(iter(loader), count))  # ends with the numbers on the host: the device is done
     return (time.perf_counter() - start) / count * len(loader)
-
-
-def bytes_of(state):
-    """The bytes of the tensors in a state."""
-    if isinstance(state, torch.Tensor):
-        return state.element_size() * state.nelement()
-    parts = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return sum(map(bytes_of, parts))
 
 
 def rates(trainer, before, steps):
@@ -196,7 +189,7 @@ def lines(found, started, evaluations, saves, keep):
     if math.isnan(peak):
         peak = sum(size for name, size in found.memory.items() if name != "peak")
     yield f"memory   {peak:,.0f} MiB at the peak: {parts} MiB; the rest is Python and PyTorch"
-    size, kept = found.checkpoint / devices.MIB, f"the last {keep} and the best"
+    size, kept = found.checkpoint, f"the last {keep} and the best"
     weights = found.memory["parameters"]
     yield f"disk     {size:,.1f} MiB a checkpoint, of which {kept} stay; {weights:,.1f} MiB of weights"
     yield from time_lines(found, started, evaluations, saves)
