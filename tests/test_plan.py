@@ -115,7 +115,7 @@ def test_the_picture():
 def test_the_lines_add_up():
     memory = {"parameters": 1.0, "gradients": 1.0, "optimizer": 2.0, "data": 3.0, "peak": 500.0}
     found = plan.Found(
-        steps=1000, timed=50, first=2.0, step=0.01, evaluation=0.5, test=1.0, copy=0.1, checkpoint=2**20,
+        steps=1000, timed=50, first=2.0, step=0.01, evaluation=0.5, test=1.0, copy=0.1, checkpoint=1.0,
         memory=memory, rates={1: 0.001, 50: 0.01, 1000: 0.0},
     )  # fmt: skip
     lines = list(plan.lines(found, started=1.0, evaluations=10, saves=5, keep=2))
