@@ -154,10 +154,11 @@ def export(model, folder, form, inputs, whose, output=None):
             raise
         except Exception as error:  # the exporters raise what they like for what they do not understand
             reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
-            constant = "Its forward makes a constant of the number of samples: write x.shape[0] in place of len(x).\n"
-            other = constant * ("Constraints violated (batch)" in reason)
-            other += "Type format=safetensors for the weights alone." if form != "safetensors" else ""
-            raise UserError(f"format={form}: this model cannot be exported ({reason}).\n{other}") from error
+            advice = "Type format=safetensors for the weights alone." if form != "safetensors" else ""
+            if "Constraints violated (batch)" in reason:
+                constant = "Its forward makes a constant of the number of samples"
+                advice = f"{constant}: write x.shape[0] in place of len(x).\n{advice}"
+            raise UserError(f"format={form}: this model cannot be exported ({reason}).\n{advice}") from error
         if not difference <= TOLERANCE * largest:  # nor for nan
             what = f"its outputs differ by {difference:.2g} from PyTorch's on {whose}, which are up to {largest:.3g}"
             raise TrainingError(f"format={form}: {what}. Nothing was written.")

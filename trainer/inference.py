@@ -266,20 +266,25 @@ def write(rows, output=None):
 
     Without `output`, each is printed as a line of JSON.
     """
+    count = 0
     if output is None:
-        return sum(print(json.dumps(row)) is None for row in rows)
-    path = Path(output)
-    with replacing(path) as partial, open(partial, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-        if path.suffix == ".jsonl":
-            return sum(file.write(json.dumps(row) + "\n") > 0 for row in rows)
-        writer, count = csv.writer(file, lineterminator="\n"), 0
         for row in rows:
-            cells = flat(row)
-            if not count:
-                writer.writerow(cells)
-            writer.writerow(cells.values())
+            print(json.dumps(row))
             count += 1
         return count
+    path = Path(output)
+    with replacing(path) as partial, open(partial, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        for row in rows:
+            if path.suffix == ".jsonl":
+                file.write(json.dumps(row) + "\n")
+            else:
+                cells = flat(row)
+                if not count:
+                    writer.writerow(cells)
+                writer.writerow(cells.values())
+            count += 1
+    return count
 
 
 def flat(row):

@@ -52,18 +52,19 @@ def of_this_machine(cfg, loading):
             takes = ", ".join(f"{name}=" for name in FOR_TASK[cfg.task])
             raise UserError(f"{key}: task={cfg.task} takes the run's own settings, beside device=, {takes}.")
     try:
-        saved = {**cli.defaults(), **saved, "run_dir": str(cfg.run), "resume": "auto", "run": None}
-        saved |= {"device": cfg.device, "strategy": "single", "compile": False}
         of_the_task = ("split", "input", "output", "format")
-        saved |= dict.fromkeys(of_the_task)
+        saved = {**cli.defaults(), **saved, **dict.fromkeys(of_the_task), "run": None, "run_dir": str(cfg.run)}
+        saved |= {"resume": "auto", "device": cfg.device, "strategy": "single", "compile": False}
         if {"dataset", "dataset._target_"} & typed:
             saved["dataset"] = OmegaConf.to_container(cfg.dataset, resolve=True)
             typed = {key for key in typed if not key.startswith("dataset")}
         cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed.difference(of_the_task)})
-        own, usual = (resolved("run", cfg.run, part) for part in (saved, cli.defaults()))
-        cli.check_types("", own, usual)
+        own = resolved("run", cfg.run, saved)
+        cli.check_types("", own, resolved("run", cfg.run, cli.defaults()))
         dataset = own["dataset"]
-        dataset |= loading | {name: False for name in ("download",) if name in dataset}
+        dataset |= loading
+        if "download" in dataset:
+            dataset["download"] = False
         if dataset.get("cache") and "dataset.cache" not in cli.typed_keys():
             dataset["cache"] = "auto"
         settings.check_all(own)
