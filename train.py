@@ -204,7 +204,8 @@ def train_in(folder, cfg):
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
             again = "" if in_sweep() else f" To go on from there:\n{launch.again}"
-            print(f"\ninterrupted at step {saver.saved}.{again}", file=sys.stderr)
+            seen = f"\nTo see it so far: {report_command(folder)}" if again and draws_report(cfg) else ""
+            print(f"\ninterrupted at step {saver.saved}.{again}{seen}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
     if launch.is_first() and draws_report(cfg):
         draw_report(folder)
@@ -219,11 +220,16 @@ def draws_report(cfg):
     return not in_sweep() and launch.job() is None if cfg.report == "auto" else cfg.report
 
 
+def report_command(folder):
+    """The command that draws a run's report."""
+    return rundir.command([], start=["python", "-m", "trainer.report", str(folder)])
+
+
 def draw_report(folder):
     """Draws the report. The run is whole without it: what keeps it from being drawn is a warning."""
     from trainer import report
 
-    again = rundir.command([], start=["python", "-m", "trainer.report", str(folder)])
+    again = report_command(folder)
     try:
         print(f"report   {report.write(folder)}")
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -325,6 +326,23 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "run" / "config.yaml").write_text(config.partition("\n")[2], encoding="utf-8")
     assert all("task=" in command for command in page_of(tmp_path / "run").all("pre"))  # nobody knows what was typed
+
+
+def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
+    slow = ["kind=slow", "step=1", "rank=0", "_target_=faults.Fault"]
+    typed = ["dataset=synthetic", "log_every=1", "run_dir=a b", *(f"+callbacks.fault.{setting}" for setting in slow)]
+    interrupt = {"signal": signal.SIGINT, "watch": "a b/metrics.jsonl", "delay": 0}
+    done = forks.run(tmp_path, *typed, signals=[interrupt])
+    *_, said, again, seen = done.err.splitlines()
+    assert done.code == 130 and again.startswith("python train.py dataset=synthetic ")
+    step = re.fullmatch(r"interrupted at step (\d+)\. To go on from there:", said)[1]
+    assert seen == "To see it so far: python -m trainer.report 'a b'" and not (tmp_path / "a b/report.html").exists()
+    assert report.write(tmp_path / "a b").is_file()
+    [verdict] = page_of(tmp_path / "a b").all("p", "verdict")
+    assert verdict.endswith(f"up to step {step}.")
+    shutil.rmtree(tmp_path / "a b")
+    done = forks.run(tmp_path, *typed, "report=false", signals=[interrupt])
+    assert done.code == 130 and done.err.splitlines()[-1].startswith("python train.py dataset=synthetic ")
 
 
 # What is said.
