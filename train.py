@@ -268,9 +268,10 @@ def finish(folder, trainer, saver, data, loaders, start, draws):
 
     Where there is no test part and a report is drawn, it shows the validation part.
     """
-    from trainer import card, checkpoint, examine, timing
+    from trainer import card, checkpoint, doctor, examine, timing
 
-    result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver), **timing.result_of(trainer)}
+    result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver)}
+    result |= timing.result_of(trainer) | doctor.result_of(trainer)
     if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
         trainer.load_state_dict(checkpoint.together("best", lambda: checkpoint.best(saver.folder))[1])
     _, val_loader, test_loader = loaders

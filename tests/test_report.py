@@ -345,6 +345,21 @@ def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
     assert done.code == 130 and done.err.splitlines()[-1].startswith("python train.py dataset=synthetic ")
 
 
+def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
+    typed = ["dataset=synthetic", "callbacks=doctor", "optimizer.lr=3", "model.norm=none", "epochs=1", "run_dir=run"]
+    done = forks.run(tmp_path, *typed)
+    warned = re.findall(r"^doctor: (.*)\n(Type .*)$", done.err, re.MULTILINE)
+    assert done.code == 0 and warned and done.err.count("doctor: ") == len(warned)
+    assert read(tmp_path / "run", "result.json")["doctor"] == ["\n".join(lines) for lines in warned]
+    shown, found = page_of(tmp_path / "run"), [line for lines in warned for line in lines]
+    assert "What the doctor found" in shown.all("h2") and [p for p in shown.all("p") if p in found] == found
+    assert forks.run(tmp_path, *typed).code == 0  # which has come to its end, and does no step more
+    assert read(tmp_path / "run", "result.json")["doctor"] == ["\n".join(lines) for lines in warned]
+    assert "doctor" not in read(run[0], "result.json") and "What the doctor found" not in page_of(run[0]).all("h2")
+    many = {"doctor": [3, *["a" * 10**4 + "\n" + "b" * 10**4] * 50]}
+    assert [tuple(map(len, lines)) for lines in report.warnings(many)] == [(report.MOST_WARNING,) * 2] * 20
+
+
 # What is said.
 
 
@@ -458,6 +473,7 @@ def test_what_anybody_wrote_is_text(run, tmp_path):
     result, seen = read(folder, "result.json"), read(folder)
     result |= {"overrides": [f"model={NASTY}", "epochs=2"], "speed": NASTY, "stopped": NASTY, "total_steps": 10**6}
     result |= {"device": NASTY, "versions": {NASTY: NASTY}, "git": {"revision": NASTY}, f"test/{NASTY}": 1.0}
+    result |= {"doctor": [f"{NASTY}\n{NASTY}"]}
     seen["classes"] = [NASTY] * 10
     seen["worst"][0]["file"], seen["worst"][1] = NASTY, seen["worst"][1] | {"png": None, "columns": {NASTY: NASTY}}
     seen["worst"][2]["png"] = f'"><script>{seen["worst"][2]["png"]}'
@@ -530,6 +546,7 @@ def test_no_entry_of_another_kind_breaks_the_page(run, tmp_path_factory, data):
         contents = read(folder, name)
         if name == "result.json":
             contents |= {"time": {"data": 1.0, "step": 2.0}, "git": {"revision": "a", "dirty": False}, "mfu": 0.5}
+            contents |= {"doctor": ["a\nb", "c"]}
         for _ in range(data.draw(st.integers(1, 4))):
             contents = spoilt(contents, data.draw)
         (folder / name).write_text(json.dumps(contents), encoding="utf-8")

@@ -28,6 +28,7 @@ MOST_CLASSES = 40  # of a matrix that is drawn
 MOST_PAIRS = 20  # of classes that are confused, where there are more
 MOST_SAMPLES = 24  # of each kind
 MOST_COLUMNS = 12  # of a table's row
+MOST_WARNINGS, MOST_WARNING = 20, 500  # of the doctor's; letters of each
 MOST_PNG, MOST_SIDE = 2**15, 256  # bytes and pixels of a picture
 MOST_PICTURES = 450_000  # letters of all pictures
 MOST_PAGE = 1_000_000  # bytes
@@ -76,6 +77,7 @@ def facts_of(folder):
         "remarks": list(remarks(result)),
         "tiles": tiles(result, best),
         "curves": curves(rows, best),
+        "doctor": warnings(result),
         "confusion": confusion(seen),
         "hardest": hardest(seen),
         "regression": regression(seen),
@@ -152,10 +154,10 @@ def text_in(mapping, key):
     return short(value) if isinstance(value, str) and value else None
 
 
-def short(value):
-    """The value as text of at most MOST_TEXT letters."""
+def short(value, most=MOST_TEXT):
+    """The value as text of at most so many letters."""
     text = str(value)
-    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def evaluation_of(found):
@@ -390,6 +392,14 @@ def curves(rows, best):
             }
         )
     return drawn
+
+
+def warnings(result):
+    """[(what, what to type)] of what the doctor has warned of."""
+    said = result.get("doctor")
+    said = [text for text in said if isinstance(text, str) and text] if isinstance(said, list) else []
+    parts = [text.partition("\n") for text in said[:MOST_WARNINGS]]
+    return [(short(what, MOST_WARNING), short(advice, MOST_WARNING)) for what, _, advice in parts]
 
 
 def confusion(seen):
