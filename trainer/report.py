@@ -472,7 +472,7 @@ def sample_of(sample, seen, left):
     fits = isinstance(picture, str) and len(picture) <= left and is_png(picture)
     columns = list(columns.items())[:MOST_COLUMNS] if isinstance(columns, dict) else []
     probability = number_in(sample, "probability") if seen["kind"] == "classification" else None
-    named = text_in(sample, "file")
+    named = text_in(sample, "file") or (f"line {sample['line']}" if is_count(sample.get("line")) else None)
     return {
         "named": named is not None,
         "name": named or f"sample {sample['index']:,}",
