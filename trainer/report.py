@@ -15,7 +15,7 @@ import zlib
 from pathlib import Path
 
 from trainer import cli, files, rundir, saved_config
-from trainer.errors import UserError, as_typed, did_you_mean
+from trainer.errors import UserError, as_typed
 from trainer.readable import duration, number, seconds
 from trainer.rundir import STAGES, is_number
 
@@ -635,31 +635,21 @@ def commands(folder, typed, result):
 
 def main(arguments):
     """`python -m trainer.report DIR [--open]`: gives the exit code."""
-    usage = "python -m trainer.report DIR, a run directory; with --open it is shown as well."
-    if {"-h", "--help"} & set(arguments):
-        print(usage)
-        return 0
-    opens = "--open" in arguments
-    names = [argument for argument in arguments if argument != "--open"]
-    try:
-        if len(names) != 1 or names[0].startswith("-"):
-            raise UserError(f"Type {usage}")
-        folder = Path(names[0])
-        if not folder.is_dir():
-            near = [path.parent.name for path in folder.parent.glob("*/config.yaml")]
-            hint = did_you_mean(folder.name, near, whole=lambda name: str(folder.parent / name))
-            raise UserError(f"{folder}: there is no such folder.{hint}")
-        path = write(folder)
-        print(f"report   {path}")
-    except UserError as error:
-        return cli.report(UserError(str(error).replace("run_dir=", "")))  # which nobody has typed here
-    except OSError as error:
-        return cli.report(error)
-    if opens:
-        import webbrowser
 
-        webbrowser.open(path.resolve().as_uri())
-    return 0
+    def draw(folder):
+        try:
+            path = write(folder)
+        except UserError as error:
+            raise UserError(str(error).replace("run_dir=", "")) from None  # which nobody has typed here
+        print(f"report   {path}")
+        if "--open" in arguments:
+            import webbrowser
+
+            webbrowser.open(path.resolve().as_uri())
+
+    usage = "python -m trainer.report DIR, a run directory; with --open it is shown as well."
+    names = [argument for argument in arguments if argument != "--open"]
+    return cli.with_folder(names, usage, lambda path: (path / "config.yaml").exists(), draw)
 
 
 if __name__ == "__main__":
