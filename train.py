@@ -363,10 +363,9 @@ def lr_find(cfg):
         found = lr_find(trainer, train_loader)
     picture = draw(found, Path(run_directory(cfg)) / "lr_find.png")
     tried = f"{len(found.rates)} steps from {found.rates[0]:.1g} to {found.rates[-1]:.1g}"
-    typed = [override for override in cli.typed() if not override.startswith("task=")]
     print(f"lr       {found.suggestion:.2g}, a tenth of where the loss was lowest in {tried}")
     print(f"curve    {picture}")
-    print(f"use it   {rundir.command(typed, f'optimizer.lr={found.suggestion:.2g}')}")
+    print(f"use it   {rundir.command(typed_of_run(), f'optimizer.lr={found.suggestion:.2g}')}")
 
 
 def overfit(cfg):
@@ -397,10 +396,9 @@ def plan(cfg):
     every, epochs = cfg.checkpoint.every, cfg.checkpoint.epochs
     saves = (found.steps // every if every else 0) + (math.ceil(found.steps / (per_epoch * epochs)) if epochs else 0)
     print("\n".join(lines(found, started, evaluations, saves, cfg.checkpoint.keep)))
-    typed = [override for override in cli.typed() if not override.startswith("task=")]
     where = cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
     where += f", where it goes on at step {at:,}" if at else ""
-    print(f"run      {where}; nothing was written\n         {rundir.command(typed)}")
+    print(f"run      {where}; nothing was written\n         {rundir.command(typed_of_run())}")
 
 
 TASKS = {
@@ -490,6 +488,11 @@ def is_finished(cfg):
     job = HydraConfig.get()
     again = not in_place_of_run(cfg) and cfg.resume != "never"
     return in_sweep() and again and sweep.finished(job.runtime.output_dir) is not None
+
+
+def typed_of_run():
+    """What was typed, without the task that was done in place of a run."""
+    return [override for override in cli.typed() if not override.startswith("task=")]
 
 
 def run_directory(cfg):
