@@ -366,31 +366,22 @@ def curves(rows, best):
     def series(name):
         return [(row["epoch"], row[name]) for row in rows if name in row]
 
-    def mark(points):
-        return None if best is None else next((point for point in points if point[0] == best["epoch"]), None)
-
     known = best and best["name"].startswith("val/") and best["name"] != "val/loss" and series(best["name"])
     metric = best["name"] if known else metric_of(rows)
-    frames = [("loss", "train/loss", "val/loss"), ("metric", f"train/{metric[4:]}" if metric else None, metric)]
-    frames.append(("rate", "train/lr", None))
+    frames = [("loss", "loss", series("train/loss"), series("val/loss"))]
+    if metric:
+        frames.append(("metric", short(metric[4:]), series(f"train/{metric[4:]}"), series(metric)))
+    frames.append(("rate", "learning rate", [], series("train/lr")))  # in the colour of the validation
     drawn = []
-    for name, train, val in frames:
-        lines = {"train": series(train) if train else [], "val": series(val) if val else []}
-        if name == "rate":
-            lines = {"val": lines["train"]}
-        if max(map(len, lines.values())) < 2:
+    for name, title, train, val in frames:
+        if max(len(train), len(val)) < 2:
             continue
-        title = {"loss": "loss", "metric": short(metric[4:]) if metric else "", "rate": "learning rate"}[name]
-        point = mark(lines["val"]) if name != "rate" else None
-        keys = [key for key, points in lines.items() if points] if name != "rate" else []
-        drawn.append(
-            {
-                "title": title,
-                "keys": keys,
-                "best": point and epoch(point[0]),
-                "svg": plots.curves(name, lines, point, f"{title} over the epochs", name == "loss"),
-            }
-        )
+        lines, keys, point = {"train": train, "val": val}, [], None
+        if name != "rate":
+            keys = [key for key, points in lines.items() if points]
+            point = best and next((point for point in val if point[0] == best["epoch"]), None)
+        svg = plots.curves(name, lines, point, f"{title} over the epochs", logarithmic=name == "loss")
+        drawn.append({"title": title, "keys": keys, "best": point and epoch(point[0]), "svg": svg})
     return drawn
 
 
@@ -438,14 +429,16 @@ def hardest(seen):
     for name, title in titles.items():
         samples = []
         for sample in seen.get(name, ()):
-            if (shown := sample_of(sample, seen, left)) is not None:
-                samples.append(shown)
-                left -= len(shown["png"] or "")
+            shown = sample_of(sample, seen, left)
+            if shown is None:
+                continue
+            samples.append(shown)
+            left -= len(shown["png"] or "")
         if samples:
             pictures = any(sample["png"] for sample in samples)
             numbered = not all(sample["named"] for sample in samples)
-            about = {"title": title, "pictures": pictures, "numbered": numbered}
-            groups.append({**about, "samples": samples, **table_of(samples)})
+            group = {"title": title, "samples": samples, "pictures": pictures, "numbered": numbered}
+            groups.append(group | table_of(samples))
     return groups
 
 
@@ -547,16 +540,17 @@ def shares(mapping, names, words):
 
 def speed(result):
     """{"sentence", "numbers": [(what, value)]} on how fast it was."""
-    flops, mfu = number_in(result, "flops_per_second"), number_in(result, "mfu")
-    each, peak = number_in(result, "flops_per_sample"), number_in(result, "peak_flops")
-    found = [("FLOPs a sample, forward and backward", each and amount(each)), ("FLOP/s", flops and amount(flops))]
-    found.append(
-        (
-            "of the device's peak (MFU)",
-            None if mfu is None else percent(mfu) + (f" of {amount(peak)}FLOP/s" if peak else ""),
-        )
-    )
-    return {"sentence": text_in(result, "speed"), "numbers": [(what, value) for what, value in found if value]}
+    names = ("flops_per_sample", "flops_per_second", "mfu", "peak_flops")
+    each, rate, mfu, peak = (number_in(result, name) for name in names)
+    numbers = []
+    if each:
+        numbers.append(("FLOPs a sample, forward and backward", amount(each)))
+    if rate:
+        numbers.append(("FLOP/s", amount(rate)))
+    if mfu is not None:
+        of = f" of {amount(peak)}FLOP/s" if peak else ""
+        numbers.append(("of the device's peak (MFU)", f"{percent(mfu)}{of}"))
+    return {"sentence": text_in(result, "speed"), "numbers": numbers}
 
 
 def settings(config, typed):
