@@ -1,5 +1,6 @@
 """Callbacks and loggers: what they keep, when they stop a run, what they write."""
 
+import contextlib
 import copy
 import functools
 import json
@@ -520,9 +521,31 @@ def test_a_stop_after_the_checkpoints_turn_is_saved_at_the_end(tmp_path):
             if trainer.step == 7:
                 trainer.interrupt("asked to")
 
-    trainer = make_trainer(callbacks=[Checkpoint(tmp_path), Late()])
+    trainer = make_trainer(callbacks=[Checkpoint(tmp_path / "plain"), Late()])
     trainer.fit(*loaders())
-    assert trainer.step == 7 and checkpoint.newest(tmp_path)[1]["step"] == 7
+    assert trainer.step == 7 and checkpoint.newest(tmp_path / "plain")[1]["step"] == 7
+    trainer = make_trainer(callbacks=[Checkpoint(tmp_path / "within"), Late()])
+    try:
+        raise OSError("an error of somebody else's")
+    except OSError:
+        trainer.fit(*loaders())  # as one tries again
+    assert checkpoint.newest(tmp_path / "within")[1]["step"] == 7
+
+
+@pytest.mark.parametrize("error", [None, OSError("full"), KeyboardInterrupt()])
+def test_a_callback_knows_whether_the_fit_has_failed(error):
+    class Fails(Callback):
+        def on_step_end(self, trainer):
+            if error is not None:
+                raise error
+
+        def on_fit_end(self, trainer):
+            self.seen = trainer.failed
+
+    fails = Fails()
+    with contextlib.suppress(OSError, KeyboardInterrupt):
+        make_trainer(callbacks=[fails]).fit(*loaders())
+    assert fails.seen == (error is not None)
 
 
 def test_an_evaluation_that_a_callback_asks_for_is_not_cut(tmp_path):

@@ -740,3 +740,14 @@ def test_the_readme_and_the_card_say_how(runs):
     finally:
         os.chdir(here)
     assert scope["model"].classes == [str(i) for i in range(10)]
+
+
+def test_the_card_has_the_numbers_of_the_weights_that_it_is_of(forks, tmp_path):
+    job = ["run_dir=run", *JOBS["digits"], "monitor=val/acc", "monitor_mode=min"]  # which is not that of the end
+    assert forks.run(tmp_path, *job).code == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    first, last = [json.loads(line) for line in lines if '"val/acc"' in line]
+    assert first["val/acc"] < last["val/acc"]
+    text = (tmp_path / "run" / "model.md").read_text(encoding="utf-8")
+    assert f"those of step {first['step']}\n" in text
+    assert f"- Results: val acc {first['val/acc']:.4f}; test loss " in text

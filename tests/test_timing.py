@@ -186,6 +186,31 @@ def test_the_evaluation_that_a_run_still_owes_is_no_data(tmp_path):
     assert timing.took["data"] <= POINTS * total
 
 
+def test_a_trainer_s_own_evaluation_and_predictions_are_no_data():
+    class Own(Trainer):
+        def evaluate(self, loader, split="val"):
+            time.sleep(0.1)
+            return {f"{split}/loss": 1.0}
+
+    class Predicts(Callback):
+        def on_epoch_end(self, trainer):
+            trainer.predict(Slow(20, Clock()))
+
+    timing, total = fitted(Slow(40, Clock()), [1], epochs=2, trainer=Own, callbacks=[Predicts()])
+    assert abs(timing.took["evaluation"] - 2 * (0.1 + 20 * 0.005)) <= POINTS * total
+    assert abs(timing.took["forward"] - 2 * 40 * 0.005) <= POINTS * total
+
+
+def test_an_evaluation_within_an_evaluation_is_counted_once():
+    class Twice(Trainer):
+        def evaluate(self, loader, split="val"):
+            time.sleep(0.1)
+            return super().evaluate(loader, split)
+
+    timing, total = fitted(Slow(40, Clock()), Slow(20, Clock()), epochs=2, trainer=Twice)
+    assert abs(timing.took["evaluation"] - 2 * (0.1 + 20 * 0.005)) <= POINTS * total
+
+
 def test_an_evaluation_without_a_fit_is_not_timed():
     trainer = Trainer(Net(6, 3), nn.CrossEntropyLoss(), callbacks=[Timing()], device="cpu")
     assert trainer.evaluate(Slow(2, Clock())) == Trainer(trainer.module, nn.CrossEntropyLoss(), device="cpu").evaluate(
@@ -423,6 +448,11 @@ COPIES = {"transfer": 1.0, "step": 3.0}
             {"checkpoint": 5.0},
             {"save_every": ("checkpoint.every", 1)},
             "took 100 % of the time: set checkpoint.every=2000",
+        ),
+        (
+            {"checkpoint": 3.0, "step": 7.0},
+            {"save_every": ("checkpoint.minutes", 0.001)},
+            "checkpoints took 30 % of the time: set checkpoint.minutes=1",
         ),
         (
             {"checkpoint": 5.0, "step": 5.0},

@@ -44,7 +44,7 @@ class Callback:
         """A row of numbers: {"step": ..., "epoch": ..., "train/loss": ...}."""
 
     def on_fit_end(self, trainer):
-        """The last thing of a fit, also when it failed."""
+        """The last thing of a fit, also when it failed (`trainer.failed`)."""
 
     def state_dict(self):
         return {}
@@ -175,7 +175,7 @@ class Checkpoint(Monitor):
     def on_fit_end(self, trainer):
         # In the step's evaluation, or after this callback had its turn. Where an error ends the fit, nobody knows what
         # state the training is in.
-        if trainer.interrupted and trainer.step != self.saved and sys.exc_info()[0] is None:
+        if trainer.interrupted and trainer.step != self.saved and not trainer.failed:
             self.save(trainer)
         if self.writer is not None:
             self.writer.shutdown()

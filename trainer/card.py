@@ -103,6 +103,10 @@ def described(column):
 
 
 def results(result):
-    """'val loss 0.1  acc 0.9; test ...' of what a result.json holds."""
-    shown = {split: numbers({k: v for k, v in result.items() if k.startswith(split)}) for split in ("val/", "test/")}
+    """'val acc 0.9; test loss 0.1  acc 0.9' of what a result.json says of the weights that are shared."""
+    found, best = {name: value for name, value in result.items() if "/" in name}, result.get("best")
+    if isinstance(best, dict) and best.get("step") != result.get("steps"):  # the last evaluation was of other weights
+        found = {name: value for name, value in found.items() if not name.startswith("val/")}
+        found = {str(best.get("name")): best.get("value")} | found
+    shown = {split: numbers({k: v for k, v in found.items() if k.startswith(split)}) for split in ("val/", "test/")}
     return "; ".join(f"{split[:-1]} {text}" for split, text in shown.items() if text) or "none"

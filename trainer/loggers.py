@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import shlex
-import sys
 import time
 from pathlib import Path
 
@@ -119,7 +118,7 @@ class Logger(Callback):
         self.attempt(self.write, {name: value for name, value in row.items() if isinstance(value, float)}, row["step"])
 
     def on_fit_end(self, trainer):
-        outcome = "failed" if sys.exc_info()[0] else "stopped" if trainer.interrupted else "done"
+        outcome = "failed" if trainer.failed else "stopped" if trainer.interrupted else "done"
         if self.begun and not (self.awaits_result and outcome == "done"):
             self.attempt(self.end, outcome)
 

@@ -35,7 +35,7 @@ class Timing(Callback):
     """
 
     first_rank_only = True
-    evaluated = None
+    evaluated, in_evaluation = None, False
 
     def __init__(self):
         self.took, self.said = {}, None
@@ -54,24 +54,16 @@ class Timing(Callback):
             if isinstance(callback, Logger):
                 self.in_fit.enter_context(replaced(callback, "attempt", self.timing, "logging"))
                 self.in_fit.enter_context(replaced(callback, "begin", self.starting))
+        for name in ("evaluate", "predict"):  # as methods: a Trainer may have its own
+            self.in_fit.enter_context(replaced(trainer, name, self.evaluating))
         self.began = time.perf_counter()
         self.begin(trainer, "fit")
 
     def on_fit_end(self, trainer):
         self.in_step.close()
         self.in_fit.close()
-        if sys.exc_info()[0] is None:
+        if not trainer.failed:
             self.took, self.said = self.split(trainer), self.sentence(trainer)
-
-    def on_eval_start(self, trainer):
-        if trainer.train_loader is not None:  # it is a part of a fit
-            self.evaluation = self.timing("evaluation")
-            self.evaluation.__enter__()
-
-    def on_eval_end(self, trainer):
-        if trainer.train_loader is not None:
-            self.evaluation.__exit__(None, None, None)
-            self.evaluated = time.perf_counter(), self.whole["logging"]
 
     def on_log(self, trainer, row):
         if "train/loss" in row:  # for which the device was waited for
@@ -116,6 +108,20 @@ class Timing(Callback):
             self.whole[stage] += time.perf_counter() - start
             if self.marks is not None:
                 self.mark(None)
+
+    @contextlib.contextmanager
+    def evaluating(self):
+        """The stage of an evaluation, and within it of none that it calls."""
+        if self.in_evaluation:
+            yield
+            return
+        self.in_evaluation = True
+        try:
+            with self.timing("evaluation"):
+                yield
+        finally:
+            self.in_evaluation = False
+        self.evaluated = time.perf_counter(), self.whole["logging"]
 
     @contextlib.contextmanager
     def starting(self):
@@ -313,7 +319,7 @@ def percent(share):
 
 def rounded_up(number):
     """The next of 1, 2, 5, 10, 20, 50, ..."""
-    power = 10 ** math.floor(math.log10(number))
+    power = 10 ** max(0, math.floor(math.log10(number)))
     return next(int(step * power) for step in (1, 2, 5, 10) if step * power >= number)
 
 

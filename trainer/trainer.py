@@ -1,6 +1,7 @@
 """The Trainer: fit, train_step, compute_loss, evaluate, predict, close. Nothing else."""
 
 import contextlib
+import sys
 import time
 
 import torch
@@ -108,6 +109,7 @@ class Trainer:
         self.should_stop, self.stop_reason = False, None
         self.agreement = parallel.Agreement()
         self.asked, self.interrupted = None, False  # to stop, from outside: here, and as far as all processes know
+        self.outer_error = None  # in whose `except` a fit is called
         # The most and the fewest samples of a batch that a process has, and the weight of this one's mean in that over
         # all: a train_step of one's own multiplies its losses by it.
         self.shares, self.weight = None, 1.0
@@ -162,6 +164,7 @@ class Trainer:
             finally:
                 self.train_loader = self.val_loader = batch = None
                 self.should_stop, self.asked, self.interrupted = False, None, False
+                self.outer_error = None
                 self.release()
 
     def train_step(self, batch):
@@ -303,6 +306,11 @@ class Trainer:
         """
         self.should_stop, self.stop_reason = True, reason
 
+    @property
+    def failed(self):
+        """Whether it is an error that ends the fit, for `on_fit_end`."""
+        return sys.exc_info()[1] is not self.outer_error
+
     def interrupt(self, reason):
         """Ends the training after this step, or in the middle of its evaluation; from a signal or another thread.
 
@@ -409,6 +417,7 @@ class Trainer:
             raise UserError(
                 "fit needs a loss: give Trainer(loss=torch.nn.CrossEntropyLoss()), or override compute_loss."
             )
+        self.outer_error = sys.exc_info()[1]
         self.train_loader, self.val_loader = seekable(train_loader, self.seed), val_loader
         self.data_bytes = sum(getattr(loader, "nbytes", 0) for loader in (train_loader, val_loader))
         self.steps_per_epoch = len(train_loader)
