@@ -351,7 +351,7 @@ def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
     warned = re.findall(r"^doctor: (.*)\n(Type .*)$", done.err, re.MULTILINE)
     assert done.code == 0 and warned and done.err.count("doctor: ") == len(warned)
     assert read(tmp_path / "run", "result.json")["doctor"] == ["\n".join(lines) for lines in warned]
-    shown, found = page_of(tmp_path / "run"), [line for lines in warned for line in lines]
+    shown, found = page_of(tmp_path / "run"), [line[0].upper() + line[1:] for lines in warned for line in lines]
     assert "What the doctor found" in shown.all("h2") and [p for p in shown.all("p") if p in found] == found
     assert forks.run(tmp_path, *typed).code == 0  # which has come to its end, and does no step more
     assert read(tmp_path / "run", "result.json")["doctor"] == ["\n".join(lines) for lines in warned]

@@ -390,7 +390,9 @@ def warnings(result):
     said = result.get("doctor")
     said = [text for text in said if isinstance(text, str) and text] if isinstance(said, list) else []
     parts = [text.partition("\n") for text in said[:MOST_WARNINGS]]
-    return [(short(what, MOST_WARNING), short(advice, MOST_WARNING)) for what, _, advice in parts]
+    return [
+        (short(what[:1].upper() + what[1:], MOST_WARNING), short(advice, MOST_WARNING)) for what, _, advice in parts
+    ]
 
 
 def confusion(seen):
