@@ -204,7 +204,8 @@ def train_in(folder, cfg):
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
             again = "" if in_sweep() else f" To go on from there:\n{launch.again}"
-            print(f"\ninterrupted at step {saver.saved}.{again}", file=sys.stderr)
+            seen = f"\nTo see it so far: {report_command(folder)}" if again and draws_report(cfg) else ""
+            print(f"\ninterrupted at step {saver.saved}.{again}{seen}", file=sys.stderr)
             raise SystemExit(stopping.exit_code()) from None
     if launch.is_first() and draws_report(cfg):
         draw_report(folder)
@@ -219,11 +220,16 @@ def draws_report(cfg):
     return not in_sweep() and launch.job() is None if cfg.report == "auto" else cfg.report
 
 
+def report_command(folder):
+    """The command that draws a run's report."""
+    return rundir.command([], start=["python", "-m", "trainer.report", str(folder)])
+
+
 def draw_report(folder):
     """Draws the report. The run is whole without it: what keeps it from being drawn is a warning."""
     from trainer import report
 
-    again = rundir.command([], start=["python", "-m", "trainer.report", str(folder)])
+    again = report_command(folder)
     try:
         print(f"report   {report.write(folder)}")
     except KeyboardInterrupt:
@@ -262,9 +268,10 @@ def finish(folder, trainer, saver, data, loaders, start, draws):
 
     Where there is no test part and a report is drawn, it shows the validation part.
     """
-    from trainer import card, checkpoint, examine, timing
+    from trainer import card, checkpoint, doctor, examine, timing
 
-    result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver), **timing.result_of(trainer)}
+    result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver)}
+    result |= timing.result_of(trainer) | doctor.result_of(trainer)
     if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
         trainer.load_state_dict(checkpoint.together("best", lambda: checkpoint.best(saver.folder))[1])
     _, val_loader, test_loader = loaders
@@ -356,10 +363,9 @@ def lr_find(cfg):
         found = lr_find(trainer, train_loader)
     picture = draw(found, Path(run_directory(cfg)) / "lr_find.png")
     tried = f"{len(found.rates)} steps from {found.rates[0]:.1g} to {found.rates[-1]:.1g}"
-    typed = [override for override in cli.typed() if not override.startswith("task=")]
     print(f"lr       {found.suggestion:.2g}, a tenth of where the loss was lowest in {tried}")
     print(f"curve    {picture}")
-    print(f"use it   {rundir.command(typed, f'optimizer.lr={found.suggestion:.2g}')}")
+    print(f"use it   {rundir.command(typed_of_run(), f'optimizer.lr={found.suggestion:.2g}')}")
 
 
 def overfit(cfg):
@@ -390,10 +396,9 @@ def plan(cfg):
     every, epochs = cfg.checkpoint.every, cfg.checkpoint.epochs
     saves = (found.steps // every if every else 0) + (math.ceil(found.steps / (per_epoch * epochs)) if epochs else 0)
     print("\n".join(lines(found, started, evaluations, saves, cfg.checkpoint.keep)))
-    typed = [override for override in cli.typed() if not override.startswith("task=")]
     where = cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
     where += f", where it goes on at step {at:,}" if at else ""
-    print(f"run      {where}; nothing was written\n         {rundir.command(typed)}")
+    print(f"run      {where}; nothing was written\n         {rundir.command(typed_of_run())}")
 
 
 TASKS = {
@@ -483,6 +488,11 @@ def is_finished(cfg):
     job = HydraConfig.get()
     again = not in_place_of_run(cfg) and cfg.resume != "never"
     return in_sweep() and again and sweep.finished(job.runtime.output_dir) is not None
+
+
+def typed_of_run():
+    """What was typed, without the task that was done in place of a run."""
+    return [override for override in cli.typed() if not override.startswith("task=")]
 
 
 def run_directory(cfg):

@@ -274,10 +274,13 @@ def fingerprint(data):
 
 
 class TensorSplit:
-    """Samples that lie in memory. An index is a number, or a list of them for a whole batch."""
+    """Samples that lie in memory. An index is a number, or a list of them for a whole batch.
 
-    def __init__(self, inputs, targets):
-        self.inputs, self.targets = inputs, targets
+    `lines`: of a table, the number of each sample's line in its file; the header's is 1.
+    """
+
+    def __init__(self, inputs, targets, lines=None):
+        self.inputs, self.targets, self.lines = inputs, targets, lines
         self.nbytes = inputs.nbytes
 
     def __len__(self):

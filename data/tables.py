@@ -44,7 +44,7 @@ def csv(
     check_choice("dataset.missing", missing, ("error", "mean", "drop"))
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
     path, target = str(path), str(target)  # a bare 2024 on the command line is a number
-    columns = _read_table(os.path.expanduser(path), "\t" if delimiter == "tab" else delimiter)
+    columns, lines = _read_table(os.path.expanduser(path), "\t" if delimiter == "tab" else delimiter)
     used = (("target", [target]), ("categorical", categorical), ("ignore", ignore))
     for key, names in used[:1] if trained is not None else used:  # the other two are the run's own table's
         for name in [names] if isinstance(names, str) else names:
@@ -60,7 +60,7 @@ def csv(
             check_column(path, name, columns)
         ignore, kind = set(columns) - set(there), trained["kind"]
     columns = {name: values for name, values in columns.items() if name not in ignore or name == target}
-    columns = _without_missing(columns, target, missing)
+    columns, lines = _without_missing(columns, lines, target, missing)
     answers = columns.pop(target)
     if not columns:
         raise UserError(f"{printable(path)} has no column besides the target {target}.")
@@ -83,7 +83,8 @@ def csv(
         if trained is not None:
             center, scale = trained["target_mean"], trained["target_scale"]
         targets = ((targets - center) / scale).float()
-    train, val, test = (TensorSplit(inputs[part], targets[part]) if len(part) else None for part in parts)
+    tensors = (inputs, targets, torch.tensor(lines))
+    train, val, test = (TensorSplit(*(tensor[part] for tensor in tensors)) if len(part) else None for part in parts)
     name, shape, outputs = Path(path).stem, inputs.shape[1:], len(classes) if classes else 1
     table = {"target": target, "columns": described, "missing": missing, "delimiter": delimiter}
     units = {"target_mean": center, "target_scale": scale}
@@ -91,14 +92,16 @@ def csv(
 
 
 def _read_table(path, delimiter):
-    """{column: list of stripped strings}; UserError for what is not a table."""
-    lines = read_rows(path, delimiter)
-    header, rows = next(lines), [row for _, row in lines]
+    """({column: list of stripped strings}, the number of each row's line); UserError for what is not a table."""
+    numbered, lines, rows = read_rows(path, delimiter), [], []
+    header = next(numbered)
+    for line, row in numbered:
+        lines.append(line)
+        rows.append(row)
     if not rows:
         raise empty(path)
-    return {
-        name: [value.strip() for value in values] for name, values in zip(header, zip(*rows, strict=True), strict=True)
-    }
+    columns = zip(header, zip(*rows, strict=True), strict=True)
+    return {name: [value.strip() for value in values] for name, values in columns}, lines
 
 
 def read_rows(path, delimiter, key="dataset.path"):
@@ -216,8 +219,8 @@ def check_table(trained):
     return trained["table"]
 
 
-def _without_missing(columns, target, missing):
-    """The columns with None for each missing value, or without the rows that have one."""
+def _without_missing(columns, lines, target, missing):
+    """The columns with None for each missing value, or without the rows that have one; and the rows' lines."""
     columns = {
         name: [None if value.lower() in MISSING else value for value in values] for name, values in columns.items()
     }
@@ -243,8 +246,8 @@ def _without_missing(columns, target, missing):
                 "dataset.missing=drop leaves no row: each has a missing value. "
                 "Type dataset.missing=mean, or dataset.ignore=[COLUMN]."
             )
-        columns = {name: [values[i] for i in keep] for name, values in columns.items()}
-    return columns
+        columns, lines = {name: [values[i] for i in keep] for name, values in columns.items()}, [lines[i] for i in keep]
+    return columns, lines
 
 
 def _numbers(values):

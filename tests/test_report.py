@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -327,6 +328,38 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     assert all("task=" in command for command in page_of(tmp_path / "run").all("pre"))  # nobody knows what was typed
 
 
+def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
+    slow = ["kind=slow", "step=1", "rank=0", "_target_=faults.Fault"]
+    typed = ["dataset=synthetic", "log_every=1", "run_dir=a b", *(f"+callbacks.fault.{setting}" for setting in slow)]
+    interrupt = {"signal": signal.SIGINT, "watch": "a b/metrics.jsonl", "delay": 0}
+    done = forks.run(tmp_path, *typed, signals=[interrupt])
+    *_, said, again, seen = done.err.splitlines()
+    assert done.code == 130 and again.startswith("python train.py dataset=synthetic ")
+    step = re.fullmatch(r"interrupted at step (\d+)\. To go on from there:", said)[1]
+    assert seen == "To see it so far: python -m trainer.report 'a b'" and not (tmp_path / "a b/report.html").exists()
+    assert report.write(tmp_path / "a b").is_file()
+    [verdict] = page_of(tmp_path / "a b").all("p", "verdict")
+    assert verdict.endswith(f"up to step {step}.")
+    shutil.rmtree(tmp_path / "a b")
+    done = forks.run(tmp_path, *typed, "report=false", signals=[interrupt])
+    assert done.code == 130 and done.err.splitlines()[-1].startswith("python train.py dataset=synthetic ")
+
+
+def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
+    typed = ["dataset=synthetic", "callbacks=doctor", "optimizer.lr=3", "model.norm=none", "epochs=1", "run_dir=run"]
+    done = forks.run(tmp_path, *typed)
+    warned = re.findall(r"^doctor: (.*)\n(Type .*)$", done.err, re.MULTILINE)
+    assert done.code == 0 and warned and done.err.count("doctor: ") == len(warned)
+    assert read(tmp_path / "run", "result.json")["doctor"] == ["\n".join(lines) for lines in warned]
+    shown, found = page_of(tmp_path / "run"), [line[0].upper() + line[1:] for lines in warned for line in lines]
+    assert "What the doctor found" in shown.all("h2") and [p for p in shown.all("p") if p in found] == found
+    assert forks.run(tmp_path, *typed).code == 0  # which has come to its end, and does no step more
+    assert read(tmp_path / "run", "result.json")["doctor"] == ["\n".join(lines) for lines in warned]
+    assert "doctor" not in read(run[0], "result.json") and "What the doctor found" not in page_of(run[0]).all("h2")
+    many = {"doctor": [3, *["a" * 10**4 + "\n" + "b" * 10**4] * 50]}
+    assert [tuple(map(len, lines)) for lines in report.warnings(many)] == [(report.MOST_WARNING,) * 2] * 20
+
+
 # What is said.
 
 
@@ -440,6 +473,7 @@ def test_what_anybody_wrote_is_text(run, tmp_path):
     result, seen = read(folder, "result.json"), read(folder)
     result |= {"overrides": [f"model={NASTY}", "epochs=2"], "speed": NASTY, "stopped": NASTY, "total_steps": 10**6}
     result |= {"device": NASTY, "versions": {NASTY: NASTY}, "git": {"revision": NASTY}, f"test/{NASTY}": 1.0}
+    result |= {"doctor": [f"{NASTY}\n{NASTY}"]}
     seen["classes"] = [NASTY] * 10
     seen["worst"][0]["file"], seen["worst"][1] = NASTY, seen["worst"][1] | {"png": None, "columns": {NASTY: NASTY}}
     seen["worst"][2]["png"] = f'"><script>{seen["worst"][2]["png"]}'
@@ -512,6 +546,7 @@ def test_no_entry_of_another_kind_breaks_the_page(run, tmp_path_factory, data):
         contents = read(folder, name)
         if name == "result.json":
             contents |= {"time": {"data": 1.0, "step": 2.0}, "git": {"revision": "a", "dirty": False}, "mfu": 0.5}
+            contents |= {"doctor": ["a\nb", "c"]}
         for _ in range(data.draw(st.integers(1, 4))):
             contents = spoilt(contents, data.draw)
         (folder / name).write_text(json.dumps(contents), encoding="utf-8")
@@ -624,10 +659,11 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     lines = ["area,kind,price"]
     areas = ["" if i % 5 == 0 else f"{generator.uniform(30, 200):.1f}" for i in range(80)]
     lines += [f"{area},{generator.choice('abc')},{i * 10 + 5}" for i, area in enumerate(areas)]
+    lines[9:9] = ["", ""]  # blank lines, which are no rows
     (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
     data = csv(str(tmp_path / "a.csv"), "price", missing="mean")
     mean = f"{data.table['columns'][0]['mean']:.6g} (the mean)"
-    by_price = {float(line.split(",")[2]): line.split(",")[:2] for line in lines[1:]}
+    by_price = {float(line.split(",")[2]): line.split(",")[:2] for line in lines[1:] if line}
     trainer = make_trainer(torch.nn.Linear(4, 1), loss=torch.nn.MSELoss())
     (_, _, loader), _ = make_loaders(data, batch_size=8)
     _, seen = examine.evaluate(trainer, loader, "test", data)
@@ -636,6 +672,9 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     assert mean in [sample["columns"]["area"] for sample in read(tmp_path)["worst"]]
     for sample in read(tmp_path)["worst"]:
         area, kind = by_price[round(sample["true"][0], 2)]
+        line = lines[sample["line"] - 1]
+        assert line.split(",") == [area, kind, f"{sample['true'][0]:.0f}"]
+        assert report.sample_of(sample, seen, 0)["name"] == f"line {sample['line']}"
         assert sample["columns"] == {"area": pytest.approx(float(area), rel=1e-4) if area else mean, "kind": kind}
 
 

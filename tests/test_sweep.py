@@ -171,6 +171,17 @@ def test_the_page_has_a_line_for_each_job_and_stands_alone(swept):
     assert "prefers-color-scheme: dark" in text and line_of(swept.out, "best") in page.text
 
 
+def test_no_line_goes_past_the_end_of_an_axis(swept):
+    page = Page((swept.folder / "sweep.html").read_text(encoding="utf-8"))
+    axes = {float(a["x1"]): (float(a["y1"]), float(a["y2"])) for tag, a in page.seen if tag == "line"}
+    for line in (attributes for tag, attributes in page.seen if tag == "path"):
+        points = [tuple(map(float, point)) for point in re.findall(r"([\d.]+) ([\d.]+)(?=C|$)", line["d"])]
+        assert [x for x, _ in points] == sorted(axes)
+        *heights, (x, y) = points
+        assert all(axes[x][0] <= y <= axes[x][1] for x, y in heights)
+        assert (axes[x][0] <= y <= axes[x][1]) == (line["class"] != "job failed")  # which ends below
+
+
 def test_all_of_it_is_built_again_from_the_directories(swept, tmp_path, capsys):
     shutil.copytree(swept.folder, tmp_path / "all")
     for name in ("sweep.csv", "sweep.html", "multirun.yaml"):

@@ -155,7 +155,10 @@ def test_csv_missing_values(table):
         UserError, match=r"'age' in 6, 'city' in 1 of 100 rows.\nType dataset.missing=mean .* dataset.missing=drop"
     ):
         table(text, target="kind")
-    assert sum(len(part) for part in parts_of(table(text, target="kind", missing="drop"))) == 93
+    parts = parts_of(table(text, target="kind", missing="drop"))
+    assert sum(len(part) for part in parts) == 93
+    there = [line for line in range(8, 102) if line != 12]
+    assert sorted(line for part in parts for line in part.lines.tolist()) == there  # of the file: the header is line 1
     filled = table(text, target="kind", missing="mean", val_fraction=0, test_fraction=0)
     assert (
         len(filled.train) == 100

@@ -100,6 +100,28 @@ def answered(main):
         return report(error)
 
 
+def with_folder(arguments, usage, is_one, act):
+    """Does `act(folder)` for `python -m trainer.MODULE DIR`, and gives the exit code.
+
+    For a name that is none, the nearest folder beside it of those that `is_one` says yes to is proposed.
+    """
+    if {"-h", "--help"} & set(arguments):
+        print(usage)
+        return 0
+    try:
+        if len(arguments) != 1 or arguments[0].startswith("-"):
+            raise UserError(f"Type {usage}")
+        folder = Path(arguments[0])
+        if not folder.is_dir():
+            names = [path.name for path in folder.parent.glob("*") if is_one(path)]
+            hint = did_you_mean(folder.name, names, whole=lambda name: str(folder.parent / name))
+            raise UserError(f"{folder}: there is no such folder.{hint}")
+        act(folder)
+    except (UserError, OSError) as error:
+        return report(error)
+    return 0
+
+
 def say_interrupted():
     """Says what to do after a signal, and gives its exit code."""
     sweep = {"-m", "--multirun"} & set(sys.argv)  # which has said how to go on

@@ -61,7 +61,7 @@ class Doctor(Callback):
 
     def __init__(self, every=50):
         self.every = check_number("callbacks.doctor.every", every, whole=True, least=1)
-        self.hooks, self.said, self.count = [], {}, 0
+        self.hooks, self.said, self.warnings, self.count = [], {}, [], 0
 
     def on_fit_start(self, trainer):
         """UserError where a step cannot be looked into."""
@@ -76,6 +76,7 @@ class Doctor(Callback):
             )
         self.begun_at, self.count = trainer.step, 0
         self.samples, self.said = collections.deque(maxlen=WINDOW), {}  # {kind: the layers it was said of}
+        self.warnings = []
         self.most_moved, self.had_gradient = {}, False
         self.look(trainer)
 
@@ -172,7 +173,8 @@ class Doctor(Callback):
             said = self.said.setdefault(kind, [])
             if new := {name: text for name, text in found.items() if name not in said}:
                 said += new
-                log.warning("doctor: %s, at step %d: %s.\n%s", kind, trainer.step, listed(new), ADVICE[kind])
+                self.warnings.append(f"{kind}, at step {trainer.step}: {listed(new)}.\n{ADVICE[kind]}")
+                log.warning("doctor: %s", self.warnings[-1])
 
     def summary(self, trainer):
         """The line that ends it."""
@@ -185,6 +187,12 @@ class Doctor(Callback):
         sizes = sorted(statistics.median(s.updates[name] for s in self.samples) for name in last.updates)
         updates = f"; updates are {sizes[0]:.1g} to {sizes[-1]:.1g} of the weights" if sizes else ""
         return f"doctor   {seen}: nothing to warn of{updates}"
+
+
+def result_of(trainer):
+    """What result.json says of the last fit: all that its doctor has warned of; {} where that is nothing."""
+    own = next((callback for callback in trainer.callbacks if isinstance(callback, Doctor)), None)
+    return {"doctor": own.warnings} if own and own.warnings else {}
 
 
 def findings(samples, most_moved):

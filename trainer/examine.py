@@ -202,9 +202,11 @@ def write(path, found, data):
 
 
 def show(part, data, index):
-    """{"file", "png" or "columns"} of a sample, as far as there are such."""
+    """{"file" or "line", "png" or "columns"} of a sample, as far as there are such."""
     files = getattr(part, "files", None)
     found = {"file": printable(Path(files[index]).relative_to(files.root))} if hasattr(files, "root") else {}
+    if getattr(part, "lines", None) is not None:
+        found["line"] = int(part.lines[index])
     with torch.random.fork_rng(devices=[]):  # a split of the user's own may draw
         inputs, _ = part[[index]]
     if not isinstance(inputs, torch.Tensor):

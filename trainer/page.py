@@ -17,6 +17,7 @@ TOP, HEIGHT, BOTTOM, LETTER, LINE = 56, 320, 44, 7, 16
 MOST_LETTERS = 24  # of a name in the picture; the whole of it is in its tooltip
 MOST_AXES = 30
 MOST_SPREAD = 12  # pixels between the lines of jobs with the same value and its place
+ROOM = HEIGHT - 2 * MOST_SPREAD  # for the places
 FAR = 10  # a number that is so many times another one wants a logarithmic scale
 
 
@@ -154,8 +155,8 @@ def typed(job, key):
 
 
 def y_of(height):
-    """The place on an axis of a height from 0, its foot, to 1."""
-    return TOP + HEIGHT * (1 - height)
+    """The place on an axis of a height from 0, its foot, to 1: within its ends, as lines at one place lie around it."""
+    return TOP + MOST_SPREAD + ROOM * (1 - height)
 
 
 def curve(points):
@@ -176,7 +177,7 @@ def drawn_axis(x, name, ticks):
     )
     last = None
     for height, text in sorted(ticks):
-        if last is None or (height - last) * HEIGHT >= LINE:
+        if last is None or (height - last) * ROOM >= LINE:
             short = safe(text if len(text) <= 18 else f"{text[:17]}…")
             place = f'x="{x + 7}" y="{y_of(height) + 4:.1f}"'
             yield f'<text class="tick" {place}>{short}<title>{safe(text)}</title></text>'
@@ -201,7 +202,7 @@ def spread(places):
     """The places of the jobs on an axis, in their order: those at the same place a little apart, later ones higher."""
     same = Counter(places)
     distinct = sorted(same)
-    gap = min((b - a for a, b in itertools.pairwise(distinct)), default=HEIGHT)
+    gap = min((b - a for a, b in itertools.pairwise(distinct)), default=ROOM)
     most, before, apart = min(MOST_SPREAD, 0.3 * gap), Counter(), []
     for place in places:
         apart.append(place + most * (1 - 2 * before[place] / (same[place] - 1)) if same[place] > 1 else place)

@@ -15,7 +15,7 @@ import zlib
 from pathlib import Path
 
 from trainer import cli, files, rundir, saved_config
-from trainer.errors import UserError, as_typed, did_you_mean
+from trainer.errors import UserError, as_typed
 from trainer.readable import duration, number, seconds
 from trainer.rundir import STAGES, is_number
 
@@ -28,6 +28,7 @@ MOST_CLASSES = 40  # of a matrix that is drawn
 MOST_PAIRS = 20  # of classes that are confused, where there are more
 MOST_SAMPLES = 24  # of each kind
 MOST_COLUMNS = 12  # of a table's row
+MOST_WARNINGS, MOST_WARNING = 20, 500  # of the doctor's; letters of each
 MOST_PNG, MOST_SIDE = 2**15, 256  # bytes and pixels of a picture
 MOST_PICTURES = 450_000  # letters of all pictures
 MOST_PAGE = 1_000_000  # bytes
@@ -76,6 +77,7 @@ def facts_of(folder):
         "remarks": list(remarks(result)),
         "tiles": tiles(result, best),
         "curves": curves(rows, best),
+        "doctor": warnings(result),
         "confusion": confusion(seen),
         "hardest": hardest(seen),
         "regression": regression(seen),
@@ -152,10 +154,10 @@ def text_in(mapping, key):
     return short(value) if isinstance(value, str) and value else None
 
 
-def short(value):
-    """The value as text of at most MOST_TEXT letters."""
+def short(value, most=MOST_TEXT):
+    """The value as text of at most so many letters."""
     text = str(value)
-    return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def evaluation_of(found):
@@ -364,32 +366,33 @@ def curves(rows, best):
     def series(name):
         return [(row["epoch"], row[name]) for row in rows if name in row]
 
-    def mark(points):
-        return None if best is None else next((point for point in points if point[0] == best["epoch"]), None)
-
     known = best and best["name"].startswith("val/") and best["name"] != "val/loss" and series(best["name"])
     metric = best["name"] if known else metric_of(rows)
-    frames = [("loss", "train/loss", "val/loss"), ("metric", f"train/{metric[4:]}" if metric else None, metric)]
-    frames.append(("rate", "train/lr", None))
+    frames = [("loss", "loss", series("train/loss"), series("val/loss"))]
+    if metric:
+        frames.append(("metric", short(metric[4:]), series(f"train/{metric[4:]}"), series(metric)))
+    frames.append(("rate", "learning rate", [], series("train/lr")))  # in the colour of the validation
     drawn = []
-    for name, train, val in frames:
-        lines = {"train": series(train) if train else [], "val": series(val) if val else []}
-        if name == "rate":
-            lines = {"val": lines["train"]}
-        if max(map(len, lines.values())) < 2:
+    for name, title, train, val in frames:
+        if max(len(train), len(val)) < 2:
             continue
-        title = {"loss": "loss", "metric": short(metric[4:]) if metric else "", "rate": "learning rate"}[name]
-        point = mark(lines["val"]) if name != "rate" else None
-        keys = [key for key, points in lines.items() if points] if name != "rate" else []
-        drawn.append(
-            {
-                "title": title,
-                "keys": keys,
-                "best": point and epoch(point[0]),
-                "svg": plots.curves(name, lines, point, f"{title} over the epochs", name == "loss"),
-            }
-        )
+        lines, keys, point = {"train": train, "val": val}, [], None
+        if name != "rate":
+            keys = [key for key, points in lines.items() if points]
+            point = best and next((point for point in val if point[0] == best["epoch"]), None)
+        svg = plots.curves(name, lines, point, f"{title} over the epochs", logarithmic=name == "loss")
+        drawn.append({"title": title, "keys": keys, "best": point and epoch(point[0]), "svg": svg})
     return drawn
+
+
+def warnings(result):
+    """[(what, what to type)] of what the doctor has warned of."""
+    said = result.get("doctor")
+    said = [text for text in said if isinstance(text, str) and text] if isinstance(said, list) else []
+    parts = [text.partition("\n") for text in said[:MOST_WARNINGS]]
+    return [
+        (short(what[:1].upper() + what[1:], MOST_WARNING), short(advice, MOST_WARNING)) for what, _, advice in parts
+    ]
 
 
 def confusion(seen):
@@ -428,14 +431,16 @@ def hardest(seen):
     for name, title in titles.items():
         samples = []
         for sample in seen.get(name, ()):
-            if (shown := sample_of(sample, seen, left)) is not None:
-                samples.append(shown)
-                left -= len(shown["png"] or "")
+            shown = sample_of(sample, seen, left)
+            if shown is None:
+                continue
+            samples.append(shown)
+            left -= len(shown["png"] or "")
         if samples:
             pictures = any(sample["png"] for sample in samples)
             numbered = not all(sample["named"] for sample in samples)
-            about = {"title": title, "pictures": pictures, "numbered": numbered}
-            groups.append({**about, "samples": samples, **table_of(samples)})
+            group = {"title": title, "samples": samples, "pictures": pictures, "numbered": numbered}
+            groups.append(group | table_of(samples))
     return groups
 
 
@@ -462,7 +467,7 @@ def sample_of(sample, seen, left):
     fits = isinstance(picture, str) and len(picture) <= left and is_png(picture)
     columns = list(columns.items())[:MOST_COLUMNS] if isinstance(columns, dict) else []
     probability = number_in(sample, "probability") if seen["kind"] == "classification" else None
-    named = text_in(sample, "file")
+    named = text_in(sample, "file") or (f"line {sample['line']}" if is_count(sample.get("line")) else None)
     return {
         "named": named is not None,
         "name": named or f"sample {sample['index']:,}",
@@ -537,16 +542,17 @@ def shares(mapping, names, words):
 
 def speed(result):
     """{"sentence", "numbers": [(what, value)]} on how fast it was."""
-    flops, mfu = number_in(result, "flops_per_second"), number_in(result, "mfu")
-    each, peak = number_in(result, "flops_per_sample"), number_in(result, "peak_flops")
-    found = [("FLOPs a sample, forward and backward", each and amount(each)), ("FLOP/s", flops and amount(flops))]
-    found.append(
-        (
-            "of the device's peak (MFU)",
-            None if mfu is None else percent(mfu) + (f" of {amount(peak)}FLOP/s" if peak else ""),
-        )
-    )
-    return {"sentence": text_in(result, "speed"), "numbers": [(what, value) for what, value in found if value]}
+    names = ("flops_per_sample", "flops_per_second", "mfu", "peak_flops")
+    each, rate, mfu, peak = (number_in(result, name) for name in names)
+    numbers = []
+    if each:
+        numbers.append(("FLOPs a sample, forward and backward", amount(each)))
+    if rate:
+        numbers.append(("FLOP/s", amount(rate)))
+    if mfu is not None:
+        of = f" of {amount(peak)}FLOP/s" if peak else ""
+        numbers.append(("of the device's peak (MFU)", f"{percent(mfu)}{of}"))
+    return {"sentence": text_in(result, "speed"), "numbers": numbers}
 
 
 def settings(config, typed):
@@ -625,31 +631,21 @@ def commands(folder, typed, result):
 
 def main(arguments):
     """`python -m trainer.report DIR [--open]`: gives the exit code."""
-    usage = "python -m trainer.report DIR, a run directory; with --open it is shown as well."
-    if {"-h", "--help"} & set(arguments):
-        print(usage)
-        return 0
-    opens = "--open" in arguments
-    names = [argument for argument in arguments if argument != "--open"]
-    try:
-        if len(names) != 1 or names[0].startswith("-"):
-            raise UserError(f"Type {usage}")
-        folder = Path(names[0])
-        if not folder.is_dir():
-            near = [path.parent.name for path in folder.parent.glob("*/config.yaml")]
-            hint = did_you_mean(folder.name, near, whole=lambda name: str(folder.parent / name))
-            raise UserError(f"{folder}: there is no such folder.{hint}")
-        path = write(folder)
-        print(f"report   {path}")
-    except UserError as error:
-        return cli.report(UserError(str(error).replace("run_dir=", "")))  # which nobody has typed here
-    except OSError as error:
-        return cli.report(error)
-    if opens:
-        import webbrowser
 
-        webbrowser.open(path.resolve().as_uri())
-    return 0
+    def draw(folder):
+        try:
+            path = write(folder)
+        except UserError as error:
+            raise UserError(str(error).replace("run_dir=", "")) from None  # which nobody has typed here
+        print(f"report   {path}")
+        if "--open" in arguments:
+            import webbrowser
+
+            webbrowser.open(path.resolve().as_uri())
+
+    usage = "python -m trainer.report DIR, a run directory; with --open it is shown as well."
+    names = [argument for argument in arguments if argument != "--open"]
+    return cli.with_folder(names, usage, lambda path: (path / "config.yaml").exists(), draw)
 
 
 if __name__ == "__main__":

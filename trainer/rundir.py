@@ -161,7 +161,7 @@ if hasattr(os, "register_at_fork"):  # a worker that outlives a killed run must 
 
 
 # What result.json says of how a run went, and not of what it came to.
-MEASURED = ("seconds", "time", "speed", "git", "flops_per_sample", "flops_per_second", "peak_flops", "mfu")
+MEASURED = ("seconds", "time", "speed", "doctor", "git", "flops_per_sample", "flops_per_second", "peak_flops", "mfu")
 
 
 def measured_before(folder, result):

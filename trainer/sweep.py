@@ -22,7 +22,7 @@ from urllib.parse import quote
 from hydra.experimental.callback import Callback
 
 from trainer import cli, files, launch, rundir, settings
-from trainer.errors import UserError, as_typed, cause, did_you_mean, log, printable
+from trainer.errors import UserError, as_typed, cause, log, printable
 from trainer.readable import number, numbers
 from trainer.rundir import is_number
 
@@ -493,30 +493,20 @@ def is_sweep(folder):
     return any((folder / name).is_file() for name in (SWEEP, "multirun.yaml")) or any(folder.glob(f"*/{JOB}"))
 
 
+def show(folder):
+    """Prints the table of the sweep in the folder, and writes its files anew; UserError where there is none."""
+    if not is_sweep(folder):
+        inside = sorted(filter(is_sweep, folder.glob("*")))
+        example = f", as in {inside[-1]}" if inside else ""
+        raise UserError(f"{folder}: this is no sweep's directory. Type the directory of a sweep{example}.")
+    if not (jobs := read_jobs(folder)):
+        raise UserError(f"{folder}: there is no job in it. Type the directory of a sweep.")
+    report(folder, jobs)
+
+
 def main(arguments):
     """`python -m trainer.sweep DIR`: gives the exit code."""
-    usage = "python -m trainer.sweep DIR, the directory of a sweep."
-    if {"-h", "--help"} & set(arguments):
-        print(usage)
-        return 0
-    try:
-        if len(arguments) != 1 or arguments[0].startswith("-"):
-            raise UserError(f"Type {usage}")
-        folder = Path(arguments[0])
-        if not folder.is_dir():
-            names = [path.name for path in folder.parent.glob("*") if is_sweep(path)]
-            hint = did_you_mean(folder.name, names, whole=lambda name: str(folder.parent / name))
-            raise UserError(f"{folder}: there is no such folder.{hint}")
-        if not is_sweep(folder):
-            inside = sorted(filter(is_sweep, folder.glob("*")))
-            example = f", as in {inside[-1]}" if inside else ""
-            raise UserError(f"{folder}: this is no sweep's directory. Type the directory of a sweep{example}.")
-        if not (jobs := read_jobs(folder)):
-            raise UserError(f"{folder}: there is no job in it. Type the directory of a sweep.")
-        report(folder, jobs)
-    except (UserError, OSError) as error:
-        return cli.report(error)
-    return 0
+    return cli.with_folder(arguments, "python -m trainer.sweep DIR, the directory of a sweep.", is_sweep, show)
 
 
 if __name__ == "__main__":
