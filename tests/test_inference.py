@@ -21,7 +21,7 @@ import trainer as package
 from data import datasets, tables
 from data.datasets import Data, TensorSplit, is_description
 from data.loader import DeviceLoader
-from trainer import Trainer, checkpoint, inference
+from trainer import Trainer, card, checkpoint, inference
 from trainer.errors import TrainingError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -216,7 +216,7 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
         config.replace("models.mlp.MLP", "nets_of_mine.Net"), encoding="utf-8"
     )
     with pytest.raises(
-        UserError, match=r"(?s)run=.*nets_of_mine\.Net: not among what may be built.*trusted=\[nets_of_mine\]"
+        UserError, match=r"(?s)run=.*nets_of_mine\.Net: not among what may be built.*trusted=\[\"nets_of_mine\"\] if"
     ):
         package.load(tmp_path / "run")
     assert "nets_of_mine" not in sys.modules
@@ -225,6 +225,12 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     assert torch.equal(found(pixels), package.load(runs / "digits")(pixels))
     with pytest.raises(UserError, match="not among what may be built"):  # it was for that call
         package.load(tmp_path / "run")
+    typed = result(runs, "digits") | {"overrides": ["model._target_=nets_of_mine.Net"]}
+    weights = dict(found.module.state_dict())
+    card.write(tmp_path / "run", weights, found.module, datasets.digits(), typed)
+    text = (tmp_path / "run" / "model.md").read_text(encoding="utf-8")
+    [call] = re.findall(r"model = (trainer\.load\(.*?\))  #", text)  # as the card says that it is loaded
+    assert torch.equal(eval(call, {"trainer": package})(pixels), found(pixels))
 
 
 def test_folders_that_are_no_runs(runs, tmp_path):

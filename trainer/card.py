@@ -5,6 +5,7 @@ import json
 import torch
 
 from trainer import checkpoint, parallel
+from trainer.build import own_packages
 from trainer.errors import printable
 from trainer.files import write_text
 from trainer.readable import numbers
@@ -20,7 +21,7 @@ With the project and the run directory that it is from, it is ready to use: pixe
 ```python
 import trainer
 
-model = trainer.load({folder})  # in eval mode, its preprocessing inside; model.classes are the names
+model = trainer.load({load})  # in eval mode, its preprocessing inside; model.classes are the names
 ```
 Without either, make the same modules with the same names, which are below:
 ```python
@@ -52,6 +53,8 @@ def write(folder, weights, module, data, result, usual=True):
     checkpoint.write_tensors(folder / "model.safetensors", weights, {"inputs": json.dumps(about)})
     text = parallel.plain_text(module)
     best = result["best"]["step"] if result["best"] else result["steps"]
+    own = own_packages(result["overrides"])
+    trusted = [f"trusted={json.dumps(own)}"] if own else []
     card = CARD.format(
         name=text.partition("(")[0],
         parameters=f"{result['parameters']:,}",
@@ -60,7 +63,7 @@ def write(folder, weights, module, data, result, usual=True):
         step=f"{best:,}",
         versions=", ".join(f"{key} {value}" for key, value in result["versions"].items() if key != "platform"),
         command=command(result["overrides"]),
-        folder=json.dumps(str(folder)),
+        load=", ".join([json.dumps(str(folder)), *trusted]),
         module=text,
     )
     write_text(folder / "model.md", card)

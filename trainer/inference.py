@@ -5,10 +5,12 @@ import itertools
 import json
 import math
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 
 from data import images, tables
 from data.datasets import is_description, names_of
@@ -101,9 +103,16 @@ def load(folder, device="cpu", trusted=()):
             with torch.random.fork_rng(devices=[]):
                 module = tested(config, state, about)
         except UserError as error:
-            raise saved_config.of_run(folder, error) from None
+            raise saved_config.of_run(folder, in_python(error)) from None
     model = Trained(module, about).eval().requires_grad_(False)
     return (model.float() if device.type == "mps" else model).to(device)  # mps has no float64
+
+
+def in_python(error):
+    """The error with its advice on what to trust as Python takes it, where there is no command line."""
+    if HydraConfig.initialized():
+        return error
+    return UserError(re.sub(r"trusted=\[(\w+)\]", r'trusted=["\1"]', str(error)))
 
 
 def best(folder):
