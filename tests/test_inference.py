@@ -200,9 +200,24 @@ def test_loading_leaves_the_process_as_it_was(runs):
     assert torch.are_deterministic_algorithms_enabled()
 
 
-def test_pixels_are_bytes(runs):
-    with pytest.raises(UserError, match=r"takes pixels of uint8, and these are torch\.float32"):
-        package.load(runs / "digits")(torch.zeros(1, 1, 8, 8))
+def test_inputs_of_another_type_or_shape_are_refused_with_what_is_wanted(runs):
+    digits, prices = package.load(runs / "digits"), package.load(runs / "prices")
+    pixels = datasets.digits().test.inputs[:1]
+    takes = {
+        digits: "a torch.Tensor of uint8, (N, 1, 8, 8). ",
+        prices: "a torch.Tensor, (N, 5): the numbers of model.columns",
+    }
+    for model, inputs, given in (
+        (digits, pixels.float(), "This is torch.float32 of shape (1, 1, 8, 8)."),
+        (digits, pixels[0], "This is torch.uint8 of shape (1, 8, 8).\nGive inputs[None]"),
+        (digits, pixels.numpy(), "This is a ndarray.\nGive torch.as_tensor(inputs)"),
+        (prices, torch.zeros(1, 4), "This is torch.float32 of shape (1, 4)."),
+        (prices, {"town": "Ulm"}, "This is a dict."),
+    ):
+        with pytest.raises(UserError) as caught:
+            model(inputs)
+        assert takes[model] in str(caught.value) and given in str(caught.value)
+    assert torch.equal(digits(torch.as_tensor(pixels.numpy())), digits(pixels))
 
 
 def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):

@@ -44,11 +44,8 @@ class Trained(torch.nn.Module):
                 self.register_buffer(name, value, persistent=False)
 
     def forward(self, inputs):
+        self.check(inputs)
         if self.pixels:
-            if inputs.dtype != torch.uint8:
-                raise UserError(
-                    f"{self.about['dataset']}: the model takes pixels of uint8, and these are {inputs.dtype}."
-                )
             inputs = inputs.float() * self.scale + self.offset
         elif self.columns is not None:
             inputs = (inputs.to(self.mean.dtype) - self.mean) / self.std
@@ -59,6 +56,18 @@ class Trained(torch.nn.Module):
         if self.target_mean is not None and card.is_usual(outputs, self.about):
             outputs = outputs.to(self.target_mean.dtype) * self.target_scale + self.target_mean
         return outputs
+
+    def check(self, inputs):
+        """UserError for inputs of another type or shape than the data set's."""
+        shape, tensor = self.about["in_shape"], isinstance(inputs, torch.Tensor)
+        if tensor and list(inputs.shape[1:]) == shape and (inputs.dtype == torch.uint8 or not self.pixels):
+            return
+        takes = f"a torch.Tensor{' of uint8' if self.pixels else ''}, (N, {', '.join(map(str, shape))})"
+        takes += ": the numbers of model.columns, in this order" if self.columns is not None else ""
+        given = f"{inputs.dtype} of shape {tuple(inputs.shape)}" if tensor else f"a {type(inputs).__name__}"
+        advice = "" if tensor else "\nGive torch.as_tensor(inputs), where these are an array or lists of numbers."
+        advice = "\nGive inputs[None] for a single sample." if tensor and list(inputs.shape) == shape else advice
+        raise UserError(f"{self.about['dataset']}: the model takes {takes}. This is {given}.{advice}")
 
 
 def constants(about):
