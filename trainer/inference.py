@@ -181,7 +181,7 @@ def predict(model, path, *, batch_size=512, missing=None, delimiter=None, skip=F
     size = max(1, min(batch_size, AT_ONCE // (8 * math.prod(about["in_shape"]))))
     if model.columns is not None:
         key, batches = "line", row_batches(path, about["table"], size, missing, delimiter)
-    elif model.pixels and len(about["in_shape"]) == 3 and about["in_shape"][0] in (1, 3):
+    elif card.is_image(about):
         key, batches = "file", image_batches(path, about["in_shape"], size, skip)
     else:
         what = f"the run was trained on {about['dataset']}, which is neither images nor a table"
