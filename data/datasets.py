@@ -194,7 +194,8 @@ def unknown_class(name, known):
     shown = ", ".join(printable(other) for other in known[:10]) + ", ..." * (len(known) > 10)
     hint = did_you_mean(name, known)
     return UserError(
-        f"dataset: the run knows no class {printable(name)!r}.{hint}\nIts {len(known)} classes are {shown}."
+        f"dataset: the run knows no class {printable(name)!r}.{hint}\nIts {len(known)} classes are {shown}.\n"
+        "Rename or remove what is of another; images lie in a folder for each class."
     )
 
 

@@ -383,7 +383,9 @@ def test_the_rows_of_a_table_get_the_trainers_own_predictions(forks, runs):
     rows = list(houses(300))
     write_table(runs / "all.csv", rows[::-1], ("size", "town", "age"), delimiter=";")
     first = predicted(forks, runs, "run=prices", "input=houses.csv")
-    second = predicted(forks, runs, "run=prices", "input=all.csv", "dataset.delimiter=';'")
+    err = refused(forks, runs, "task=predict", "run=prices", "input=all.csv")
+    [typed] = re.findall(r"dataset\.delimiter=.*(?=\")", err)  # within the shell's own quotes
+    second = predicted(forks, runs, "run=prices", "input=all.csv", typed)
     assert [row["line"] for row in first] == list(range(2, 302))
     assert [row["value"] for row in second[::-1]] == pytest.approx([row["value"] for row in first], rel=1e-7)
     parts = datasets.split_indices(300, [0.1, 0.2], 0, stratified=False)
@@ -420,6 +422,18 @@ def test_what_a_row_lacks_can_be_filled_in_where_the_training_lacked_nothing(for
     mean = package.load(runs / "prices").mean[0].item()
     write_table(runs / "gaps.csv", [ROWS[0], ROWS[1] | {"age": repr(mean)}], ("age", "town", "size"))
     assert predicted(forks, runs, "run=prices", "input=gaps.csv") == filled
+
+
+def test_a_table_of_one_feature_needs_no_second_column(tmp_path):
+    """For a run of that table; any other table of one column has another delimiter."""
+    (tmp_path / "two.csv").write_text("x,y\n" + "".join(f"{i},{2 * i + 0.5}\n" for i in range(30)), encoding="utf-8")
+    (tmp_path / "one.csv").write_text("x\n3\n\n4\n", encoding="utf-8")
+    (tmp_path / "other.csv").write_text("x;y\n3;4\n", encoding="utf-8")
+    model = inference.Trained(torch.nn.Linear(1, 1), tables.csv(str(tmp_path / "two.csv"), "y").description())
+    both = list(inference.predict(model, tmp_path / "two.csv"))[3:5]
+    assert list(inference.predict(model, tmp_path / "one.csv")) == [both[0] | {"line": 2}, both[1] | {"line": 4}]
+    with pytest.raises(UserError, match="other.csv has one column only"):
+        list(inference.predict(model, tmp_path / "other.csv"))
 
 
 def test_the_row_whose_outputs_are_not_finite_is_named(runs, tmp_path):
@@ -650,7 +664,7 @@ def test_other_images_have_the_runs_mean_and_its_classes_by_name(forks, runs, tm
     assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(outputs, targets).item(), rel=1e-6)
     (tmp_path / "two" / "cat").rename(tmp_path / "two" / "gnat")
     err = refused(forks, runs, "task=evaluate", "run=folder", f"dataset.root={tmp_path / 'two'}")
-    assert "the run knows no class 'gnat'" in err and "bird, cat, dog" in err
+    assert "the run knows no class 'gnat'" in err and "bird, cat, dog" in err and "a folder for each class" in err
 
 
 def test_a_renamed_copy_of_the_images_that_is_in_order_again_gives_the_same_numbers(forks, runs, tmp_path):

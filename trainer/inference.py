@@ -217,7 +217,9 @@ def row_batches(path, table, size, missing=None, delimiter=None, key="input"):
     if os.path.isdir(path):
         raise UserError(f"{key}={printable(path)}: this is a folder, and the run takes a table. Type {key}=FILE.csv.")
     delimiter = table["delimiter"] if delimiter is None else delimiter
-    rows = tables.read_rows(path, "\t" if delimiter == "tab" else delimiter, key)
+    names = [column["name"] for column in table["columns"]]
+    alone = names[0] if len(names) == 1 else None
+    rows = tables.read_rows(path, "\t" if delimiter == "tab" else delimiter, key, alone)
     encode = tables.row_encoder(table, next(rows), path, table["missing"] if missing is None else missing)
     encoded = ((line, row) for line, values in rows if (row := encode(line, values)) is not None)
     empty = True
