@@ -761,6 +761,9 @@ def test_targets_are_brought_to_the_units_of_the_run():
     of_run, other = regression(3.0, 2.0), regression(1.0, 0.5)
     other.prepare_as(of_run.description())
     assert torch.equal(other.train.targets, of_run.train.targets) and other.target_scale == 2.0
+    other, of_run = regression(1.0, 0.5), regression(torch.tensor([3.0]), torch.tensor([2.0]))  # one a target
+    other.prepare_as(of_run.description())
+    assert torch.equal(other.train.targets, of_run.train.targets) and other.target_scale == [2.0]
 
 
 def test_the_readme_and_the_card_say_how(runs):
