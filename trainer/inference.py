@@ -1,5 +1,6 @@
 """A trained model ready to use: loaded from its run directory, with its preprocessing, and applied to files."""
 
+import copy
 import csv
 import itertools
 import json
@@ -14,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from data import images, tables
 from data.datasets import is_description, names_of
-from trainer import build, card, checkpoint, rundir, saved_config
+from trainer import build, card, checkpoint, parallel, rundir, saved_config
 from trainer import device as devices
 from trainer.errors import TrainingError, UserError, log, printable
 from trainer.files import replacing
@@ -152,9 +153,14 @@ def tested(config, state, about):
         build.check_nested(f"callbacks.{name}", node)
     callbacks = [build.build(f"callbacks.{name}", node) for name, node in nodes.items()]
     as_it_is = {"tune": (), "channels_last": False, "deterministic": torch.are_deterministic_algorithms_enabled()}
-    with Trainer(module, callbacks=callbacks, device="cpu", strategy="single", **as_it_is) as trainer:
-        trainer.load_state_dict(state)
-        weights = card.weights(trainer)
+    token = parallel.apart.set(True)  # it only asks the callbacks, whichever of several processes it is
+    try:
+        with Trainer(module, callbacks=callbacks, device="cpu", strategy="single", **as_it_is) as trainer:
+            trainer.load_state_dict(state)
+            with trainer.evaluating():  # a copy: other weights may be there for the time of it
+                weights = copy.deepcopy(dict(module.state_dict()))
+    finally:
+        parallel.apart.reset(token)
     module.load_state_dict(weights)
     return module
 
