@@ -269,6 +269,7 @@ def finish(folder, trainer, saver, data, loaders, start, draws):
     Where there is no test part and a report is drawn, it shows the validation part.
     """
     from trainer import card, checkpoint, doctor, examine, timing
+    from trainer.metrics import default_metrics
 
     result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver)}
     result |= timing.result_of(trainer) | doctor.result_of(trainer)
@@ -285,7 +286,9 @@ def finish(folder, trainer, saver, data, loaders, start, draws):
         return None
     result |= {**rundir.last_rows(folder), **test, "seconds": round(time.perf_counter() - start, 3)}
     result |= rundir.measured_before(folder, result)
-    card.write(folder, weights, trainer.module, data, result, usual=seen is not None or test_loader is None)
+    examined = test_loader is not None or (val_loader is not None and draws)
+    usual = seen is not None if examined else default_metrics(data.kind).keys() <= trainer.metrics.keys()
+    card.write(folder, weights, trainer.module, data, result, usual)
     if seen is not None:
         examine.write(folder / "evaluation.json", seen, data)
     rundir.write_json(folder / "result.json", result)
