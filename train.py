@@ -335,8 +335,12 @@ def predict(cfg):
         inference.check_output(cfg.output, (".csv", ".jsonl"))
     model = inference.load(cfg.run, device=cfg.device)
     ways = {key: own.dataset[key] for key in ("missing", "delimiter") if f"dataset.{key}" in cli.typed_keys()}
-    skip = own.dataset.get("on_bad_sample") == "skip"
-    rows = inference.predict(model, cfg.input, batch_size=own.eval_batch_size, skip=skip, **ways)
+    if ways and model.columns is None:
+        raise UserError(f"dataset.{next(iter(ways))} is for a table, and this run takes none. Leave it out.")
+    if model.columns is not None and "dataset.on_bad_sample" in cli.typed_keys():
+        raise UserError("dataset.on_bad_sample is for images, and this run takes a table. Leave it out.")
+    broken = check_choice("dataset.on_bad_sample", own.dataset.get("on_bad_sample", "error"), ("error", "skip"))
+    rows = inference.predict(model, cfg.input, batch_size=own.eval_batch_size, skip=broken == "skip", **ways)
     count = inference.write(rows, cfg.output)
     if cfg.output is not None:
         print(f"output   {cfg.output}: {count:,} row{'s' * (count != 1)}")
@@ -345,6 +349,8 @@ def predict(cfg):
 def export(cfg):
     """Writes the best weights of the run directory `run`, preprocessing included, in a `format` that others read."""
     own = saved_config.of_this_machine(cfg, LOADING)
+    if cfg.device not in ("auto", "cpu"):
+        raise UserError(f"device={cfg.device}: an export is computed on the CPU. Leave device out.")
     from trainer import exporting, inference
 
     exporting.check(cfg.format, cfg.output)

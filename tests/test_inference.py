@@ -538,6 +538,7 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
         ("no/o.csv", "there is no folder no"),
         ("images", "this is a folder"),
         ("o.txt", "does not end in .csv or .jsonl"),
+        ("-", "give the name of a file"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             inference.check_output(output, (".csv", ".jsonl"))
@@ -578,6 +579,9 @@ def test_a_key_is_for_its_task(forks, runs):
         ("task=predict", "run=prices", "input=x", "split=val"): "split=val is for task=evaluate.",
         ("task=evaluate", "run=prices", "input=x"): "input=x is for task=predict.",
         ("format=onnx",): "format=onnx is for task=export.",
+        ("task=predict", "run=folder", "input=x", "dataset.missing=mean"): "dataset.missing is for a table",
+        ("task=predict", "run=prices", "input=x", "dataset.on_bad_sample=skip"): "dataset.on_bad_sample is for images",
+        ("task=export", "run=prices", "format=onnx", "device=cuda"): "device=cuda: an export is computed on the CPU",
         ("task=evaluate", "run=prices", "split=trian"): "Did you mean 'train'?",
     }.items():
         assert message in refused(forks, runs, *arguments), arguments
