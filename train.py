@@ -310,15 +310,23 @@ def evaluate(cfg):
     from data.datasets import fingerprint
     from trainer import inference
 
+    fractions = {"val_fraction", "test_fraction"} & own.dataset.keys() if cfg.split == "all" else ()
+    for name in fractions:
+        if f"dataset.{name}" in cli.typed_keys():
+            raise UserError(f"split=all is not cut, and there is dataset.{name}. Leave out one of them.")
+        own.dataset[name] = 0
     path, state = inference.best(cfg.run)
     about = inference.description(cfg.run, state)
     with building(own, state=state, about=about, split=cfg.split) as (trainer, data, loaders):
         trainer.load_state_dict(state)
-        split, loader = next(found for found in zip(("train", "val", "test"), loaders, strict=True) if found[1])
+        part, loader = next(found for found in zip(("train", "val", "test"), loaders, strict=True) if found[1])
+        split = "all" if cfg.split == "all" else part
         if cfg.split is None and rundir.about(state).get("data") not in (None, fingerprint(data)):
             what = "this is other data than the run was trained on, or it has changed since, and is cut anew"
-            more = "All of it: dataset.val_fraction=0 dataset.test_fraction=0 split=train"
-            log.warning("%s: %s; this is its %s part. %s.", data.name, what, split, more)
+            log.warning("%s: %s; this is its %s part. All of it: split=all.", data.name, what, split)
+        if lacking := data.classes_without_samples(part):
+            shown = ", ".join(lacking[:10]) + ", ..." * (len(lacking) > 10)
+            log.warning("%s: there are no samples of %s.", data.name, shown)
         results = trainer.evaluate(loader, split)
     print(f"weights  {path}")
     print(f"{split:<9}" + "  ".join(f"{name.removeprefix(split + '/')} {value}" for name, value in results.items()))
@@ -448,7 +456,7 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
     only = None if state is None else data.part_to_evaluate(split)
     sizes = {"batch_size": cfg.batch_size, "eval_batch_size": cfg.eval_batch_size, "drop_last": cfg.drop_last}
     loaders, why = make_loaders(data, **sizes, device=device, seed=cfg.seed, only=only, **loading)
-    print(summary.data_line(data, loaders, why))
+    print(summary.data_line(data, loaders, why, whole=split == "all"))
 
     devices.seed_generators(device, devices.mix_seed(settings.check("seed", cfg.seed), "model"))
     if state is not None:
