@@ -708,8 +708,8 @@ def test_any_number_of_rows_of_any_classes_can_be_evaluated(forks, runs, tmp_pat
     assert found["mae"] == pytest.approx(abs(value - float(rows[0]["price"])), rel=1e-4)
 
 
-def test_a_folder_of_one_class_can_be_evaluated(forks, runs, tmp_path):
-    write_images(tmp_path / "one", ("dog",), seed=3)
+def test_a_folder_of_one_class_can_be_evaluated_and_its_images_are_resized_to_the_runs(forks, runs, tmp_path):
+    write_images(tmp_path / "one", ("dog",), seed=3, size=21)
     every = ("split=all",)
     done = forks.run(runs, "task=evaluate", "run=folder", f"dataset.root={tmp_path / 'one'}", *every, "device=cpu")
     assert done.err == "one: there are no samples of bird, cat.\n"
