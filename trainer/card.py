@@ -17,7 +17,8 @@ CARD = """# {name}
 {facts}- Results: {results}
 - Trained by: `{command}` ({versions})
 
-With the project and the run directory that it is from, it is ready to use: pixels, or the columns of a table, go in.
+With the project and the run directory that it is from, it is ready to use: pixels go in as bytes, or a table's
+numbers as they stand in it, with 0 or 1 for each category (`model.columns`).
 ```python
 import trainer
 
