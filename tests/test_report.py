@@ -621,14 +621,17 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
 def test_mistakes_are_answered(tmp_path, capsys, run):
     (tmp_path / "folder").mkdir()
     shutil.copytree(run[0], tmp_path / "mine")
-    for job in ("one/0", "sweep/0", "sweep/1"):
+    for job in ("one/0", "sweep/0", "sweep/1", "runs/a", "runs/b"):
         shutil.copytree(run[0], tmp_path / job)
+        if not job.startswith("runs"):
+            (tmp_path / job / "job.json").touch()
     for arguments, said in [
         ([], "Type python -m trainer.report DIR"),
         (["--opn", "x"], "Type python -m trainer.report DIR"),
         ([str(tmp_path / "mien")], f"there is no such folder. Did you mean '{tmp_path / 'mine'}'?"),
         ([str(tmp_path / "folder")], f"error: {tmp_path / 'folder'}: there is no config.yaml in it, so it is no run"),
         ([str(tmp_path / "sweep")], f"It is a sweep: type {tmp_path / 'sweep' / '0'} or another of its 2 jobs."),
+        ([str(tmp_path / "runs")], f"It is a folder of runs, a, b: type {tmp_path / 'runs' / 'b'}, or another one."),
         ([str(tmp_path / "one")], f"It is a sweep: type {tmp_path / 'one' / '0'}.\n"),
     ]:
         assert report.main(arguments) == 2
