@@ -396,7 +396,7 @@ def plan(cfg):
     evaluations = math.ceil(found.steps / (cfg.eval_every or per_epoch)) if loaders[1] is not None else 0
     every, epochs = cfg.checkpoint.every, cfg.checkpoint.epochs
     saves = (found.steps // every if every else 0) + (math.ceil(found.steps / (per_epoch * epochs)) if epochs else 0)
-    print("\n".join(lines(found, started, evaluations, saves, cfg.checkpoint.keep)))
+    print("\n".join(lines(found, started, evaluations, saves, cfg.checkpoint.keep, cfg.max_minutes)))
     where = cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
     where += f", where it goes on at step {at:,}" if at else ""
     print(f"run      {where}; nothing was written\n         {rundir.command(typed_of_run())}")
