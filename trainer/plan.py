@@ -212,9 +212,8 @@ def time_lines(found, started, evaluations, saves, minutes):
     shown = [f"{seconds(value)} {text}" for text, value in parts.items() if value >= 0.05]
     yield f"         {', '.join(shown) or 'next to nothing'}"
     if training > limit:
-        left = limit / training
-        rest = f"{100 * left:.0f} % of the training, to about step {found.steps * left:,.0f}"
-        yield f"         of which max_minutes={minutes:g} leaves {rest}"
+        last = found.steps * limit / training
+        yield f"         of which max_minutes={minutes:g} is the end at about step {last:,.0f}"
 
 
 def count(number, what):

@@ -13,7 +13,7 @@ from trainer.errors import UserError, did_you_mean
 # Of a config.yaml: bytes, levels of nesting, and values after each ${...} is replaced. Ours have 3 KB, 4 and 100.
 MOST_YAML, MOST_LEVELS, MOST_VALUES = 2**17, 20, 10_000
 MOST_DIGITS = 1000  # of a number: Python prints none of more than 4,300 decimal ones, and 0x... may have any
-MOST_NAMES = 6  # of runs that are named
+MOST_NAMES = 3  # of runs that are named
 KEY_PATH = r"\$\{[A-Za-z_][\w.]*\}"
 
 
