@@ -33,6 +33,7 @@ MOST_WARNINGS, MOST_WARNING = 20, 500  # of the doctor's; letters of each
 MOST_PNG, MOST_SIDE = 2**15, 256  # bytes and pixels of a picture
 MOST_PICTURES = 450_000  # letters of all pictures
 MOST_PAGE = 1_000_000  # bytes
+GOOD_ENDS = {"val/acc": "max", "val/r2": "max", "val/loss": "min"}  # of what monitor=auto looks at
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 COLOURS = dict(zip(STAGES, (0, 6, 1, 4, 3, 1, 2, 5, 6, 7), strict=True)) | {
     "parameters": 1,
@@ -68,7 +69,7 @@ def facts_of(folder):
     result, rows = read_json(folder / "result.json", rundir.MOST_JSON), read_rows(folder / "metrics.jsonl")
     seen = evaluation_of(read_json(folder / "evaluation.json", MOST_JSON))
     typed = typed_in(folder, result)
-    best = best_of(result, rows)
+    best = best_of(result, rows) if result else best_so_far(config, rows)
     return {
         "title": f"Run {folder.resolve().name}",
         "folder": str(folder),
@@ -76,6 +77,7 @@ def facts_of(folder):
         "split": seen.get("split"),
         "verdict": verdict(result, rows, seen, best),
         "remarks": list(remarks(result)),
+        "ended": bool(result),
         "tiles": tiles(result, best),
         "curves": curves(rows, best),
         "doctor": warnings(result),
@@ -205,10 +207,7 @@ def is_matrix(rows, size):
 
 
 def best_of(result, rows):
-    """{"name", "value", "high", "epoch"} of the evaluation whose weights were kept; None where nobody knows.
-
-    Without a result the number that decides is not known either.
-    """
+    """{"name", "value", "high", "epoch"} of the evaluation whose weights were kept; None where nobody knows."""
     best = result.get("best")
     name, step = text_in(best, "name"), number_in(best, "step")
     value = number_in(best, "value")
@@ -216,6 +215,19 @@ def best_of(result, rows):
         return None
     row = next((row for row in rows if row.get("step") == step and name in row), None)
     return {"name": name, "value": value, "high": best.get("mode") == "max", "epoch": row and row["epoch"]}
+
+
+def best_so_far(config, rows):
+    """`best_of` a run that has no result yet: by its monitor, where its good end is known."""
+    name, mode = text_in(config, "monitor"), text_in(config, "monitor_mode")
+    if name == "auto":
+        name = next((one for one in GOOD_ENDS if any(one in row for row in rows)), None)
+    mode = GOOD_ENDS.get(name) if mode == "auto" else mode
+    evaluated = [row for row in rows if name in row]
+    if not evaluated or mode not in ("max", "min"):
+        return None
+    row = (max if mode == "max" else min)(evaluated, key=lambda row: row[name])
+    return {"name": name, "value": row[name], "high": mode == "max", "epoch": row["epoch"]}
 
 
 # What is said of it.
@@ -239,12 +251,13 @@ def verdict(result, rows, seen, best):
     if text := text_in(result, "error"):
         return f"The run has failed: {text}"
     tested = judged(result, seen)
-    course = progress(rows, best) if result else so_far(rows)
+    course = progress(rows, best) if result or best else so_far(rows)
     if tested is None and course is None:
         step = last_step(rows)
         return f"There is no evaluation yet, up to step {step:,.0f}." if rows else "There are no numbers yet."
-    text = "; ".join(filter(None, (tested, course)))
-    return f"{text[0].upper()}{text[1:]}."
+    still = None if result or not rows else f"the run has not come to its end, up to step {last_step(rows):,.0f}"
+    text = "; ".join(filter(None, (tested, course, still)))
+    return f"{text if re.match(r'[a-z]+/', text) else text[0].upper() + text[1:]}."  # a name stays as it is
 
 
 def judged(result, seen):
@@ -297,15 +310,14 @@ def progress(rows, best):
 
 
 def so_far(rows):
-    """'val/acc went from 0.4 after epoch 1 to 0.8 after epoch 3; the run has not come to its end, up to step 50'."""
+    """'val/f1 went from 0.4 after epoch 1 to 0.8 after epoch 3': where nobody knows which is better."""
     name = metric_of(rows) or "val/loss"
     evaluated = [row for row in rows if name in row]
     if not evaluated:
         return None
     first, last = evaluated[0], evaluated[-1]
     way = f"went from {number(first[name])} after {epoch(first['epoch'])} to" if first is not last else "is"
-    course = f"{short(name)} {way} {number(last[name])} after {epoch(last['epoch'])}"
-    return f"{course}; the run has not come to its end, up to step {last_step(rows):,.0f}"
+    return f"{short(name)} {way} {number(last[name])} after {epoch(last['epoch'])}"
 
 
 def metric_of(rows):
