@@ -419,6 +419,30 @@ def test_the_verdict_is_a_function_of_the_numbers():
         assert report.verdict(result, these, seen, at) == said
 
 
+def test_data_of_ones_own_has_its_own_name():
+    def about(**dataset):
+        return report.about({"model": {"_target_": "models.mlp.MLP"}, "dataset": dataset}, {"device": "cpu"})
+
+    assert about(_target_="data.datasets.digits") == "MLP on digits, cpu"
+    assert about(_target_="data.tables.csv", path="a/houses.csv") == "MLP on houses.csv, cpu"
+    assert about(_target_="data.images.image_folder", root=f"{'a' * 300}/photos/") == "MLP on photos, cpu"
+    assert (
+        about(_target_="data.images.image_folder", root=[3])
+        == "MLP on image_folder, cpu"
+        == about(_target_="data.images.image_folder", root=".")
+    )
+    assert about(_target_="data.tables.csv") == "MLP on csv, cpu"
+
+
+def test_columns_of_numbers_are_told_from_others():
+    def sample(name, **columns):
+        return {"name": name, "true": "1,234", "predicted": "-5.5e+07", "probability": "", "columns": columns}
+
+    rows = [sample("line 3", area="145.2 (the mean)", town="Bonn"), sample("line 12", area="", town="3")]
+    assert report.table_of(rows)["numbers"] == ["true", "predicted", "area"]
+    assert not any(map(report.has_number, ["a", "e", "-", "1 2", "3 (x)", "nan"]))
+
+
 def test_the_best_so_far_is_what_the_monitor_says():
     auto = {"monitor": "auto", "monitor_mode": "auto"}
     rows = [{"epoch": i, "val/loss": loss, "val/acc": acc} for i, loss, acc in [(1, 2, 0.5), (2, 3, 0.75), (3, 1, 0.7)]]

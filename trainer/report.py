@@ -33,6 +33,7 @@ MOST_WARNINGS, MOST_WARNING = 20, 500  # of the doctor's; letters of each
 MOST_PNG, MOST_SIDE = 2**15, 256  # bytes and pixels of a picture
 MOST_PICTURES = 450_000  # letters of all pictures
 MOST_PAGE = 1_000_000  # bytes
+PLACES = {"csv": "path", "image_folder": "root"}  # the keys of data that is the user's own
 GOOD_ENDS = {"val/acc": "max", "val/r2": "max", "val/loss": "min"}  # of what monitor=auto looks at
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 COLOURS = dict(zip(STAGES, (0, 6, 1, 4, 3, 1, 2, 5, 6, 7), strict=True)) | {
@@ -234,14 +235,17 @@ def best_so_far(config, rows):
 
 
 def about(config, result):
-    """'MLP on digits, cpu, fp32': the model and the data by their names in the config."""
+    """'MLP on digits, cpu, fp32': the model and the data by their names, a file or folder of data by its own."""
 
     def named(group):
-        node = config.get(group)
-        target = text_in(node, "_target_")
+        target = text_in(config.get(group), "_target_")
         return target and target.rpartition(".")[2]
 
-    parts = [" on ".join(filter(None, (named("model"), named("dataset"))))]
+    data = named("dataset")
+    if data in PLACES:
+        place = config["dataset"].get(PLACES[data])
+        data = (isinstance(place, str) and short(Path(place).name)) or data
+    parts = [" on ".join(filter(None, (named("model"), data)))]
     parts += [text_in(result, "device"), text_in(result, "precision")]
     return ", ".join(filter(None, parts))
 
@@ -463,7 +467,16 @@ def table_of(samples):
     more = list(dict.fromkeys(key for sample in samples for key in sample["columns"]))[:MOST_COLUMNS]
     header = ["name", "true", "predicted", *["probability"] * any(sample["probability"] for sample in samples)]
     rows = [[*(sample[key] for key in header), *(sample["columns"].get(key, "") for key in more)] for sample in samples]
-    return {"header": ["", *header[1:], *more], "rows": rows, "numbers": ["probability"]}
+    header = ["", *header[1:], *more]
+    numbers = [
+        name for name, column in zip(header, zip(*rows, strict=True), strict=True) if all(map(has_number, column))
+    ]
+    return {"header": header, "rows": rows, "numbers": numbers}
+
+
+def has_number(text):
+    """Whether a cell of a table has a number, such as '1,234', '60.6 %' or '145.2 (the mean)', or nothing."""
+    return not text or re.fullmatch(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( %| \(the mean\))?", text) is not None
 
 
 def sample_of(sample, seen, left):
