@@ -696,7 +696,7 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys
 
 def test_whatever_is_given_to_a_template_is_escaped():
     assert page.plain("a\x1b<") == "a\\x1b<" and page.safe("a\x1b<") == "a\\x1b&lt;"
-    shown = page.render("sweep.html", title="<x>", about="", best="", again="", report=None, picture="<p>",
+    shown = page.render("sweep.html", swept=True, title="<x>", about="", best="", again="", report=None, picture="<p>",
                         groups={"rows": []}, jobs={"header": ["<h>"], "rows": [["<c>"]]})  # fmt: skip
     assert all(f"&lt;{name}&gt;" in shown for name in "xphc")
 
