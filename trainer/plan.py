@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from data.loader import resident_bytes
 from trainer import checkpoint, graph, schedules, summary
 from trainer import device as devices
 from trainer.batch import entries
@@ -113,9 +114,8 @@ def look(trainer, train_loader, val_loader=None, test_loader=None, every=math.in
     state = checkpoint.copy(trainer.state_dict())
     copy = time.perf_counter() - start
     found = summary.memory_of_a_step(trainer)
-    loaders = [loader for loader in (train_loader, val_loader) if loader is not None]
     memory = {part: found[part] for part in ("parameters", "gradients", "optimizer")}
-    memory |= {"data": sum(getattr(loader, "nbytes", 0) for loader in loaders) / devices.MIB}
+    memory |= {"data": resident_bytes(train_loader, val_loader) / devices.MIB}
     memory |= {"activations": watch.most_kept / devices.MIB} if watch.most_kept else {}
     memory |= {"averages": mib_of([average.state_dict() for average in averages])} if averages else {}
     memory |= {"a checkpoint's copy": mib_of(state)} if trainer.device.type == "cpu" else {}
