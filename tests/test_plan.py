@@ -138,6 +138,10 @@ def test_the_lines_add_up():
         "time     about 19.5 s, by 50 steps of it:",
         f"         {', '.join(times)}",
     ]
+    *others, time, parts, stopped = plan.lines(found, started=1.0, evaluations=10, saves=5, keep=2, minutes=0.1)
+    assert time == "time     about 8.0 s, by 50 steps of it:" and [*others, parts] == [*lines[:4], lines[5]]
+    assert stopped == "         of which max_minutes=0.1 is the end at about step 343"
+    assert list(plan.lines(found, started=1.0, evaluations=10, saves=5, keep=2, minutes=1)) == lines
     unknown = plan.Found(**{**vars(found), "memory": memory | {"peak": math.nan}, "rates": {}})
     lines = list(plan.lines(unknown, started=1.0, evaluations=10, saves=5, keep=2))
     assert lines[0].startswith("memory   7 MiB at the peak")

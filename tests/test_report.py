@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -338,8 +339,14 @@ def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
     step = re.fullmatch(r"interrupted at step (\d+)\. To go on from there:", said)[1]
     assert seen == "To see it so far: python -m trainer.report 'a b'" and not (tmp_path / "a b/report.html").exists()
     assert report.write(tmp_path / "a b").is_file()
-    [verdict] = page_of(tmp_path / "a b").all("p", "verdict")
-    assert verdict.endswith(f"up to step {step}.")
+    shown = page_of(tmp_path / "a b")
+    [verdict] = shown.all("p", "verdict")
+    assert f"up to step {step}" in verdict
+    evaluate, *others = shown.all("pre")[2:]  # a callback of one's own is built, so they trust it, and say so
+    assert all(command.endswith(" 'trusted=[faults]'") for command in [evaluate, *others]) and len(others) == 2
+    assert any(text.startswith("These commands run the code of faults, ") for text in shown.all("p"))
+    done = forks.run(tmp_path, *shlex.split(evaluate)[2:])
+    assert done.code == 0 and done.out.splitlines()[-1].startswith("test     loss "), done.err
     shutil.rmtree(tmp_path / "a b")
     done = forks.run(tmp_path, *typed, "report=false", signals=[interrupt])
     assert done.code == 130 and done.err.splitlines()[-1].startswith("python train.py dataset=synthetic ")
@@ -614,14 +621,17 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
 def test_mistakes_are_answered(tmp_path, capsys, run):
     (tmp_path / "folder").mkdir()
     shutil.copytree(run[0], tmp_path / "mine")
-    for job in ("one/0", "sweep/0", "sweep/1"):
+    for job in ("one/0", "sweep/0", "sweep/1", "runs/a", "runs/b"):
         shutil.copytree(run[0], tmp_path / job)
+        if not job.startswith("runs"):
+            (tmp_path / job / "job.json").touch()
     for arguments, said in [
         ([], "Type python -m trainer.report DIR"),
         (["--opn", "x"], "Type python -m trainer.report DIR"),
         ([str(tmp_path / "mien")], f"there is no such folder. Did you mean '{tmp_path / 'mine'}'?"),
         ([str(tmp_path / "folder")], f"error: {tmp_path / 'folder'}: there is no config.yaml in it, so it is no run"),
         ([str(tmp_path / "sweep")], f"It is a sweep: type {tmp_path / 'sweep' / '0'} or another of its 2 jobs."),
+        ([str(tmp_path / "runs")], f"It is a folder of runs, a, b: type {tmp_path / 'runs' / 'b'}, or another one."),
         ([str(tmp_path / "one")], f"It is a sweep: type {tmp_path / 'one' / '0'}.\n"),
     ]:
         assert report.main(arguments) == 2

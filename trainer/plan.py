@@ -191,10 +191,11 @@ def picture(values, width=WIDTH, encoding="utf-8"):
     return text
 
 
-def lines(found, started, evaluations, saves, keep):
+def lines(found, started, evaluations, saves, keep, minutes=None):
     """The lines of the plan behind those that open each run.
 
-    `started`: seconds until the first step; `evaluations` and `saves`: how many the run has; `keep`: checkpoints.
+    `started`: seconds until the first step; `evaluations` and `saves`: how many the run has; `keep`: checkpoints;
+    `minutes`: after which it stops.
     """
     if found.rates:
         steps, values = list(found.rates), list(found.rates.values())
@@ -211,10 +212,10 @@ def lines(found, started, evaluations, saves, keep):
     size, kept = found.checkpoint, f"the last {keep} and the best"
     weights = found.memory["parameters"]
     yield f"disk     {size:,.1f} MiB a checkpoint, of which {kept} stay; {weights:,.1f} MiB of weights"
-    yield from time_lines(found, started, evaluations, saves)
+    yield from time_lines(found, started, evaluations, saves, minutes)
 
 
-def time_lines(found, started, evaluations, saves):
+def time_lines(found, started, evaluations, saves, minutes):
     """The lines that say how long it takes, and of what that is the sum."""
     parts = {
         "to the first step": started,
@@ -224,9 +225,14 @@ def time_lines(found, started, evaluations, saves):
         f"of {count(saves, 'checkpoint')}": saves * found.copy,
         "of the test": found.test,
     }
-    yield f"time     about {seconds(sum(parts.values()))}, by {count(found.timed, 'step')} of it:"
+    total, limit = sum(parts.values()), 60 * (minutes or math.inf)
+    training = total - started - found.test
+    yield f"time     about {seconds(total - max(0.0, training - limit))}, by {count(found.timed, 'step')} of it:"
     shown = [f"{seconds(value)} {text}" for text, value in parts.items() if value >= 0.05]
     yield f"         {', '.join(shown) or 'next to nothing'}"
+    if training > limit:
+        last = found.steps * limit / training
+        yield f"         of which max_minutes={minutes:g} is the end at about step {last:,.0f}"
 
 
 def count(number, what):

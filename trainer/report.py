@@ -15,6 +15,7 @@ import zlib
 from pathlib import Path
 
 from trainer import cli, files, rundir, saved_config
+from trainer.build import own_packages
 from trainer.errors import UserError, as_typed
 from trainer.readable import duration, number, seconds
 from trainer.rundir import STAGES, is_number
@@ -90,6 +91,7 @@ def facts_of(folder):
         "settings": settings(config, typed or []),
         "versions": versions(result),
         "commands": commands(folder, typed, result),
+        "trusted": trusted(typed),
     }
 
 
@@ -621,12 +623,19 @@ def commands(folder, typed, result):
     if typed is not None:
         found = [("train the same again", rundir.command([one for one in typed if not one.startswith("run_dir=")]))]
         found += [("go on with it", rundir.command(typed, rundir.setting("run_dir", folder)))] * (not ended)
+    packages = trusted(typed)
+    own = [f"trusted=[{','.join(packages)}]"] if packages else []
     return [
         *found,
-        ("evaluate it", rundir.command(["task=evaluate", run])),
-        ("predict with it", rundir.command(["task=predict", run, "input=PATH"])),
-        ("export it", rundir.command(["task=export", run, "format=onnx"])),
+        ("evaluate it", rundir.command(["task=evaluate", run, *own])),
+        ("predict with it", rundir.command(["task=predict", run, "input=PATH", *own])),
+        ("export it", rundir.command(["task=export", run, "format=onnx", *own])),
     ]
+
+
+def trusted(typed):
+    """The packages beside this project's whose code was typed to be trusted: the page says so where it names them."""
+    return [name for name in own_packages(typed or []) if name]
 
 
 def main(arguments):
