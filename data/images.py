@@ -67,7 +67,7 @@ def image_folder(
         here = f"only {printable(classes[0])}" if classes else "no folder"
         raise UserError(
             f"{printable(top)}: images lie in one folder a class, and here is {here}.\n"
-            "Type dataset.root=DIR with at least two classes."
+            f"Type dataset.root=DIR with at least {'two classes' if trained is None else 'one of the classes'}."
         )
     state = hashlib.blake2b(digest_size=8)
     listed = {"train": _list_images(top, classes, state)}
