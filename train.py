@@ -389,8 +389,10 @@ def plan(cfg):
         rundir.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
     with building(cfg) as (trainer, _, loaders):
         started = time.perf_counter() - START
-        found = look(trainer, *loaders)
         per_epoch = len(loaders[0])
+        between = [cfg.checkpoint.every, (cfg.checkpoint.epochs or 0) * per_epoch]
+        between += [cfg.eval_every or per_epoch] * (loaders[1] is not None)  # each may be the best, which is saved
+        found = look(trainer, *loaders, every=min(filter(None, between), default=math.inf))
     at = next(iter(checkpoint.files(folder / "checkpoints")), 0) if folder is not None else 0
     found.steps -= min(at, found.steps)
     evaluations = math.ceil(found.steps / (cfg.eval_every or per_epoch)) if loaders[1] is not None else 0

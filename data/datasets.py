@@ -38,8 +38,8 @@ class Data:
     classes: list | None = None
     mean: list | None = None
     std: list | None = None
-    target_mean: float = 0.0
-    target_scale: float = 1.0
+    target_mean: float | list = 0.0  # or one number a target, in a list or a tensor; so is the scale
+    target_scale: float | list = 1.0
     table: dict | None = None  # of a table: its columns as data/tables.py describes them, and how it is read
 
     def __post_init__(self):
@@ -105,7 +105,7 @@ class Data:
         self.classes, self.num_classes = known, about["num_classes"]
         units = [(of["target_mean"], of["target_scale"]) for of in (self.description(), about)]
         if self.kind == "regression" and units[0] != units[1]:
-            (mean, scale), (to_mean, to_scale) = torch.tensor(units, dtype=torch.float64)
+            mean, scale, to_mean, to_scale = (torch.tensor(x, dtype=torch.float64) for pair in units for x in pair)
             self.change_targets(lambda old: ((old.double() * scale + mean - to_mean) / to_scale).to(old.dtype))
             self.target_mean, self.target_scale = units[1]
 
@@ -194,7 +194,8 @@ def unknown_class(name, known):
     shown = ", ".join(printable(other) for other in known[:10]) + ", ..." * (len(known) > 10)
     hint = did_you_mean(name, known)
     return UserError(
-        f"dataset: the run knows no class {printable(name)!r}.{hint}\nIts {len(known)} classes are {shown}."
+        f"dataset: the run knows no class {printable(name)!r}.{hint}\nIts {len(known)} classes are {shown}.\n"
+        "Rename or remove what is of another; images lie in a folder for each class."
     )
 
 

@@ -47,7 +47,8 @@ def image_folder(
     5,000 of) the training images. What is decoded is kept in `cache`: auto (below ~/.cache), false, or a folder; see
     data/cache.py.
     `on_bad_sample`: skip tries every image once, and leaves out those that cannot be read; error meets them later.
-    `trained`: what a run's data set said of itself; to be evaluated, one class is enough.
+    `trained`: what a run's data set said of itself; to be evaluated, one class is enough, and images of another size
+    are resized to the run's.
     """
     check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
     if cache not in ("auto", False) and not (isinstance(cache, str) and cache):
@@ -67,7 +68,7 @@ def image_folder(
         here = f"only {printable(classes[0])}" if classes else "no folder"
         raise UserError(
             f"{printable(top)}: images lie in one folder a class, and here is {here}.\n"
-            "Type dataset.root=DIR with at least two classes."
+            f"Type dataset.root=DIR with at least {'two classes' if trained is None else 'one of the classes'}."
         )
     state = hashlib.blake2b(digest_size=8)
     listed = {"train": _list_images(top, classes, state)}
@@ -79,6 +80,9 @@ def image_folder(
         )
     if size is None:
         size = _first_size(listed["train"][0], on_bad_sample == "skip")
+        wanted = [] if trained is None else trained["in_shape"][1:]
+        if list(size) != wanted and len({*wanted}) == 1:  # other images than the run's
+            size = wanted[0]
     for name in ("val", "test") if top != root else ():
         folder = os.path.join(root, name)
         if os.path.isdir(folder):

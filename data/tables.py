@@ -72,6 +72,9 @@ def csv(
         described = [_describe(name, values, parts[0], name in categorical) for name, values in columns.items()]
     else:
         described = trained["table"]["columns"]
+        for column in described:
+            if kinds := column.get("categories"):
+                warn_of_unknown(path, column["name"], {None, *kinds}, columns[column["name"]], lines)
     blocks = []
     for column in described:
         room = MOST_NUMBERS - sum(map(torch.numel, blocks))
@@ -104,8 +107,11 @@ def _read_table(path, delimiter):
     return {name: [value.strip() for value in values] for name, values in columns}, lines
 
 
-def read_rows(path, delimiter, key="dataset.path"):
-    """Yields the header, then (number of the line, values) of each row, one at a time; UserError for no table."""
+def read_rows(path, delimiter, key="dataset.path", alone=None):
+    """Yields the header, then (number of the line, values) of each row, one at a time; UserError for no table.
+
+    Two columns are the least that one has, but that of the name `alone` may be so.
+    """
     if not isinstance(delimiter, str) or len(delimiter) != 1:
         raise UserError(f"dataset.delimiter={delimiter!r}: give one character, such as ',' or ';', or tab.")
     shown = printable(path)
@@ -116,10 +122,10 @@ def read_rows(path, delimiter, key="dataset.path"):
             header = [name.strip() for name in next(lines, [])]
             if not header:
                 raise empty(path)
-            if len(header) == 1:
+            if len(header) == 1 and header[0] != alone:
                 raise UserError(
                     f"{shown} has one column only, {header[0][:50]!r}.\n"
-                    "Type dataset.delimiter=';' (or tab) if its columns are separated by another character."
+                    "If its columns are separated by another character, type \"dataset.delimiter=';'\", or tab."
                 )
             for name, count in Counter(header).items():
                 if count > 1 or not name:
@@ -128,10 +134,11 @@ def read_rows(path, delimiter, key="dataset.path"):
             yield header
             line = lines.line_num + 1  # where a row begins: a value in quotes may have several lines
             for row in lines:
-                if len(row) != len(header) and row:
+                there = len(row) > 1 or "".join(row).strip()  # a blank line is no row
+                if len(row) != len(header) and there:
                     what = f"{len(row)} values for the {len(header)} columns of the header"
                     raise UserError(f"{shown}, line {line}: {what}.")
-                if row:  # a blank line is no row
+                if there:
                     yield line, row
                 line = lines.line_num + 1
     except FileNotFoundError:
@@ -184,13 +191,25 @@ def row_encoder(table, header, path, missing):
                 if value in places:
                     block[places[value]] = 1.0
                 elif not gone and name not in warned:
-                    what = "is none of those trained on; such values count as none of them"
-                    log.warning("%s, line %d: %r in the column %r %s.", shown, line, value[:50], name, what)
+                    warn(path, line, name, value)
                     warned.add(name)
                 row += block
         return row
 
     return encode
+
+
+def warn_of_unknown(path, name, known, values, lines):
+    """The warning for the first of the values of the column `name` that is not one of the `known`."""
+    line, value = next((pair for pair in zip(lines, values, strict=True) if pair[1] not in known), (None, None))
+    if line is not None:
+        warn(path, line, name, value)
+
+
+def warn(path, line, name, value):
+    """The warning for a category that a run was not trained on."""
+    what = "is none of those trained on; such values count as none of them"
+    log.warning("%s, line %d: %r in the column %r %s.", printable(path), line, value[:50], name, what)
 
 
 def _number(value):
@@ -206,7 +225,8 @@ def check_column(path, name, there):
     """UserError where a table lacks a column of those that a run was trained on."""
     if name not in there:
         raise UserError(
-            f"{printable(path)}: it has no column {name!r}, on which the run was trained.{did_you_mean(name, there)}"
+            f"{printable(path)}: it has no column {name!r}, on which the run was trained.{did_you_mean(name, there)}\n"
+            "Rename one, or add it; with dataset.missing=mean it may be without values."
         )
 
 
@@ -331,9 +351,9 @@ def _features(described, values, room):
     """
     name, kinds = described["name"], described.get("categories")
     if kinds is None:
-        numbers = _numbers(values)
+        numbers = _numbers(values) if set(values) != {None} else [math.nan] * len(values)
         if numbers is None:
-            odd = next((value for value in values if value is not None and _number(value) is None), "nothing")
+            odd = next(value for value in values if value is not None and _number(value) is None)
             raise UserError(f"Column {name!r} has {odd!r}, and only numbers where the run was trained.")
         column = (torch.tensor(numbers, dtype=torch.float64) - described["mean"]) / described["std"]
         return column.nan_to_num(0.0).float().unsqueeze(1)

@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from data.datasets import Data, TensorSplit, synthetic
 from data.loader import DeviceLoader, HostLoader
 from models.cnn import CNN
-from trainer import Trainer
+from trainer import Trainer, load
 from trainer.callbacks import EMA, Callback, Checkpoint
 from trainer.errors import TrainingError, UserError
 from trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, TopK
@@ -177,6 +178,13 @@ def with_a_median(strategy):
 def small_batches(strategy):
     data = TensorDataset(*numbered().train.tensors())
     make_trainer(strategy).fit(DataLoader(data, batch_size=1))
+
+
+def loads(strategy):
+    """A run, as a teacher is loaded in each process of a training."""
+    with make_trainer(strategy):
+        weights = load("run").module.state_dict()
+    save_file(weights, f"loaded.{RANK}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import weakref
 from pathlib import Path
 
 import pytest
@@ -443,6 +444,25 @@ def test_best_is_what_the_newest_one_says(tmp_path):
     assert checkpoint.best(tmp_path)[1]["step"] == 11
     save(path_of(tmp_path, 12), state_of(12))  # nothing monitored
     assert checkpoint.best(tmp_path)[0] == path_of(tmp_path, 12)
+
+
+def test_the_newest_is_let_go_of_before_the_best_is_read(tmp_path, monkeypatch):
+    """A training that fits into memory has to fit into it at its end too."""
+    for number in (2, 3):
+        state = state_of(number, best={"step": 2, "value": 0.5}) | {"weight": torch.ones(3)}
+        save(path_of(tmp_path, number), state)
+    read, alive = [], []
+
+    def watched(*given):
+        alive.append([number for number, tensor in read if tensor() is not None])
+        state = load_whole(*given)
+        read.append((state["step"], weakref.ref(state["weight"])))
+        return state
+
+    load_whole = checkpoint.load_whole
+    monkeypatch.setattr(checkpoint, "load_whole", watched)
+    assert checkpoint.best(tmp_path)[1]["step"] == 2
+    assert alive == [[], []] and [number for number, _ in read] == [3, 2]
 
 
 def test_a_damaged_best_is_named_and_the_newest_is_used(tmp_path, caplog):

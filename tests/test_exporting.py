@@ -41,7 +41,9 @@ def run(tmp_path):
     """A run directory, as far as a card looks into it."""
     config = "model: {_target_: models.mlp.MLP}\ndataset: {_target_: data.datasets.digits, root: /home/me/secret}\n"
     (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
-    (tmp_path / "result.json").write_text('{"test/acc": 0.5}', encoding="utf-8")
+    (tmp_path / "result.json").write_text(
+        '{"test/acc": 0.5, "steps": 9, "best": {"name": "val/acc", "step": 7, "value": 0.25}}', encoding="utf-8"
+    )
     return tmp_path
 
 
@@ -96,7 +98,8 @@ def test_an_exported_model_computes_what_the_model_does(run, name, form):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_model_of_a_table_takes_its_columns_as_they_are(run, form):
-    rows = "".join(f"{1e6 + i % 7},{'abc'[i % 3]},{'' if i % 9 == 0 else i},{5e5 + 3 * i}\n" for i in range(60))
+    kinds = ("a", '"b, c"', "d")
+    rows = "".join(f"{1e6 + i % 7},{kinds[i % 3]},{'' if i % 9 == 0 else i},{5e5 + 3 * i}\n" for i in range(60))
     (run / "t.csv").write_text(f"large,kind,gaps,y\n{rows}", encoding="utf-8")
     about = tables.csv(str(run / "t.csv"), "y", missing="mean").description()
     model = Trained(MLP((5,), 1, hidden=(8,)), about).eval().requires_grad_(False)
@@ -106,6 +109,14 @@ def test_the_model_of_a_table_takes_its_columns_as_they_are(run, form):
     found = outputs_of(path, form, inputs, model)
     assert found.dtype == torch.float64 and found.isfinite().all()
     torch.testing.assert_close(found, model(inputs), rtol=1e-7, atol=0)
+    text = path.with_name(f"{path.name}.md").read_text(encoding="utf-8")
+    if form == "safetensors":
+        assert "(N, 1) numbers of y, which are (value - " in text
+        assert "kind (0 or 1 for each of a, 'b, c', d); gaps (value - " in text
+    else:
+        assert "large; kind (0 or 1 for each of a, 'b, c', d); gaps. Numbers are as in the table;" in text
+        assert "a number that is missing is nan, and a category that is missing, or another one, is 0 for each" in text
+        assert "`outputs` of shape (N, 1), numbers of y in the data's own units" in text
     other, whose = exporting.samples(about, {"path": str(run / "not_here.csv")})
     assert other.shape == (64, 5) and whose == "64 generated samples" and (other[:, 1:4].sum(1) == 1).all()
 
@@ -124,6 +135,9 @@ def test_the_example_of_a_card_runs(run, capsys, monkeypatch):
         text = (run / f"{path.name}.md").read_text(encoding="utf-8")
         [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         assert (f"\n```\n{model.module}\n```\n" in text) == (form == "safetensors")  # else they are inside
+        exported = r"- Exported: \d{4}-\d\d-\d\d, the weights of step 7, with python \S+, torch \S+"
+        assert re.search(exported + (r", onnx \S+, onnxscript \S+\n" if form == "onnx" else "\n"), text)
+        assert "resized to 9x9 (height x width), bilinear and not cropped\n" in text
         assert len(code.splitlines()) <= 10 and "secret" not in text and "acc 0.5000" in text
         exec(code, {})
     said = model.classes[model(pixels).argmax()]

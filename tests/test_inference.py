@@ -21,7 +21,7 @@ import trainer as package
 from data import datasets, tables
 from data.datasets import Data, TensorSplit, is_description
 from data.loader import DeviceLoader
-from trainer import Trainer, checkpoint, inference
+from trainer import Trainer, card, checkpoint, inference
 from trainer.errors import TrainingError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -200,9 +200,24 @@ def test_loading_leaves_the_process_as_it_was(runs):
     assert torch.are_deterministic_algorithms_enabled()
 
 
-def test_pixels_are_bytes(runs):
-    with pytest.raises(UserError, match=r"takes pixels of uint8, and these are torch\.float32"):
-        package.load(runs / "digits")(torch.zeros(1, 1, 8, 8))
+def test_inputs_of_another_type_or_shape_are_refused_with_what_is_wanted(runs):
+    digits, prices = package.load(runs / "digits"), package.load(runs / "prices")
+    pixels = datasets.digits().test.inputs[:1]
+    takes = {
+        digits: "a torch.Tensor of uint8, (N, 1, 8, 8). ",
+        prices: "a torch.Tensor, (N, 5): the numbers of model.columns",
+    }
+    for model, inputs, given in (
+        (digits, pixels.float(), "This is torch.float32 of shape (1, 1, 8, 8)."),
+        (digits, pixels[0], "This is torch.uint8 of shape (1, 8, 8).\nGive inputs[None]"),
+        (digits, pixels.numpy(), "This is a ndarray.\nGive torch.as_tensor(inputs)"),
+        (prices, torch.zeros(1, 4), "This is torch.float32 of shape (1, 4)."),
+        (prices, {"town": "Ulm"}, "This is a dict."),
+    ):
+        with pytest.raises(UserError) as caught:
+            model(inputs)
+        assert takes[model] in str(caught.value) and given in str(caught.value)
+    assert torch.equal(digits(torch.as_tensor(pixels.numpy())), digits(pixels))
 
 
 def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
@@ -216,7 +231,7 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
         config.replace("models.mlp.MLP", "nets_of_mine.Net"), encoding="utf-8"
     )
     with pytest.raises(
-        UserError, match=r"(?s)run=.*nets_of_mine\.Net: not among what may be built.*trusted=\[nets_of_mine\]"
+        UserError, match=r"(?s)run=.*nets_of_mine\.Net: not among what may be built.*trusted=\[\"nets_of_mine\"\] if"
     ):
         package.load(tmp_path / "run")
     assert "nets_of_mine" not in sys.modules
@@ -225,6 +240,12 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     assert torch.equal(found(pixels), package.load(runs / "digits")(pixels))
     with pytest.raises(UserError, match="not among what may be built"):  # it was for that call
         package.load(tmp_path / "run")
+    typed = result(runs, "digits") | {"overrides": ["model._target_=nets_of_mine.Net"]}
+    weights = dict(found.module.state_dict())
+    card.write(tmp_path / "run", weights, found.module, datasets.digits(), typed)
+    text = (tmp_path / "run" / "model.md").read_text(encoding="utf-8")
+    [call] = re.findall(r"model = (trainer\.load\(.*?\))  #", text)  # as the card says that it is loaded
+    assert torch.equal(eval(call, {"trainer": package})(pixels), found(pixels))
 
 
 def test_folders_that_are_no_runs(runs, tmp_path):
@@ -362,7 +383,9 @@ def test_the_rows_of_a_table_get_the_trainers_own_predictions(forks, runs):
     rows = list(houses(300))
     write_table(runs / "all.csv", rows[::-1], ("size", "town", "age"), delimiter=";")
     first = predicted(forks, runs, "run=prices", "input=houses.csv")
-    second = predicted(forks, runs, "run=prices", "input=all.csv", "dataset.delimiter=';'")
+    err = refused(forks, runs, "task=predict", "run=prices", "input=all.csv")
+    [typed] = re.findall(r"dataset\.delimiter=.*(?=\")", err)  # within the shell's own quotes
+    second = predicted(forks, runs, "run=prices", "input=all.csv", typed)
     assert [row["line"] for row in first] == list(range(2, 302))
     assert [row["value"] for row in second[::-1]] == pytest.approx([row["value"] for row in first], rel=1e-7)
     parts = datasets.split_indices(300, [0.1, 0.2], 0, stratified=False)
@@ -399,6 +422,18 @@ def test_what_a_row_lacks_can_be_filled_in_where_the_training_lacked_nothing(for
     mean = package.load(runs / "prices").mean[0].item()
     write_table(runs / "gaps.csv", [ROWS[0], ROWS[1] | {"age": repr(mean)}], ("age", "town", "size"))
     assert predicted(forks, runs, "run=prices", "input=gaps.csv") == filled
+
+
+def test_a_table_of_one_feature_needs_no_second_column(tmp_path):
+    """For a run of that table; any other table of one column has another delimiter."""
+    (tmp_path / "two.csv").write_text("x,y\n" + "".join(f"{i},{2 * i + 0.5}\n" for i in range(30)), encoding="utf-8")
+    (tmp_path / "one.csv").write_text("x\n3\n\n4\n", encoding="utf-8")
+    (tmp_path / "other.csv").write_text("x;y\n3;4\n", encoding="utf-8")
+    model = inference.Trained(torch.nn.Linear(1, 1), tables.csv(str(tmp_path / "two.csv"), "y").description())
+    both = list(inference.predict(model, tmp_path / "two.csv"))[3:5]
+    assert list(inference.predict(model, tmp_path / "one.csv")) == [both[0] | {"line": 2}, both[1] | {"line": 4}]
+    with pytest.raises(UserError, match="other.csv has one column only"):
+        list(inference.predict(model, tmp_path / "other.csv"))
 
 
 def test_the_row_whose_outputs_are_not_finite_is_named(runs, tmp_path):
@@ -614,22 +649,23 @@ def test_the_parts_of_its_own_data(forks, runs):
     assert result(runs, "digits")["best"]["value"] == evaluated(forks, runs, "run=digits", "split=val")["acc"]
 
 
-def test_other_images_have_the_runs_mean_and_its_classes_by_name(forks, runs, tmp_path):
+@pytest.mark.parametrize("size", [8, 12])
+def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(forks, runs, tmp_path, size):
     """Two of the three classes, which are others' numbers there, brighter: as the model itself sees them."""
     from data.images import decode_image
 
-    write_images(tmp_path / "two", ("cat", "dog"), seed=1, bright=20)
+    write_images(tmp_path / "two", ("cat", "dog"), size=size, seed=1, bright=20)
     every = ("dataset.val_fraction=0", "dataset.test_fraction=0", "split=train")
     found = evaluated(forks, runs, "run=folder", f"dataset.root={tmp_path / 'two'}", *every)
     model = package.load(runs / "folder")
     files = sorted((tmp_path / "two").rglob("*.png"))
-    outputs = model(torch.stack([decode_image(path, 8, 3) for path in files]))
+    outputs = model(torch.stack([decode_image(path, 8, 3, resize=True) for path in files]))
     targets = torch.tensor([model.classes.index(path.parent.name) for path in files])
     assert found["acc"] == (outputs.argmax(1) == targets).double().mean().item() < 1
     assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(outputs, targets).item(), rel=1e-6)
     (tmp_path / "two" / "cat").rename(tmp_path / "two" / "gnat")
     err = refused(forks, runs, "task=evaluate", "run=folder", f"dataset.root={tmp_path / 'two'}")
-    assert "the run knows no class 'gnat'" in err and "bird, cat, dog" in err
+    assert "the run knows no class 'gnat'" in err and "bird, cat, dog" in err and "a folder for each class" in err
 
 
 def test_a_renamed_copy_of_the_images_that_is_in_order_again_gives_the_same_numbers(forks, runs, tmp_path):
@@ -726,6 +762,9 @@ def test_targets_are_brought_to_the_units_of_the_run():
     of_run, other = regression(3.0, 2.0), regression(1.0, 0.5)
     other.prepare_as(of_run.description())
     assert torch.equal(other.train.targets, of_run.train.targets) and other.target_scale == 2.0
+    other, of_run = regression(1.0, 0.5), regression(torch.tensor([3.0]), torch.tensor([2.0]))  # one a target
+    other.prepare_as(of_run.description())
+    assert torch.equal(other.train.targets, of_run.train.targets) and other.target_scale == [2.0]
 
 
 def test_the_readme_and_the_card_say_how(runs):

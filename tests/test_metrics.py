@@ -182,6 +182,15 @@ def test_r2_of_the_mean_is_zero_and_of_the_targets_one():
     same(evaluated(R2(), targets.mean(0).expand_as(targets), targets, 7), torch.tensor(0.0, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("form", [list, torch.tensor])
+def test_each_target_has_a_scale_of_its_own(form):
+    outputs, targets = torch.randn(50, 3), torch.randn(50, 3)
+    scale = [1.0, 100.0, 0.25]
+    errors = (outputs.double() - targets.double()).abs() * torch.tensor(scale).double()
+    for metric, expected in ((MAE(form(scale)), errors.mean()), (MSE(form(scale)), errors.square().mean())):
+        torch.testing.assert_close(evaluated(metric, outputs, targets, 7), expected)
+
+
 @pytest.mark.parametrize("make", [MSE, MAE, R2])
 def test_shapes_that_would_broadcast_are_refused(make):
     with pytest.raises(UserError, match=r"\(4, 1\) for targets of shape \(4,\)"):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import assert_same
 from forks import Forks
+from safetensors.torch import load_file
 
 from trainer import checkpoint
 from trainer.state import WAYS
@@ -154,6 +155,16 @@ JOBS = {
         "+metrics.f1.average=macro",
     ],
 }
+
+
+def test_each_of_several_processes_loads_the_weights_that_were_tested(forks, tmp_path):
+    done = forks.run(tmp_path, *JOB, "ema=0.9", "epochs=1", "report=false")
+    assert done.code == 0, done.err
+    done = forks.ranks(tmp_path, 2, "loads", "ddp", script=SCRIPTS)
+    assert done.codes == [0, 0], done.errs
+    tested = load_file(tmp_path / "run" / "model.safetensors")
+    assert_same(load_file(tmp_path / "loaded.0"), tested)
+    assert_same(load_file(tmp_path / "loaded.1"), tested)
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -265,7 +265,11 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
         "The model explains 50.0 % of the variance of 3,500 val samples, where always answering their mean would "
         "explain none, and is off by 1.5000 on average."
     )
-    assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == 2
+    names = [f" of target {i}" for i in range(3)] if len(true[0]) > 1 else [""]
+    expected = [f"{what}{of}" for of in names for what in ("predicted against true", "errors")]
+    assert [plot["title"] for plot in report.regression(seen)] == expected
+    assert len({plot["svg"] for plot in report.regression(seen)}) == len(expected)
+    assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == len(expected)
     trainer.close()
 
 

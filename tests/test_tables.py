@@ -138,10 +138,11 @@ def test_csv_forms(table):
 
 def test_a_row_is_known_by_its_first_line(tmp_path):
     path = tmp_path / "t.csv"
-    path.write_text('a,b\n"x\ny",1\n\n2,3\n"u\n\nv",4,5\n', encoding="utf-8")
+    path.write_text('a,b\n"x\ny",1\n\n2,3\n \t\n,\n"u\n\nv",4,5\n', encoding="utf-8")
     rows = tables.read_rows(str(path), ",")
     assert [next(rows) for _ in range(3)] == [["a", "b"], (2, ["x\ny", "1"]), (5, ["2", "3"])]
-    with pytest.raises(UserError, match="line 6: 3 values"):
+    assert next(rows) == (7, ["", ""])  # whose values are missing, where a line of blanks is no row
+    with pytest.raises(UserError, match="line 8: 3 values"):
         next(rows)
 
 
@@ -204,6 +205,36 @@ def test_csv_mistakes(table, text, options, words):
     with pytest.raises(UserError, match=f"(?s){words}") as caught:
         table(text, **{"target": "kind", **options})
     assert str(caught.value).count("\n") <= 2
+
+
+def test_a_run_is_told_of_categories_that_it_has_not_seen(table, caplog):
+    """The first of each column, with its line; in what it was trained on there is none, and what is missing is none."""
+    text = HEADER + "\n".join(rows())
+    about = table(text, target="price").description()
+    again = table(
+        text.replace("22,c", "22,").replace("25,c", "25,d").replace("28,c", "28,e"),
+        target="price",
+        missing="mean",
+        trained=about,
+    )
+    assert [record.getMessage().partition(".csv, ")[2] for record in caplog.records] == [
+        "line 7: 'd' in the column 'city' is none of those trained on; such values count as none of them."
+    ]
+    assert sum((part.inputs[:, 1:4].sum(1) == 0).sum().item() for part in parts_of(again)) == text.count(
+        "22,c"
+    ) + text.count("25,c") + text.count("28,c")
+
+
+def test_a_column_that_is_added_without_values_is_filled_in(table):
+    """As the refusal of a table that lacks it advises."""
+    text = HEADER + "\n".join(rows())
+    about = table(text, target="price").description()
+    without = "\n".join(line.partition(",")[2] for line in text.split("\n"))
+    with pytest.raises(UserError, match=r"no column 'age'.*\nRename one, or add it; with dataset.missing=mean"):
+        table(without, target="price", trained=about)
+    added = "age,city" + without.removeprefix("city").replace("\n", "\n,")
+    found = table(added, target="price", missing="mean", trained=about)
+    assert all((part.inputs[:, 0] == 0).all() for part in parts_of(found))
 
 
 def test_csv_without_a_file(tmp_path):

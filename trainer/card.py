@@ -5,6 +5,7 @@ import json
 import torch
 
 from trainer import checkpoint, parallel
+from trainer.build import own_packages
 from trainer.errors import printable
 from trainer.files import write_text
 from trainer.readable import numbers
@@ -20,7 +21,7 @@ With the project and the run directory that it is from, it is ready to use: pixe
 ```python
 import trainer
 
-model = trainer.load({folder})  # in eval mode, its preprocessing inside; model.classes are the names
+model = trainer.load({load})  # in eval mode, its preprocessing inside; model.classes are the names
 ```
 Without either, make the same modules with the same names, which are below:
 ```python
@@ -51,16 +52,17 @@ def write(folder, weights, module, data, result, usual=True):
     # One entry alone: several are written in the order of a hash, and equal weights would not be equal files.
     checkpoint.write_tensors(folder / "model.safetensors", weights, {"inputs": json.dumps(about)})
     text = parallel.plain_text(module)
-    best = result["best"]["step"] if result["best"] else result["steps"]
+    own = own_packages(result["overrides"])
+    trusted = [f"trusted={json.dumps(own)}"] if own else []
     card = CARD.format(
         name=text.partition("(")[0],
         parameters=f"{result['parameters']:,}",
         facts=facts(about, usual),
         results=results(result),
-        step=f"{best:,}",
+        step=f"{step_of(result):,}",
         versions=", ".join(f"{key} {value}" for key, value in result["versions"].items() if key != "platform"),
         command=command(result["overrides"]),
-        folder=json.dumps(str(folder)),
+        load=", ".join([json.dumps(str(folder)), *trusted]),
         module=text,
     )
     write_text(folder / "model.md", card)
@@ -69,6 +71,17 @@ def write(folder, weights, module, data, result, usual=True):
 def is_usual(outputs, about):
     """Whether a model's outputs are one number a class, or a target, a sample."""
     return isinstance(outputs, torch.Tensor) and tuple(outputs.shape[1:]) == (about["num_classes"],)
+
+
+def is_image(about):
+    """Whether the inputs are images as files have them, grey or of three colours."""
+    return about["dtype"] == "uint8" and len(about["in_shape"]) == 3 and about["in_shape"][0] in (1, 3)
+
+
+def step_of(result):
+    """The step of the weights that are shared, after a result.json; None where it says nothing."""
+    best = result.get("best")
+    return best.get("step") if isinstance(best, dict) else result.get("steps")
 
 
 def facts(about, usual=True):
@@ -80,7 +93,7 @@ def facts(about, usual=True):
         inputs += f", (pixel / 255 - mean) / std by channel, mean {about['mean'] or 0}, std {about['std'] or 1}"
     elif pixels:
         inputs += ", pixel / 255"
-    outputs = f"(N, {about['num_classes']}) {kinds[about['kind']]}"
+    outputs = f"(N, {about['num_classes']}) {kinds[about['kind']]}{of_target(about)}"
     if about["kind"] == "regression" and (about["target_mean"], about["target_scale"]) != (0, 1):
         outputs += f", which are (value - {about['target_mean']}) / {about['target_scale']}"
     lines = [f"- Inputs: {inputs}", f"- Outputs: {outputs if usual else 'what the model itself gives'}"]
@@ -88,20 +101,36 @@ def facts(about, usual=True):
         columns = [f"{c['name']} {described(c)}" for c in about["table"]["columns"]]
         gaps = "; then 0 for a number that is missing" if about["table"]["missing"] == "mean" else ""
         lines.append(f"- Columns, in order: {'; '.join(columns)}{gaps}")
-    lines += classes(about) if usual else []
+    lines += images(about) + (classes(about) if usual else [])
     return "".join(f"{printable(line)}\n" for line in lines)
 
 
+def of_target(about):
+    """' of price' for a table's target; '' where it has no name."""
+    return f" of {about['table']['target']}" if about["table"] else ""
+
+
+def images(about):
+    """The line that says how an image file becomes an input; none where the inputs are none."""
+    size = "x".join(map(str, about["in_shape"][1:]))
+    how = f"- An image file: turned as its EXIF says, then resized to {size} (height x width), bilinear and not cropped"
+    return [how] if is_image(about) else []
+
+
 def classes(about):
-    """The line with the names of the classes, those with a comma in quotes; none where there are no names."""
-    names = [repr(name) if "," in name else name for name in about["classes"] or ()]
-    return [f"- Classes, in order: {', '.join(names)}"] if names else []
+    """The line with the names of the classes; none where there are no names."""
+    return [f"- Classes, in order: {listed(about['classes'])}"] if about["classes"] else []
+
+
+def listed(names):
+    """'a, b', with what has a comma or semicolon in it in quotes."""
+    return ", ".join(repr(name) if {",", ";"} & set(name) else name for name in names)
 
 
 def described(column):
     """How a table's column becomes numbers."""
     if "categories" in column:
-        return f"(0 or 1 for each of {', '.join(column['categories'])})"
+        return f"(0 or 1 for each of {listed(column['categories'])})"
     return f"(value - {column['mean']:.6g}) / {column['std']:.6g}"
 
 

@@ -310,12 +310,16 @@ def best(folder):
     found = newest(folder)
     if found is None:
         return None
+    path, state = found
     try:
-        entry = found[1]["callbacks"].get("Checkpoint", {}).get("best")
-        path = path_of(folder, entry["step"]) if entry else found[0]
-        return found if path == found[0] else (path, load_whole(path, entry["step"]))
+        entry = state["callbacks"].get("Checkpoint", {}).get("best")
+        chosen = path_of(folder, entry["step"]) if entry else path
+        if chosen == path:
+            return found
+        found = state = None  # two of them would be more memory than the training had
+        return chosen, load_whole(chosen, entry["step"])
     except (AttributeError, TypeError, KeyError, ValueError):
-        log.warning("%s does not say which checkpoint is the best; it is used itself.", found[0])
+        log.warning("%s does not say which checkpoint is the best; it is used itself.", path)
     except (DamagedCheckpoint, UserError) as error:
-        log.warning("%s %s, the newest, is used instead of the best one.", error, found[0])
-    return found
+        log.warning("%s %s, the newest, is used instead of the best one.", error, path)
+    return found or newest(folder)

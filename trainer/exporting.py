@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import importlib.metadata
 import importlib.util
 import io
 import json
 import logging
 import math
 import os
+import time
 import warnings
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from trainer.build import build
 from trainer.card import is_usual
 from trainer.errors import TrainingError, UserError, check_choice, log, printable
 from trainer.files import replacing, write_text
-from trainer.inference import check_output, columns_of, row_batches
+from trainer.inference import check_output, row_batches
 from trainer.settings import CHOICES
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "safetensors": "model.safetensors"}
@@ -32,7 +34,8 @@ PLACES = ("root", "path", "cache", "resident", "workers", "timeout")
 CARD = """# {name}
 
 - File: `{file}`, {parameters} parameters, {form}
-{facts}- Trained on: {dataset}
+{facts}- Exported: {exported}
+- Trained on: {dataset}
 - Results: {results}
 - Checked: outputs differ by at most {difference:.2g} from PyTorch's on {checked}
 
@@ -256,6 +259,7 @@ def write_card(path, model, folder, form, inputs, whose, difference, outputs):
         file=path.name,
         parameters=f"{sum(p.numel() for p in model.module.parameters()):,}",
         form=FORMS[form],
+        exported=printable(exported(form, result)),
         facts=card.facts(about, is_usual(outputs, about)) if form == "safetensors" else facts(about, outputs),
         dataset=printable(about["dataset"]),
         results=printable(card.results(result)),
@@ -280,9 +284,7 @@ def facts(about, outputs):
     """The lines that say what goes into an exported model, whose preprocessing is inside, and what comes out."""
     shape, given = (", ".join(map(str, sizes)) for sizes in (about["in_shape"], outputs.shape[1:]))
     if about["table"] is not None:
-        takes = (
-            f"`inputs`, float64 of shape (N, {shape}), the columns as they are: {', '.join(columns_of(about['table']))}"
-        )
+        takes = f"`inputs`, float64 of shape (N, {shape}): {columns(about['table'])}"
     elif about["dtype"] == "uint8":
         takes = f"`inputs`, uint8 of shape (N, {shape}), the pixels from 0 to 255; they are normalised inside"
     else:
@@ -291,17 +293,40 @@ def facts(about, outputs):
     if not is_usual(outputs, about):
         gives += ", as the model itself gives them"
     elif about["kind"] == "regression":
-        gives += ", in the data's own units"
+        gives += f", numbers{card.of_target(about)} in the data's own units"
     else:
-        gives += ", a score a class, the largest being the one predicted (softmax: shares)"
+        gives += f", a score a class{card.of_target(about)}, the largest being the one predicted (softmax: shares)"
     classes = card.classes(about) if is_usual(outputs, about) else []
-    return "".join(f"{printable(line)}\n" for line in [f"- Takes: {takes}", f"- Gives: {gives}", *classes])
+    lines = [f"- Takes: {takes}", f"- Gives: {gives}", *card.images(about), *classes]
+    return "".join(f"{printable(line)}\n" for line in lines)
+
+
+def columns(table):
+    """What a row of numbers consists of, from left to right, and what is there for a value that is missing."""
+    names = []
+    for column in table["columns"]:
+        kinds = column.get("categories")
+        names.append(column["name"] if kinds is None else f"{column['name']} (0 or 1 for each of {card.listed(kinds)})")
+    gaps = ["no number may be missing" if table["missing"] != "mean" else "a number that is missing is nan"]
+    if any("categories" in column for column in table["columns"]):
+        gaps.append("a category that is missing, or another one, is 0 for each")
+    return f"{'; '.join(names)}. Numbers are as in the table; {', and '.join(gaps)}"
+
+
+def exported(form, result):
+    """'2026-08-01, the weights of step 140, with python 3.12.3, torch 2.10.0' of an export that is made now."""
+    numbers = {name: number for name, number in rundir.versions().items() if name not in ("platform", "hydra")}
+    numbers |= {name: importlib.metadata.version(name) for name in ("onnx", "onnxscript") if form == "onnx"}
+    step = card.step_of(result)
+    of_step = [f"the weights of step {step}"] if step is not None else []
+    by = ", ".join(f"{name} {number}" for name, number in numbers.items())
+    return ", ".join([time.strftime("%Y-%m-%d"), *of_step, f"with {by}"])
 
 
 def reading(about, inputs):
     """(imports, lines) of Python that make `inputs` for a card's example: an image, or a row."""
     shape = about["in_shape"]
-    if about["dtype"] == "uint8" and len(shape) == 3 and shape[0] in (1, 3):
+    if card.is_image(about):
         mode, to_batch = ("L", "[None, None]") if shape[0] == 1 else ("RGB", ".transpose(2, 0, 1)[None]")
         resized = f'.convert("{mode}").resize(({shape[2]}, {shape[1]}), Image.Resampling.BILINEAR)'
         return (

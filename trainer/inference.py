@@ -1,18 +1,21 @@
 """A trained model ready to use: loaded from its run directory, with its preprocessing, and applied to files."""
 
+import copy
 import csv
 import itertools
 import json
 import math
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 
 from data import images, tables
 from data.datasets import is_description, names_of
-from trainer import build, card, checkpoint, rundir, saved_config
+from trainer import build, card, checkpoint, parallel, rundir, saved_config
 from trainer import device as devices
 from trainer.errors import TrainingError, UserError, log, printable
 from trainer.files import replacing
@@ -42,11 +45,8 @@ class Trained(torch.nn.Module):
                 self.register_buffer(name, value, persistent=False)
 
     def forward(self, inputs):
+        self.check(inputs)
         if self.pixels:
-            if inputs.dtype != torch.uint8:
-                raise UserError(
-                    f"{self.about['dataset']}: the model takes pixels of uint8, and these are {inputs.dtype}."
-                )
             inputs = inputs.float() * self.scale + self.offset
         elif self.columns is not None:
             inputs = (inputs.to(self.mean.dtype) - self.mean) / self.std
@@ -57,6 +57,18 @@ class Trained(torch.nn.Module):
         if self.target_mean is not None and card.is_usual(outputs, self.about):
             outputs = outputs.to(self.target_mean.dtype) * self.target_scale + self.target_mean
         return outputs
+
+    def check(self, inputs):
+        """UserError for inputs of another type or shape than the data set's."""
+        shape, tensor = self.about["in_shape"], isinstance(inputs, torch.Tensor)
+        if tensor and list(inputs.shape[1:]) == shape and (inputs.dtype == torch.uint8 or not self.pixels):
+            return
+        takes = f"a torch.Tensor{' of uint8' if self.pixels else ''}, (N, {', '.join(map(str, shape))})"
+        takes += ": the numbers of model.columns, in this order" if self.columns is not None else ""
+        given = f"{inputs.dtype} of shape {tuple(inputs.shape)}" if tensor else f"a {type(inputs).__name__}"
+        advice = "" if tensor else "\nGive torch.as_tensor(inputs), where these are an array or lists of numbers."
+        advice = "\nGive inputs[None] for a single sample." if tensor and list(inputs.shape) == shape else advice
+        raise UserError(f"{self.about['dataset']}: the model takes {takes}. This is {given}.{advice}")
 
 
 def constants(about):
@@ -101,9 +113,16 @@ def load(folder, device="cpu", trusted=()):
             with torch.random.fork_rng(devices=[]):
                 module = tested(config, state, about)
         except UserError as error:
-            raise saved_config.of_run(folder, error) from None
+            raise saved_config.of_run(folder, in_python(error)) from None
     model = Trained(module, about).eval().requires_grad_(False)
     return (model.float() if device.type == "mps" else model).to(device)  # mps has no float64
+
+
+def in_python(error):
+    """The error with its advice on what to trust as Python takes it, where there is no command line."""
+    if HydraConfig.initialized():
+        return error
+    return UserError(re.sub(r"trusted=\[(\w+)\]", r'trusted=["\1"]', str(error)))
 
 
 def best(folder):
@@ -134,9 +153,14 @@ def tested(config, state, about):
         build.check_nested(f"callbacks.{name}", node)
     callbacks = [build.build(f"callbacks.{name}", node) for name, node in nodes.items()]
     as_it_is = {"tune": (), "channels_last": False, "deterministic": torch.are_deterministic_algorithms_enabled()}
-    with Trainer(module, callbacks=callbacks, device="cpu", strategy="single", **as_it_is) as trainer:
-        trainer.load_state_dict(state)
-        weights = card.weights(trainer)
+    token = parallel.apart.set(True)  # it only asks the callbacks, whichever of several processes it is
+    try:
+        with Trainer(module, callbacks=callbacks, device="cpu", strategy="single", **as_it_is) as trainer:
+            trainer.load_state_dict(state)
+            with trainer.evaluating():  # a copy: other weights may be there for the time of it
+                weights = copy.deepcopy(dict(module.state_dict()))
+    finally:
+        parallel.apart.reset(token)
     module.load_state_dict(weights)
     return module
 
@@ -163,7 +187,7 @@ def predict(model, path, *, batch_size=512, missing=None, delimiter=None, skip=F
     size = max(1, min(batch_size, AT_ONCE // (8 * math.prod(about["in_shape"]))))
     if model.columns is not None:
         key, batches = "line", row_batches(path, about["table"], size, missing, delimiter)
-    elif model.pixels and len(about["in_shape"]) == 3 and about["in_shape"][0] in (1, 3):
+    elif card.is_image(about):
         key, batches = "file", image_batches(path, about["in_shape"], size, skip)
     else:
         what = f"the run was trained on {about['dataset']}, which is neither images nor a table"
@@ -199,7 +223,9 @@ def row_batches(path, table, size, missing=None, delimiter=None, key="input"):
     if os.path.isdir(path):
         raise UserError(f"{key}={printable(path)}: this is a folder, and the run takes a table. Type {key}=FILE.csv.")
     delimiter = table["delimiter"] if delimiter is None else delimiter
-    rows = tables.read_rows(path, "\t" if delimiter == "tab" else delimiter, key)
+    names = [column["name"] for column in table["columns"]]
+    alone = names[0] if len(names) == 1 else None
+    rows = tables.read_rows(path, "\t" if delimiter == "tab" else delimiter, key, alone)
     encode = tables.row_encoder(table, next(rows), path, table["missing"] if missing is None else missing)
     encoded = ((line, row) for line, values in rows if (row := encode(line, values)) is not None)
     empty = True

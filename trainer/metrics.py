@@ -139,23 +139,24 @@ class Confusion(Sums):
 class MSE(Sums):
     """The mean squared error over all targets, times `scale` squared.
 
-    `scale` is the standard deviation by which a data set divided its targets.
+    `scale` is the standard deviation by which a data set divided its targets: one number, or one for each of them.
     """
 
     higher_is_better = False
     power = 2
 
     def __init__(self, scale=1.0):
-        self.scale = scale
+        self.scale = torch.as_tensor(scale, dtype=torch.float64).cpu()
         super().__init__()
 
     def update(self, outputs, targets):
         check_same_shape(outputs, targets)
         errors = (wide(outputs) - wide(targets)).abs() ** self.power
-        self.add(torch.stack([errors.sum(), torch.full_like(errors.sum(), errors.numel())]))
+        totals = (errors.sum(0) if self.scale.ndim else errors.sum()).reshape(-1)
+        self.add(torch.cat([totals, torch.full_like(totals[:1], errors.numel())]))
 
     def value(self, sums):
-        return sums[0] / sums[1] * self.scale**self.power
+        return (sums[:-1] / sums[-1] * (self.scale**self.power).to(sums)).sum()
 
 
 class MAE(MSE):

@@ -28,6 +28,7 @@ MOST_ENTRIES, MOST_TYPED = 300, 10_000  # of the settings; letters of those that
 MOST_CLASSES = 40  # of a matrix that is drawn
 MOST_PAIRS = 20  # of classes that are confused, where there are more
 MOST_SAMPLES = 24  # of each kind
+MOST_TARGETS = 4  # of a regression that are drawn
 MOST_COLUMNS = 12  # of a table's row
 MOST_WARNINGS, MOST_WARNING = 20, 500  # of the doctor's; letters of each
 MOST_PNG, MOST_SIDE = 2**15, 256  # bytes and pixels of a picture
@@ -535,20 +536,20 @@ def is_png(text):
 
 
 def regression(seen):
-    """[{"title", "svg"}] of the errors and of predicted against true, all targets together."""
+    """[{"title", "svg"}] of predicted against true and of the errors, of each of the first targets: units differ."""
     from trainer import plots
 
-    points = [pair for both in seen.get("points", ()) for pair in zip(*both, strict=True)]
-    if not points:
-        return []
-    errors = [predicted - true for true, predicted in points]
-    return [
-        {
-            "title": "predicted against true",
-            "svg": plots.scatter("against", points, "true", "predicted", "predicted against true"),
-        },
-        {"title": "errors", "svg": plots.histogram("errors", errors, "predicted minus true", "how often errors come")},
-    ]
+    points, drawn = seen.get("points", []), []
+    count = min((len(true) for true, _ in points), default=0)
+    for i in range(min(count, MOST_TARGETS)):
+        pairs = [(true[i], predicted[i]) for true, predicted in points]
+        errors = [predicted - true for true, predicted in pairs]
+        of = f" of target {i}" if count > 1 else ""
+        against = plots.scatter(f"against{i}", pairs, "true", "predicted", f"predicted against true{of}")
+        how_often = plots.histogram(f"errors{i}", errors, "predicted minus true", f"how often errors{of} come")
+        drawn.append({"title": f"predicted against true{of}", "svg": against})
+        drawn.append({"title": f"errors{of}", "svg": how_often})
+    return drawn
 
 
 def shares(mapping, names, words):
