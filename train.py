@@ -270,6 +270,7 @@ def finish(folder, trainer, saver, data, loaders, start, draws):
     Where there is no test part and a report is drawn, it shows the validation part.
     """
     from trainer import card, checkpoint, doctor, examine, timing
+    from trainer.metrics import default_metrics
 
     result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver)}
     result |= timing.result_of(trainer) | doctor.result_of(trainer)
@@ -286,7 +287,9 @@ def finish(folder, trainer, saver, data, loaders, start, draws):
         return None
     result |= {**rundir.last_rows(folder), **test, "seconds": round(time.perf_counter() - start, 3)}
     result |= rundir.measured_before(folder, result)
-    card.write(folder, weights, trainer.module, data, result, usual=seen is not None or test_loader is None)
+    examined = test_loader is not None or (val_loader is not None and draws)
+    usual = seen is not None if examined else default_metrics(data.kind).keys() <= trainer.metrics.keys()
+    card.write(folder, weights, trainer.module, data, result, usual)
     if seen is not None:
         examine.write(folder / "evaluation.json", seen, data)
     rundir.write_json(folder / "result.json", result)
@@ -308,15 +311,23 @@ def evaluate(cfg):
     from data.datasets import fingerprint
     from trainer import inference
 
+    fractions = {"val_fraction", "test_fraction"} & own.dataset.keys() if cfg.split == "all" else ()
+    for name in fractions:
+        if f"dataset.{name}" in cli.typed_keys():
+            raise UserError(f"split=all is not cut, and there is dataset.{name}. Leave out one of them.")
+        own.dataset[name] = 0
     path, state = inference.best(cfg.run)
     about = inference.description(cfg.run, state)
     with building(own, state=state, about=about, split=cfg.split) as (trainer, data, loaders):
         trainer.load_state_dict(state)
-        split, loader = next(found for found in zip(("train", "val", "test"), loaders, strict=True) if found[1])
+        part, loader = next(found for found in zip(("train", "val", "test"), loaders, strict=True) if found[1])
+        split = "all" if cfg.split == "all" else part
         if cfg.split is None and rundir.about(state).get("data") not in (None, fingerprint(data)):
             what = "this is other data than the run was trained on, or it has changed since, and is cut anew"
-            more = "All of it: dataset.val_fraction=0 dataset.test_fraction=0 split=train"
-            log.warning("%s: %s; this is its %s part. %s.", data.name, what, split, more)
+            log.warning("%s: %s; this is its %s part. All of it: split=all.", data.name, what, split)
+        if lacking := data.classes_without_samples(part):
+            shown = ", ".join(lacking[:10]) + ", ..." * (len(lacking) > 10)
+            log.warning("%s: there are no samples of %s.", data.name, shown)
         results = trainer.evaluate(loader, split)
     print(f"weights  {path}")
     print(f"{split:<9}" + "  ".join(f"{name.removeprefix(split + '/')} {value}" for name, value in results.items()))
@@ -333,8 +344,12 @@ def predict(cfg):
         inference.check_output(cfg.output, (".csv", ".jsonl"))
     model = inference.load(cfg.run, device=cfg.device)
     ways = {key: own.dataset[key] for key in ("missing", "delimiter") if f"dataset.{key}" in cli.typed_keys()}
-    skip = own.dataset.get("on_bad_sample") == "skip"
-    rows = inference.predict(model, cfg.input, batch_size=own.eval_batch_size, skip=skip, **ways)
+    if ways and model.columns is None:
+        raise UserError(f"dataset.{next(iter(ways))} is for a table, and this run takes none. Leave it out.")
+    if model.columns is not None and "dataset.on_bad_sample" in cli.typed_keys():
+        raise UserError("dataset.on_bad_sample is for images, and this run takes a table. Leave it out.")
+    broken = check_choice("dataset.on_bad_sample", own.dataset.get("on_bad_sample", "error"), ("error", "skip"))
+    rows = inference.predict(model, cfg.input, batch_size=own.eval_batch_size, skip=broken == "skip", **ways)
     count = inference.write(rows, cfg.output)
     if cfg.output is not None:
         print(f"output   {cfg.output}: {count:,} row{'s' * (count != 1)}")
@@ -343,6 +358,8 @@ def predict(cfg):
 def export(cfg):
     """Writes the best weights of the run directory `run`, preprocessing included, in a `format` that others read."""
     own = saved_config.of_this_machine(cfg, LOADING)
+    if cfg.device not in ("auto", "cpu"):
+        raise UserError(f"device={cfg.device}: an export is computed on the CPU. Leave device out.")
     from trainer import exporting, inference
 
     exporting.check(cfg.format, cfg.output)
@@ -442,7 +459,7 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
     only = None if state is None else data.part_to_evaluate(split)
     sizes = {"batch_size": cfg.batch_size, "eval_batch_size": cfg.eval_batch_size, "drop_last": cfg.drop_last}
     loaders, why = make_loaders(data, **sizes, device=device, seed=cfg.seed, only=only, **loading)
-    print(summary.data_line(data, loaders, why))
+    print(summary.data_line(data, loaders, why, whole=split == "all"))
 
     devices.seed_generators(device, devices.mix_seed(settings.check("seed", cfg.seed), "model"))
     if state is not None:

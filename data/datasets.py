@@ -118,12 +118,26 @@ class Data:
             part.targets = change(part.targets)
 
     def part_to_evaluate(self, split=None):
-        """The name of the part that is evaluated: `split`, or else the test part, or the validation part."""
+        """The name of the part that is evaluated: `split`, or else the test part, or the validation part.
+
+        For "all" it is the training part, of data that was not cut.
+        """
         there = self.parts()
+        if split == "all" and len(there) > 1:
+            raise UserError(f"split=all: {self.name} has parts of its own. Type split= one of: {', '.join(there)}.")
+        split = "train" if split == "all" else split
         split = split or next((name for name in ("test", "val") if name in there), None)
         if split is None:
             raise UserError(f"dataset: {self.name} has neither a test nor a validation part. Type split=train.")
         return check_choice("split", split, there)
+
+    def classes_without_samples(self, part):
+        """The names of the classes of which a part has no sample."""
+        if self.kind != "classification":
+            return []
+        counts = torch.bincount(self.parts()[part].targets, minlength=self.num_classes)
+        absent = (counts == 0).nonzero().view(-1).tolist()
+        return [printable(self.classes[label]) if self.classes else str(label) for label in absent]
 
     def check_labels(self):
         """UserError for labels that are no class numbers."""

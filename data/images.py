@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from data.cache import VERSION, open_cache
-from data.datasets import Data, check_fractions, split_indices
+from data.datasets import Data, check_fractions, is_description, split_indices
 from trainer.device import MIB, mix_seed
 from trainer.errors import UserError, check_choice, check_number, did_you_mean, log, printable
 from trainer.files import open_plain
@@ -47,8 +47,8 @@ def image_folder(
     5,000 of) the training images. What is decoded is kept in `cache`: auto (below ~/.cache), false, or a folder; see
     data/cache.py.
     `on_bad_sample`: skip tries every image once, and leaves out those that cannot be read; error meets them later.
-    `trained`: what a run's data set said of itself; to be evaluated, one class is enough, and images of another size
-    are resized to the run's.
+    `trained`: what a run's data set said of itself; to be evaluated, one class is enough, and where `size` is null,
+    images of another size are resized to the run's, if that is square.
     """
     check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
     if cache not in ("auto", False) and not (isinstance(cache, str) and cache):
@@ -80,9 +80,9 @@ def image_folder(
         )
     if size is None:
         size = _first_size(listed["train"][0], on_bad_sample == "skip")
-        wanted = [] if trained is None else trained["in_shape"][1:]
-        if list(size) != wanted and len({*wanted}) == 1:  # other images than the run's
-            size = wanted[0]
+        _, *wanted = trained["in_shape"] if is_description(trained) else (channels, *size)
+        if tuple(wanted) != size and len(set(wanted)) == 1 < len(wanted):
+            size = wanted[0]  # resized, as task=predict does it
     for name in ("val", "test") if top != root else ():
         folder = os.path.join(root, name)
         if os.path.isdir(folder):

@@ -19,7 +19,7 @@ class GAN(nn.Module):
         self.judge = nn.Sequential(nn.Flatten(), nn.Linear(size, 99), nn.LeakyReLU(0.2), nn.Linear(99, 1))
 
     def forward(self, inputs):
-        return self.generator(randn(len(inputs), 16, device=inputs.device))
+        return self.generator(randn(inputs.shape[0], 16, device=inputs.device))
 
 
 class GANTrainer(Trainer):

@@ -76,6 +76,16 @@ def test_its_commands_come_to_what_it_says(file, forks, tmp_path):
             assert ("Outputs: what the model itself gives" in card) == (file.stem == "autoencoder")
 
 
+def test_outputs_that_nobody_has_looked_at_are_not_taken_for_scores(forks, tmp_path):
+    """Without a test part, nor the look at the validation part that a report wants."""
+    [command] = commands(next(file for file in FILES if file.stem == "autoencoder").read_text(encoding="utf-8"))
+    for own, model in ((command[1:], "autoencoder"), (["model=linear"], "linear")):
+        job = [*own, "dataset.test_fraction=0", "max_steps=2", f"run_dir={model}", "report=false"]
+        assert forks.run(tmp_path, *job).code == 0
+        card = (tmp_path / model / "model.md").read_text(encoding="utf-8")
+        assert ("Outputs: what the model itself gives" in card) == (model == "autoencoder")
+
+
 def fitted(kind, model, **settings):
     (train_loader, val_loader, test_loader), _ = make_loaders(datasets.digits(), batch_size=64)
     torch.manual_seed(0)

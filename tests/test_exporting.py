@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from data import tables
 from data.datasets import Data, TensorSplit
+from examples.gan import GAN
 from examples.rnn import RowReader
 from models.cnn import CNN
 from models.linear import Linear
@@ -204,6 +205,19 @@ def test_the_recurrent_example_takes_any_number_of_samples_when_exported(run, fo
     model = trained(RowReader)
     _, difference, _ = exporting.export(model, run, form, exporting.generated(model.about), "noise")
     assert difference < 1e-5
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_model_that_draws_is_exported_where_it_draws_the_same(run, form):
+    model = trained(lambda in_shape, _: GAN(in_shape))
+    inputs = exporting.generated(model.about)
+    if form == "onnx":
+        with pytest.raises(UserError, match=r"draws random numbers.*others\.\nType format=safetensors"):
+            exporting.export(model, run, form, inputs, "noise")
+        assert list((run / "export").iterdir()) == []
+        return
+    assert exporting.export(model, run, form, inputs, "noise")[1] == 0
+    assert not torch.equal(model(inputs), model(inputs))
 
 
 class Tokens(torch.nn.Module):

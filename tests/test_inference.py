@@ -538,6 +538,7 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
         ("no/o.csv", "there is no folder no"),
         ("images", "this is a folder"),
         ("o.txt", "does not end in .csv or .jsonl"),
+        ("-", "give the name of a file"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             inference.check_output(output, (".csv", ".jsonl"))
@@ -578,6 +579,9 @@ def test_a_key_is_for_its_task(forks, runs):
         ("task=predict", "run=prices", "input=x", "split=val"): "split=val is for task=evaluate.",
         ("task=evaluate", "run=prices", "input=x"): "input=x is for task=predict.",
         ("format=onnx",): "format=onnx is for task=export.",
+        ("task=predict", "run=folder", "input=x", "dataset.missing=mean"): "dataset.missing is for a table",
+        ("task=predict", "run=prices", "input=x", "dataset.on_bad_sample=skip"): "dataset.on_bad_sample is for images",
+        ("task=export", "run=prices", "format=onnx", "device=cuda"): "device=cuda: an export is computed on the CPU",
         ("task=evaluate", "run=prices", "split=trian"): "Did you mean 'train'?",
     }.items():
         assert message in refused(forks, runs, *arguments), arguments
@@ -655,7 +659,7 @@ def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(forks,
     from data.images import decode_image
 
     write_images(tmp_path / "two", ("cat", "dog"), size=size, seed=1, bright=20)
-    every = ("dataset.val_fraction=0", "dataset.test_fraction=0", "split=train")
+    every = ("split=all",)
     found = evaluated(forks, runs, "run=folder", f"dataset.root={tmp_path / 'two'}", *every)
     model = package.load(runs / "folder")
     files = sorted((tmp_path / "two").rglob("*.png"))
@@ -680,7 +684,7 @@ def test_a_renamed_copy_of_the_images_that_is_in_order_again_gives_the_same_numb
 def test_another_table_is_read_by_the_columns_and_units_of_the_run(forks, runs, tmp_path):
     rows = [row | {"town": "Oslo" if i % 9 == 0 else row["town"]} for i, row in enumerate(houses(80, seed=5))]
     write_table(tmp_path / "other.csv", rows, ("price", "town", "size", "age"))
-    every = ("dataset.val_fraction=0", "dataset.test_fraction=0", "split=train")
+    every = ("split=all",)
     found = evaluated(forks, runs, "run=prices", f"dataset.path={tmp_path / 'other.csv'}", "dataset.ignore=[]", *every)
     values = [row["value"] for row in predicted(forks, runs, "run=prices", f"input={tmp_path / 'other.csv'}")]
     errors = torch.tensor(values, dtype=torch.float64) - torch.tensor([float(row["price"]) for row in rows])
@@ -695,7 +699,7 @@ def test_any_number_of_rows_of_any_classes_can_be_evaluated(forks, runs, tmp_pat
     """Fewer than a batch of the training, all of one class, without a column that the training has ignored."""
     rows = [row for row in houses(100, seed=7) if row["grade"] == "high"][:9]
     write_table(tmp_path / "few.csv", rows, ("age", "town", "size", "grade", "price"))
-    every = (f"dataset.path={tmp_path / 'few.csv'}", "dataset.val_fraction=0", "dataset.test_fraction=0", "split=train")
+    every = (f"dataset.path={tmp_path / 'few.csv'}", "split=all")
     found = evaluated(forks, runs, "run=grades", *every)
     given = predicted(forks, runs, "run=grades", f"input={tmp_path / 'few.csv'}")
     assert found["acc"] == sum(row["class"] == "high" for row in given) / 9
@@ -707,8 +711,10 @@ def test_any_number_of_rows_of_any_classes_can_be_evaluated(forks, runs, tmp_pat
 
 def test_a_folder_of_one_class_can_be_evaluated(forks, runs, tmp_path):
     write_images(tmp_path / "one", ("dog",), seed=3)
-    every = ("dataset.val_fraction=0", "dataset.test_fraction=0", "split=train")
-    found = evaluated(forks, runs, "run=folder", f"dataset.root={tmp_path / 'one'}", *every)
+    every = ("split=all",)
+    done = forks.run(runs, "task=evaluate", "run=folder", f"dataset.root={tmp_path / 'one'}", *every, "device=cpu")
+    assert done.err == "one: there are no samples of bird, cat.\n"
+    found = {"acc": float(done.out.split()[-1])}
     rows = predicted(forks, runs, "run=folder", f"input={tmp_path / 'one'}")
     assert found["acc"] == sum(row["class"] == "dog" for row in rows) / len(rows)
 
@@ -720,13 +726,17 @@ def test_data_that_has_changed_is_told_from_the_runs(forks, runs, tmp_path):
         write_table(tmp_path / "more.csv", houses(count))
         done = forks.run(runs, "task=evaluate", "run=prices", path, "device=cpu")
         assert done.code == 0 and says in done.err and bool(says) == bool(done.err), done.err
-    assert "dataset.val_fraction=0 dataset.test_fraction=0 split=train" in done.err
+    assert "All of it: split=all." in done.err
 
 
 def test_only_the_part_that_is_evaluated_is_counted(forks, runs):
     for split, count in (("train", 1259), ("val", 179), ("test", 359)):
         out = asked(forks, runs, "task=evaluate", "run=digits", f"split={split}")
         assert out.startswith(f"data     digits: {count:,} {split} samples of 1x8x8, 10 classes; ")
+    out = asked(forks, runs, "task=evaluate", "run=digits", "split=all")
+    assert out.startswith("data     digits: all 1,797 samples of 1x8x8") and out.splitlines()[-1].startswith(
+        "all      loss "
+    )
 
 
 def test_other_data_that_does_not_fit_is_refused(forks, runs):
@@ -734,6 +744,11 @@ def test_other_data_that_does_not_fit_is_refused(forks, runs):
         ("run=digits", "dataset=synthetic"): "has inputs of 20, and the run was trained on 1x8x8",
         ("run=prices", "dataset=digits"): "digits is a classification, and the run is a regression",
         ("run=digits", "dataset=csv", "dataset.path=houses.csv", "dataset.target=grade"): "which is no table",
+        (
+            "run=digits",
+            "split=all",
+            "dataset.val_fraction=0.2",
+        ): "split=all is not cut, and there is dataset.val_fraction",
         ("run=digits", "epochs=3"): "epochs: task=evaluate takes the run's own settings",
         ("run=digits", "model=cnn"): "model: task=evaluate takes the run's own settings",
     }.items():
@@ -750,6 +765,8 @@ def test_classes_are_matched_by_their_names():
     other.prepare_as(of_run)
     assert other.classes == ["a", "b", "c"] and other.train.targets[:3].tolist() == [2, 0, 1]
     assert other.val.targets[:3].tolist() == [2, 0, 1] and other.description() == of_run | {"dataset": "other"}
+    with pytest.raises(UserError, match="split=all: other has parts of its own. Type split= one of: train, val"):
+        other.part_to_evaluate("all")
 
 
 def test_targets_are_brought_to_the_units_of_the_run():

@@ -162,6 +162,9 @@ def export(model, folder, form, inputs, whose, output=None):
                 constant = "Its forward makes a constant of the number of samples"
                 advice = f"{constant}: write x.shape[0] in place of len(x).\n{advice}"
             raise UserError(f"format={form}: this model cannot be exported ({reason}).\n{advice}") from error
+        if not difference <= TOLERANCE * largest and draws(model, inputs):
+            what = "its forward draws random numbers, and what is exported would draw others"
+            raise UserError(f"format={form}: {what}.\nType format=safetensors for the weights alone.")
         if not difference <= TOLERANCE * largest:  # nor for nan
             what = f"its outputs differ by {difference:.2g} from PyTorch's on {whose}, which are up to {largest:.3g}"
             raise TrainingError(f"format={form}: {what}. Nothing was written.")
@@ -224,7 +227,7 @@ def compare(model, run, inputs):
     center = 0.0 if model.target_mean is None else model.target_mean
     with torch.inference_mode():
         for size in (1, 3, len(inputs)):
-            both = [[tensor for _, tensor in entries(of(inputs[:size]))] for of in (model, run)]
+            both = [[tensor for _, tensor in entries(drawn(of, inputs[:size]))] for of in (model, run)]
             for expected, given in zip(*both, strict=True):
                 if given.shape != expected.shape:
                     what = f"{tuple(given.shape)} in place of {tuple(expected.shape)}"
@@ -232,6 +235,20 @@ def compare(model, run, inputs):
                 differences.append((given - expected).abs().max().item())
                 largest.append((expected - center).abs().max().item())
     return max(differences, key=lambda value: (math.isnan(value), value)), max(largest)
+
+
+def drawn(of, inputs, seed=0):
+    """What `of` gives, its random numbers those of this seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return of(inputs)
+
+
+def draws(model, inputs):
+    """Whether the outputs of a model are others with other random numbers."""
+    with torch.inference_mode():
+        both = [[tensor for _, tensor in entries(drawn(model, inputs[:3], seed))] for seed in (0, 1)]
+    return any(not torch.equal(first, second) for first, second in zip(*both, strict=True))
 
 
 @contextlib.contextmanager

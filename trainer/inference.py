@@ -328,6 +328,8 @@ def check_output(output, endings=()):
     Looked at before anything is computed. Whose a file is that is there already, nobody knows: none is replaced.
     """
     path, shown = Path(output), f"output={printable(output)}"
+    if str(output) == "-":
+        raise UserError("output=-: give the name of a file. What task=predict finds is printed where there is none.")
     if path.is_dir() or not path.parent.is_dir():
         what = "this is a folder" if path.is_dir() else f"there is no folder {printable(path.parent)}"
         raise UserError(f"{shown}: {what}. Type output=FILE for a new file.")

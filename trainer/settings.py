@@ -17,7 +17,7 @@ CHOICES = {
     "dataset.resident": ("auto", True, False),
     "report": ("auto", True, False),
     "sweep.on_error": ("continue", "stop"),
-    "split": ("train", "val", "test"),
+    "split": ("train", "val", "test", "all"),
     "format": ("onnx", "torch_export", "safetensors"),
 }
 OF_TASKS = {  # what only these tasks have a use for

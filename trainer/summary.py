@@ -41,10 +41,11 @@ def precision(trainer):
     return {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[trainer.dtype]
 
 
-def data_line(data, loaders, why):
-    """The line that tells what is learnt from."""
+def data_line(data, loaders, why, whole=False):
+    """The line that tells what is learnt from; `whole` where the one part is all of it."""
     names = ("train", "val", "test")
     counts = [f"{part.samples:,} {name}" for name, part in zip(names, loaders, strict=True) if part is not None]
+    counts = [f"all {part.samples:,}" for part in loaders if part is not None] if whole else counts
     inputs = "x".join(map(str, data.in_shape)) if len(data.in_shape) > 1 else f"{data.in_shape[0]} numbers"
     kinds = {"classification": f"{data.num_classes} classes", "regression": f"{data.num_classes} to predict"}
     outputs = kinds[data.kind]
