@@ -177,6 +177,7 @@ def train_in(folder, cfg):
     text = f"{rundir.TYPED}{json.dumps(typed)}\n{OmegaConf.to_yaml(cfg)}"
     config_file = ConfigFile(folder / "config.yaml", text, rundir.WRITTEN)
     with building(cfg, [*pruning(cfg), saver, config_file]) as (trainer, data, loaders):
+        git = revision()  # which has ended long ago, and would stay as a defunct process
         saver.about = {**about, "data": fingerprint(data), "classes": data.classes and list(data.classes)}
         saver.about["inputs"] = data.description()
         if cfg.profile and launch.is_first():
@@ -198,7 +199,7 @@ def train_in(folder, cfg):
             result = finish(folder, trainer, saver, data, loaders, start, draws_report(cfg))
             if launch.is_first():
                 print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))), flush=True)
-                more = {"git": revision(), **efficiency(trainer, data, result)}
+                more = {"git": git, **efficiency(trainer, data, result)}
                 rundir.write_json(folder / "result.json", more | result)
         except KeyboardInterrupt:
             if not launch.is_first():
@@ -405,14 +406,16 @@ def plan(cfg):
         rundir.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
     with building(cfg) as (trainer, _, loaders):
         started = time.perf_counter() - START
-        found = look(trainer, *loaders)
         per_epoch = len(loaders[0])
+        between = [cfg.checkpoint.every, (cfg.checkpoint.epochs or 0) * per_epoch]
+        between += [cfg.eval_every or per_epoch] * (loaders[1] is not None)  # each may be the best, which is saved
+        found = look(trainer, *loaders, every=min(filter(None, between), default=math.inf))
     at = next(iter(checkpoint.files(folder / "checkpoints")), 0) if folder is not None else 0
     found.steps -= min(at, found.steps)
     evaluations = math.ceil(found.steps / (cfg.eval_every or per_epoch)) if loaders[1] is not None else 0
     every, epochs = cfg.checkpoint.every, cfg.checkpoint.epochs
     saves = (found.steps // every if every else 0) + (math.ceil(found.steps / (per_epoch * epochs)) if epochs else 0)
-    print("\n".join(lines(found, started, evaluations, saves, cfg.checkpoint.keep)))
+    print("\n".join(lines(found, started, evaluations, saves, cfg.checkpoint.keep, cfg.max_minutes)))
     where = cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
     where += f", where it goes on at step {at:,}" if at else ""
     print(f"run      {where}; nothing was written\n         {rundir.command(typed_of_run())}")

@@ -127,6 +127,11 @@ def check_first(data, name, split):
         )
 
 
+def resident_bytes(*loaders):
+    """Bytes of the data that these loaders have, or will have, on the device: not of what is streamed."""
+    return sum(loader.nbytes for loader in loaders if isinstance(loader, (DeviceLoader, StreamedOnce)))
+
+
 def seekable(loader, seed):
     """The loader itself if it has `seek`, else an IterableLoader around it.
 
@@ -395,7 +400,7 @@ class IterableLoader(Seekable):
                 f"{type(loader).__name__} has no len(), the number of batches in an epoch. Give it a __len__ method."
             ) from None
         parallel.check_sampler(loader)
-        self.loader, self.seed, self.nbytes, self.deals = loader, seed, 0, parallel.ranks() > 1
+        self.loader, self.seed, self.deals = loader, seed, parallel.ranks() > 1
         self.batch_size = getattr(loader, "batch_size", None)
         dataset = getattr(loader, "dataset", None)
         self.samples = len(dataset) if hasattr(dataset, "__len__") else None

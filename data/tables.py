@@ -134,10 +134,11 @@ def read_rows(path, delimiter, key="dataset.path", alone=None):
             yield header
             line = lines.line_num + 1  # where a row begins: a value in quotes may have several lines
             for row in lines:
-                if len(row) != len(header) and row:
+                there = len(row) > 1 or "".join(row).strip()  # a blank line is no row
+                if len(row) != len(header) and there:
                     what = f"{len(row)} values for the {len(header)} columns of the header"
                     raise UserError(f"{shown}, line {line}: {what}.")
-                if row:  # a blank line is no row
+                if there:
                     yield line, row
                 line = lines.line_num + 1
     except FileNotFoundError:

@@ -39,6 +39,12 @@ class Fault(Callback):
     def bug(self):
         raise ZeroDivisionError("a bug")
 
+    def children(self):
+        try:
+            Path("children").write_text(str(os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)))
+        except ChildProcessError:
+            Path("children").write_text("none")
+
     def slow(self):
         time.sleep(0.1)
         self.step += 1

@@ -25,6 +25,13 @@ MODULES = (
     "torch.utils.flop_counter",
     "sympy",
     "trainer.trainer",
+    "trainer.sweep",
+    "trainer.launchers",
+    "trainer.card",
+    "trainer.doctor",
+    "trainer.examine",
+    "trainer.flops",
+    "trainer.timing",
     "data.loader",
     "models.mlp",
 )
@@ -41,6 +48,7 @@ class Forks:
         path = os.pathsep.join(map(str, (*paths, TRAIN.parent)))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as train.py sets it for ranks, before it imports torch
+        environment["PYTHONFAULTHANDLER"] = "1"  # a crash says where
         command = [sys.executable, __file__, *MODULES, *(DISTRIBUTED if distributed else ()), *modules]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
@@ -118,6 +126,10 @@ def serve(modules):
     sys.modules["triton"] = None  # torch._dynamo can do without, and it complains at the end of what gc has frozen
     for module in modules:
         importlib.import_module(module)
+    import hydra
+
+    with hydra.initialize_config_dir(str(TRAIN.parent / "configs")):  # finds its plugins, and learns to parse
+        hydra.compose("train", ["model=mlp", "model.hidden=[16]", "+metrics.top2._target_=trainer.metrics.TopK"])
     gc.freeze()
     for line in sys.stdin:
         print(json.dumps(run(**json.loads(line))), flush=True)

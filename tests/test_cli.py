@@ -138,6 +138,16 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("dataset=csv dataset.path=x", "error: dataset.target: this has no default.", "Type dataset.target=..."),
     ("dataset=digits,synthetic", "error: dataset=digits,synthetic:", "Type -m dataset=digits,synthetic."),
     ("seed=1,2", "error: seed=1,2: several values are a sweep.", "Type -m seed=1,2, or for one list 'seed=[1,2]'."),
+    (
+        "task=predict run=x input=a,b.jpg",
+        "error: input=a,b.jpg: several values are a sweep.",
+        "Type \"input='a,b.jpg'\" for one path",
+    ),
+    (
+        "task=evaluate run=x dataset.path=a,b.csv",
+        "dataset.path=a,b.csv: several values are a sweep.",
+        "Type \"dataset.path='a,b.csv'\" for one path",
+    ),
     ("model=[cnn]", "error: model=[cnn]: this is a group", "Type model=cnn, or for a sweep -m model=cnn,linear."),
     ("model=[mlp,cnn]", "error: model=[mlp,cnn]: this is a group", "Type model=mlp, or for a sweep -m model=mlp,cnn."),
     ("+model=cnn", "error: +model=cnn: this group has an option already", "Type model=cnn."),
@@ -260,6 +270,14 @@ LATE = [
         "error: trainer._target_=examples.nope.X: No module named 'examples.nope'",
         "",
     ),
+    (
+        "optimizer._target_=torch.optim.AdmaW",
+        "AdmaW: ",
+        "Did you mean 'torch.optim.AdamW'?",
+    ),
+    ("model._target_=modells.mlp.MLP", "modells", "Did you mean 'models.mlp.MLP'?"),
+    ("model._target_=modells.TinyNet", "modells", "Did you mean 'models'?"),  # which has no TinyNet
+    ("model._target_=benchmark.TinyNet", "benchmark", "Did you mean 'benchmarks'?"),  # it is beside train.py
     ("optimizer._target_=torch.optim.Nope", "error: optimizer._target_=torch.optim.Nope:", ""),
     ("+metrics.a=3", "error: metrics.a: this needs a _target_", "Type metrics.a._target_=..."),
 ]
@@ -559,7 +577,8 @@ def test_differences_are_shown_as_they_are_typed():
     assert second.startswith("Type the settings it had")
     first, second = refusal(epochs=2).splitlines()
     assert first.endswith("other settings: epochs=2 (was 1).")
-    assert second == "To train it longer, type another run_dir, and resume=FILE with a checkpoint of this one."
+    assert second.startswith("To train it longer, type another run_dir, and resume=FILE with a checkpoint of this one;")
+    assert second.endswith("; to begin anew in its place, resume=never overwrite=true.")
     assert second not in refusal(epochs=2, ema=None)
 
 

@@ -2,6 +2,9 @@
 
 import ast
 import functools
+import importlib.util
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -360,6 +363,13 @@ def test_the_trainer_explains_a_batch_entry(doing):
 def test_the_trainer_leaves_other_errors_alone(doing):
     with trainer() as own, pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         getattr(own, doing)([(torch.ones(4, 7), torch.zeros(4, 2))])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
+def test_what_is_left_alone_is_gone_at_the_end():
+    code = "import triton; from trainer import device; device.leave_imports()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")  # and not 27 lines of "nanobind: leaked 4 instances!"
 
 
 # the rules

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from data.datasets import Data, TensorSplit
-from data.loader import DeviceLoader, HostLoader, IterableLoader, make_loaders, permutation, seekable
+from data.loader import DeviceLoader, HostLoader, IterableLoader, make_loaders, permutation, resident_bytes, seekable
 from trainer.errors import TrainingError, UserError
 
 
@@ -232,6 +232,7 @@ def test_make_loaders_chooses_and_says_why(monkeypatch):
     monkeypatch.setattr("data.loader.free_memory", lambda device: 2 * 6400 - 1)
     (streamed, _, _), why = make_loaders(data, batch_size=10, seed=4)
     assert isinstance(streamed, HostLoader) and why.startswith("streamed with 0 workers, 0.0 MiB of")
+    assert resident_bytes(train, val) == train.nbytes + val.nbytes and resident_bytes(streamed, None) == 0
     assert same(train, streamed)
     (forced, _, _), why = make_loaders(data, batch_size=10, seed=4, resident=True)
     assert isinstance(forced, DeviceLoader) and why == "resident on cpu, as asked"

@@ -66,6 +66,14 @@ def test_its_memory_is_that_of_the_parts():
     assert look(frozen)[0].memory["gradients"] < size / mib
 
 
+def test_the_copy_for_a_checkpoint_and_the_averages_are_a_part_of_it():
+    size = summary.mib(make_model().parameters())
+    memory = look(callbacks=[EMA(0.9)])[0].memory
+    assert size <= memory["averages"] < size + 1e-3
+    assert 4 * size < memory["a checkpoint's copy"] < 4 * size + 1e-2  # weights, two moments, the average
+    assert "averages" not in look()[0].memory
+
+
 def test_micro_batches_keep_less():
     whole, parts = (look(grad_accum_steps=n)[0].memory["activations"] for n in (1, 4))
     assert parts < whole
@@ -130,6 +138,10 @@ def test_the_lines_add_up():
         "time     about 19.5 s, by 50 steps of it:",
         f"         {', '.join(times)}",
     ]
+    *others, time, parts, stopped = plan.lines(found, started=1.0, evaluations=10, saves=5, keep=2, minutes=0.1)
+    assert time == "time     about 8.0 s, by 50 steps of it:" and [*others, parts] == [*lines[:4], lines[5]]
+    assert stopped == "         of which max_minutes=0.1 is the end at about step 343"
+    assert list(plan.lines(found, started=1.0, evaluations=10, saves=5, keep=2, minutes=1)) == lines
     unknown = plan.Found(**{**vars(found), "memory": memory | {"peak": math.nan}, "rates": {}})
     lines = list(plan.lines(unknown, started=1.0, evaluations=10, saves=5, keep=2))
     assert lines[0].startswith("memory   7 MiB at the peak")

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -264,7 +265,11 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
         "The model explains 50.0 % of the variance of 3,500 val samples, where always answering their mean would "
         "explain none, and is off by 1.5000 on average."
     )
-    assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == 2
+    names = [f" of target {i}" for i in range(3)] if len(true[0]) > 1 else [""]
+    expected = [f"{what}{of}" for of in names for what in ("predicted against true", "errors")]
+    assert [plot["title"] for plot in report.regression(seen)] == expected
+    assert len({plot["svg"] for plot in report.regression(seen)}) == len(expected)
+    assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == len(expected)
     trainer.close()
 
 
@@ -321,7 +326,7 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     again = ["python train.py epochs=2 optimizer.lr=2e-3", "python train.py epochs=2 optimizer.lr=2e-3 run_dir="]
     assert [command.removesuffix(str(tmp_path / "run")) for command in shown.all("pre")[:2]] == again
     [verdict] = shown.all("p", "verdict")
-    assert verdict.startswith("Val/acc went from ") and verdict.endswith("has not come to its end, up to step 40.")
+    assert verdict.startswith("val/acc rose from ") and verdict.endswith("has not come to its end, up to step 40.")
     assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]
     config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "run" / "config.yaml").write_text(config.partition("\n")[2], encoding="utf-8")
@@ -338,8 +343,14 @@ def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
     step = re.fullmatch(r"interrupted at step (\d+)\. To go on from there:", said)[1]
     assert seen == "To see it so far: python -m trainer.report 'a b'" and not (tmp_path / "a b/report.html").exists()
     assert report.write(tmp_path / "a b").is_file()
-    [verdict] = page_of(tmp_path / "a b").all("p", "verdict")
-    assert verdict.endswith(f"up to step {step}.")
+    shown = page_of(tmp_path / "a b")
+    [verdict] = shown.all("p", "verdict")
+    assert f"up to step {step}" in verdict
+    evaluate, *others = shown.all("pre")[2:]  # a callback of one's own is built, so they trust it, and say so
+    assert all(command.endswith(" 'trusted=[faults]'") for command in [evaluate, *others]) and len(others) == 2
+    assert any(text.startswith("These commands run the code of faults, ") for text in shown.all("p"))
+    done = forks.run(tmp_path, *shlex.split(evaluate)[2:])
+    assert done.code == 0 and done.out.splitlines()[-1].startswith("test     loss "), done.err
     shutil.rmtree(tmp_path / "a b")
     done = forks.run(tmp_path, *typed, "report=false", signals=[interrupt])
     assert done.code == 130 and done.err.splitlines()[-1].startswith("python train.py dataset=synthetic ")
@@ -348,7 +359,7 @@ def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
 def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
     typed = ["dataset=synthetic", "callbacks=doctor", "optimizer.lr=3", "model.norm=none", "epochs=1", "run_dir=run"]
     done = forks.run(tmp_path, *typed)
-    warned = re.findall(r"^doctor: (.*)\n(Type .*)$", done.err, re.MULTILINE)
+    warned = re.findall(r"^doctor: (.*)\n(.*)$", done.err, re.MULTILINE)
     assert done.code == 0 and warned and done.err.count("doctor: ") == len(warned)
     assert read(tmp_path / "run", "result.json")["doctor"] == ["\n".join(lines) for lines in warned]
     shown, found = page_of(tmp_path / "run"), [line[0].upper() + line[1:] for lines in warned for line in lines]
@@ -379,14 +390,14 @@ def test_the_verdict_is_a_function_of_the_numbers():
     usual = "where the most frequent class alone would be 50.0 %"
     luck, good = even | {"confusion": [[6, 4], [4, 6]]}, even | {"confusion": [[9, 1], [1, 9]]}
     half, so_far = "50.0 % of 20 test samples right", "the run has not come to its end, up to step"
-    went = "Val/acc went from 0.5000 after epoch 1 to"
+    went = "val/acc went from 0.5000 after epoch 1 to"
     numbers, then = {"kind": "regression", "split": "test", "samples": 9}, "after epoch 1 to 1.5000 after epoch 2."
     mean = "on 9 test samples than always answering their mean (r2 -0.5000), and is off by 3.0000 on average."
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
     for result, these, seen, at, said in [
         ({}, [], {}, None, "There are no numbers yet."),
         ({}, [{"epoch": 0, "step": 3}], {}, None, "There is no evaluation yet, up to step 3."),
-        ({}, up[:1], {}, None, f"Val/acc is 0.5000 after epoch 1; {so_far} 1."),
+        ({}, up[:1], {}, None, f"val/acc is 0.5000 after epoch 1; {so_far} 1."),
         ({}, [*up, {"epoch": 3, "step": 8}], {}, None, f"{went} 0.7000 after epoch 3; {so_far} 8."),
         ({}, down[:1], even, None, f"The model gets {half}, {chance}; val/loss is 2.0000 after epoch 1; {so_far} 1."),
         ({}, [], even, None, f"The model gets {half}, {chance}."),
@@ -400,16 +411,53 @@ def test_the_verdict_is_a_function_of_the_numbers():
             f"The model gets {half}, {chance}.",
         ),
         ({"error": "it broke"}, up, even, None, "The run has failed: it broke"),
-        ({"a": 1}, up, {}, best(up, 2), "Val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2."),
-        ({"a": 1}, up, {}, best(up, 1), "Val/acc was 0.5000 after epoch 1, and not better later."),
-        ({"a": 1}, up[:1], {}, best(up, 1), "Val/acc was 0.5000 after epoch 1."),
-        ({"a": 1}, down, {}, best(down, 2, "min", "val/loss"), f"Val/loss fell from 2.0000 {then}"),
+        ({"a": 1}, up, {}, best(up, 2), "val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2."),
+        ({"a": 1}, up, {}, best(up, 1), "val/acc was 0.5000 after epoch 1, and not better later."),
+        ({"a": 1}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after epoch 1."),
+        ({"a": 1}, down, {}, best(down, 2, "min", "val/loss"), f"val/loss fell from 2.0000 {then}"),
         ({"a": 1}, [], even, None, f"The model gets 50.0 % of 20 test samples right, {chance}."),
-        ({"test/loss": 0.25}, [], {}, None, "Test/loss is 0.2500."),
-        ({"test/loss": 0.25, "test/f1": 0.5}, [], {}, None, "Test/f1 is 0.5000."),
+        ({"test/loss": 0.25}, [], {}, None, "test/loss is 0.2500."),
+        ({"test/loss": 0.25, "test/f1": 0.5}, [], {}, None, "test/f1 is 0.5000."),
         ({"test/r2": -0.5, "test/mae": 3.0}, [], numbers, None, f"The model is no better {mean}"),
     ]:
         assert report.verdict(result, these, seen, at) == said
+
+
+def test_data_of_ones_own_has_its_own_name():
+    def about(**dataset):
+        return report.about({"model": {"_target_": "models.mlp.MLP"}, "dataset": dataset}, {"device": "cpu"})
+
+    assert about(_target_="data.datasets.digits") == "MLP on digits, cpu"
+    assert about(_target_="data.tables.csv", path="a/houses.csv") == "MLP on houses.csv, cpu"
+    assert about(_target_="data.images.image_folder", root=f"{'a' * 300}/photos/") == "MLP on photos, cpu"
+    assert (
+        about(_target_="data.images.image_folder", root=[3])
+        == "MLP on image_folder, cpu"
+        == about(_target_="data.images.image_folder", root=".")
+    )
+    assert about(_target_="data.tables.csv") == "MLP on csv, cpu"
+
+
+def test_columns_of_numbers_are_told_from_others():
+    def sample(name, **columns):
+        return {"name": name, "true": "1,234", "predicted": "-5.5e+07", "probability": "", "columns": columns}
+
+    rows = [sample("line 3", area="145.2 (the mean)", town="Bonn"), sample("line 12", area="", town="3")]
+    assert report.table_of(rows)["numbers"] == ["true", "predicted", "area"]
+    assert not any(map(report.has_number, ["a", "e", "-", "1 2", "3 (x)", "nan"]))
+
+
+def test_the_best_so_far_is_what_the_monitor_says():
+    auto = {"monitor": "auto", "monitor_mode": "auto"}
+    rows = [{"epoch": i, "val/loss": loss, "val/acc": acc} for i, loss, acc in [(1, 2, 0.5), (2, 3, 0.75), (3, 1, 0.7)]]
+    assert report.best_so_far(auto, rows) == {"name": "val/acc", "value": 0.75, "high": True, "epoch": 2}
+    assert report.best_so_far(auto | {"monitor": "val/loss"}, rows)["epoch"] == 3
+    assert report.best_so_far(auto | {"monitor": "val/loss", "monitor_mode": "max"}, rows)["epoch"] == 2
+    own = [{"epoch": i, "val/f1": value} for i, value in enumerate([0.5, 0.25], 1)]
+    assert report.best_so_far({"monitor": "val/f1", "monitor_mode": "min"}, own)["value"] == 0.25
+    assert report.best_so_far(auto | {"monitor": "val/f1"}, own) is None  # which way is good, the metric knows
+    for config in ({}, {"monitor": [1], "monitor_mode": {}}, {"monitor": 3, "monitor_mode": "max"}):
+        assert report.best_so_far(config, rows) is None
 
 
 def test_shares_in_words():
@@ -614,14 +662,17 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
 def test_mistakes_are_answered(tmp_path, capsys, run):
     (tmp_path / "folder").mkdir()
     shutil.copytree(run[0], tmp_path / "mine")
-    for job in ("one/0", "sweep/0", "sweep/1"):
+    for job in ("one/0", "sweep/0", "sweep/1", "runs/a", "runs/b"):
         shutil.copytree(run[0], tmp_path / job)
+        if not job.startswith("runs"):
+            (tmp_path / job / "job.json").touch()
     for arguments, said in [
         ([], "Type python -m trainer.report DIR"),
         (["--opn", "x"], "Type python -m trainer.report DIR"),
         ([str(tmp_path / "mien")], f"there is no such folder. Did you mean '{tmp_path / 'mine'}'?"),
         ([str(tmp_path / "folder")], f"error: {tmp_path / 'folder'}: there is no config.yaml in it, so it is no run"),
         ([str(tmp_path / "sweep")], f"It is a sweep: type {tmp_path / 'sweep' / '0'} or another of its 2 jobs."),
+        ([str(tmp_path / "runs")], f"It is a folder of runs, a, b: type {tmp_path / 'runs' / 'b'}, or another one."),
         ([str(tmp_path / "one")], f"It is a sweep: type {tmp_path / 'one' / '0'}.\n"),
     ]:
         assert report.main(arguments) == 2
@@ -649,7 +700,7 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys
 
 def test_whatever_is_given_to_a_template_is_escaped():
     assert page.plain("a\x1b<") == "a\\x1b<" and page.safe("a\x1b<") == "a\\x1b&lt;"
-    shown = page.render("sweep.html", title="<x>", about="", best="", again="", report=None, picture="<p>",
+    shown = page.render("sweep.html", swept=True, title="<x>", about="", best="", again="", report=None, picture="<p>",
                         groups={"rows": []}, jobs={"header": ["<h>"], "rows": [["<c>"]]})  # fmt: skip
     assert all(f"&lt;{name}&gt;" in shown for name in "xphc")
 

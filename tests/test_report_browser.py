@@ -111,6 +111,11 @@ def test_the_page_is_whole_and_asks_for_nothing(page, browser, scheme, width):
     sent = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
     assert [url for url in sent if not url.startswith("data:")] == [page.as_uri()]
     assert browser.value("document.documentElement.scrollWidth") <= width
+    whole = "[...document.querySelectorAll('.whole, footer code')].map(part => part.getClientRects().length)"
+    assert set(browser.value(whole)) == {1} and len(browser.value(whole)) == 33  # none is broken
+    cut = "[...document.querySelectorAll('.wide')].filter(part => part.scrollWidth > part.clientWidth)"
+    assert browser.value(f"{cut}.every(part => getComputedStyle(part).backgroundImage.includes('gradient'))")
+    assert browser.value(f"{cut}.length") or width > 390
     assert browser.value("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
     assert browser.value("document.images.length") == 32 and browser.value("document.querySelectorAll('svg').length")
     backs = {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 30)"}

@@ -218,3 +218,13 @@ def test_what_was_measured_stays_that_of_the_run_that_has_ended(tmp_path):
     ):
         (tmp_path / "result.json").write_text(json.dumps(before))
         assert rundir.measured_before(tmp_path, result) == kept
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="only some systems keep processes that have ended")
+def test_no_process_of_git_is_left_in_the_training(forks, tmp_path):
+    fault = [
+        f"+callbacks.fault.{setting}" for setting in ("_target_=faults.Fault", "kind=children", "step=2", "rank=0")
+    ]
+    done = forks.run(tmp_path, "dataset=synthetic", "max_steps=2", "report=false", "run_dir=run", *fault)
+    assert done.code == 0 and (tmp_path / "children").read_text() == "none", done.err
+    assert json.loads((tmp_path / "run/result.json").read_text(encoding="utf-8")).keys() >= {"git", "seconds"}

@@ -350,17 +350,38 @@ def test_the_jobs_of_a_larger_sweep_before_count_for_nothing(forks, tmp_path):
     assert "go on" not in done.out and "not begun" not in done.out
 
 
-def test_a_folder_of_single_runs_is_no_sweep(tmp_path, capsys):
-    rundir.write_json(tmp_path / "runs" / "one" / "result.json", {"overrides": [], "error": "x", "code": 3})
-    assert sweep.main([str(tmp_path / "runs")]) == 2
-    rundir.write_json(tmp_path / "runs" / "swept" / "0" / "job.json", {"number": 0, "overrides": []})
-    assert sweep.main([str(tmp_path / "runs")]) == 2
-    assert sweep.main([str(tmp_path / "runs" / "ones")]) == sweep.main([str(tmp_path / "runs" / "sweptt")]) == 2
+def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    rundir.write_json(runs / "one" / "result.json", {"overrides": [], "error": "x", "code": 3})
+    assert sweep.main([str(runs)]) == 2  # it is no run's
+    rundir.write_json(runs / "swept" / "0" / "job.json", {"number": 0, "overrides": []})
+    assert sweep.main([str(runs)]) == 2
+    assert sweep.main([str(runs / "ones")]) == sweep.main([str(runs / "sweptt")]) == 2
     without, offered, no_hint, hint = capsys.readouterr().err.splitlines()
-    assert without == f"error: {tmp_path}/runs: this is no sweep's directory. Type the directory of a sweep."
-    assert offered.endswith(f"Type the directory of a sweep, as in {tmp_path}/runs/swept.")
-    assert no_hint.endswith("there is no such folder.") and hint.endswith(f"Did you mean '{tmp_path}/runs/swept'?")
+    assert without.startswith(f"error: {runs}: there is no job of a sweep in it, and no run.")
+    assert offered.endswith(f"Type the directory of a sweep, as in {runs}/swept.")
+    assert no_hint.endswith("there is no such folder.") and hint.endswith(f"Did you mean '{runs}/swept'?")
     assert not list(tmp_path.rglob("sweep.*"))
+    for i, (name, seed) in enumerate([("one", 0), ("two", 1), ("three", 0)]):
+        typed = ["optimizer.lr=1e-2"] * (name == "three") + [f"seed={seed}", f"run_dir=runs/{name}"]
+        (runs / name).mkdir(exist_ok=True)
+        (runs / name / "config.yaml").write_text(f"{rundir.TYPED}{json.dumps(typed)}\nseed: {seed}\n")
+        best = {"name": "val/acc", "mode": "max", "value": 0.5 + i / 4}
+        rundir.write_json(runs / name / "result.json", {"overrides": typed, "best": best, "seconds": 2.0})
+    (runs / "three" / "result.json").unlink()
+    assert sweep.main([str(runs)]) == 0
+    header, both, three, best, end = capsys.readouterr().out.splitlines()
+    assert header.split() == ["jobs", "n", "val/acc", "test", "seconds", "settings"]
+    assert re.split(" {2,}", both.strip())[:3] == ["one +1", "2", "0.6250 +- 0.1768"]
+    assert re.split(" {2,}", three)[:2] == ["three", "unfinished"] and three.endswith("optimizer.lr=1e-2: no row yet")
+    assert best == "best     python train.py"
+    assert end == f"runs     {runs}: 2 done, 1 unfinished; also in sweep.csv, and drawn in sweep.html"
+    page = Page((runs / "sweep.html").read_text(encoding="utf-8"))
+    text = (runs / "sweep.html").read_text(encoding="utf-8")
+    assert "<h1>Runs in runs</h1>" in text and "3 runs: 2 done, 1 unfinished" in text
+    assert re.findall(r"<th.*?>(.*?)</th>", text)[:4] == ["runs", "settings", "n", "val/acc"]
+    assert len(page.kinds("path")) == 2  # a line for each that is done
+    assert not list(runs.rglob("report.html"))
 
 
 def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):

@@ -138,10 +138,11 @@ def test_csv_forms(table):
 
 def test_a_row_is_known_by_its_first_line(tmp_path):
     path = tmp_path / "t.csv"
-    path.write_text('a,b\n"x\ny",1\n\n2,3\n"u\n\nv",4,5\n', encoding="utf-8")
+    path.write_text('a,b\n"x\ny",1\n\n2,3\n \t\n,\n"u\n\nv",4,5\n', encoding="utf-8")
     rows = tables.read_rows(str(path), ",")
     assert [next(rows) for _ in range(3)] == [["a", "b"], (2, ["x\ny", "1"]), (5, ["2", "3"])]
-    with pytest.raises(UserError, match="line 6: 3 values"):
+    assert next(rows) == (7, ["", ""])  # whose values are missing, where a line of blanks is no row
+    with pytest.raises(UserError, match="line 8: 3 values"):
         next(rows)
 
 

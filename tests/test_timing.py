@@ -124,7 +124,8 @@ def test_a_slow_split_that_is_streamed():
             with clock():
                 return super().__getitem__(index)
 
-        tensors = None
+    class Streamed(Reads):
+        tensors = None  # it cannot be resident
 
     split = Reads(torch.randn(400, 6), torch.arange(400) % 3)
     (train, _, _), _ = make_loaders(
@@ -135,6 +136,9 @@ def test_a_slow_split_that_is_streamed():
     timing, total = fitted(train, epochs=1)
     assert abs(timing.took["data"] - clock.seconds) <= POINTS * total
     assert "for data: set dataset.workers=" in timing.said and timing.said.endswith("or dataset.resident=true")
+    train.split.__class__ = Streamed
+    timing, _ = fitted(train, epochs=1)
+    assert "for data: set dataset.workers=" in timing.said and "resident" not in timing.said
 
 
 def test_a_slow_way_to_the_device():

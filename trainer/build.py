@@ -240,8 +240,25 @@ def nearest(target):
     module = sys.modules.get(".".join(parts[:known]))
     names = dir(module) if module else [package.split(".")[0] for package in TRUSTED]
     names = [name for name in names if not name.startswith("_")]
-    names += [found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))]
-    return did_you_mean(parts[known], names, lambda name: ".".join([*parts[:known], name, *parts[known + 1 :]]))
+    # Of what is beside train.py the names alone: nothing of it is imported to be proposed.
+    names += [found.name for found in pkgutil.iter_modules(getattr(module, "__path__", [] if module else sys.path[:1]))]
+
+    def whole(name):  # as far as it is there
+        found = ".".join([*parts[:known], name, *parts[known + 1 :]])
+        return found if is_there(found) else ".".join([*parts[:known], name])
+
+    return did_you_mean(parts[known], names, whole)
+
+
+def is_there(target):
+    """Whether there is something of this name in a trusted package."""
+    if not target.startswith(tuple(f"{package}." for package in TRUSTED)):
+        return False
+    try:
+        hydra.utils.get_object(target)
+    except (ImportError, ValueError, RecursionError, InstantiationException):
+        return False
+    return True
 
 
 def own_packages(typed):

@@ -29,6 +29,8 @@ BUG, IN_USE = 1, 75
 HYDRAS = (ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError, RecursionError)
 LAUNCHERS = ("joblib", "submitit", "ray")  # which start the processes of a sweep's jobs, and miss them
 SEVERAL = ("callbacks",)  # groups of which one may type several options, as a list
+# The keys whose values are paths, which may have commas in them.
+PATHS = ("run_dir", "run", "input", "output", "resume", "dataset.path", "dataset.root", "dataset.cache")
 codes = []  # of the errors reported so far
 in_place_of_typed = contextvars.ContextVar("in_place_of_typed", default=())  # where there is no command line
 composed = {}  # the defaults of this process's runs
@@ -247,7 +249,11 @@ def explanation(error):
         value = next((a.partition("=")[2] for a in sys.argv if a.startswith(f"+{place}=")), "...")
         return f"error: +{place}={value}: there is a key of this name, and + adds one. Type {place}={value}."
     if several := re.match(r"Ambiguous value for argument '(.*)'\n", str(error)):
-        sweep, one = f"-m {several[1]}", "'{}=[{}]'".format(*several[1].split("=", 1))
+        key, _, value = several[1].partition("=")
+        if key.lstrip("+") in PATHS and not {"'", '"'} & set(value):
+            path = f"\"{key.lstrip('+')}='{value}'\""
+            return f"error: {several[1]}: several values are a sweep. Type {path} for one path with a comma in it."
+        sweep, one = f"-m {several[1]}", f"'{key}=[{value}]'"
         return f"error: {several[1]}: several values are a sweep. Type {sweep}, or for one list {one}."
     if override is not None or "Error when parsing" in str(error):
         typed = override or str(error).partition("string: ")[2].partition(" out of")[0]

@@ -1,5 +1,6 @@
 """The only file that knows backends: choose a device and a precision, move batches, seed, memory, explain errors."""
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -354,6 +355,8 @@ def is_out_of_memory(error):
 def leave_imports():
     """From here on no collection looks through what has been imported: 0.08 s each, and a run has four. Only once."""
     gc.freeze()
+    if "triton" in sys.modules:  # whose objects have to be gone at the end, or each of them is called a leak
+        atexit.register(gc.unfreeze)
 
 
 def release(device):

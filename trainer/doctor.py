@@ -12,6 +12,7 @@ from trainer.callbacks import Callback
 from trainer.errors import UserError, check_number, log
 
 WINDOW = 3  # samples that have to agree before anything is said
+FEWEST = 20  # samples of a run, if it has so many steps
 DEAD = 0.5  # share of a layer's units
 # {activation: (low, high, share)}: outputs beyond low and high have a slope of 6 % of the steepest, or none; so many of
 # them are too many. Of a ReLU's half are zero as a rule.
@@ -50,11 +51,11 @@ class Sample:
 class Doctor(Callback):
     """Warns, by the layer's name, where a training cannot work; says at its end what there was.
 
-    It looks at the first steps and then at every `every`-th one: at the gradient of each weight with two or more
-    dimensions, at what the step made of the weight, and at the outputs of ReLU, sigmoid and tanh modules. Where all of
-    a unit's gradient is zero, no sample gets through to it: that is what a dead ReLU looks like from behind, also one
-    that is no module; and where a whole layer is dead, in front of it and behind it too. Nothing is done in other
-    steps, and no step comes out otherwise. A sampled step takes one more copy of the weights.
+    It looks at the first steps and then at every `every`-th one, but at FEWEST at least: at the gradient of each weight
+    with two or more dimensions, at what the step made of the weight, and at the outputs of ReLU, sigmoid and tanh
+    modules. Where all of a unit's gradient is zero, no sample gets through to it: that is what a dead ReLU looks like
+    from behind, also one that is no module; and where a whole layer is dead, in front of it and behind it too. Nothing
+    is done in other steps, and no step comes out otherwise. A sampled step takes one more copy of the weights.
     """
 
     first_rank_only = True
@@ -75,6 +76,7 @@ class Doctor(Callback):
                 "Type strategy=ddp or strategy=single."
             )
         self.begun_at, self.count = trainer.step, 0
+        self.pause = max(1, min(self.every, (trainer.total_steps - trainer.step) // FEWEST))
         self.samples, self.said = collections.deque(maxlen=WINDOW), {}  # {kind: the layers it was said of}
         self.warnings = []
         self.most_moved, self.had_gradient = {}, False
@@ -84,7 +86,7 @@ class Doctor(Callback):
         if self.hooks:
             self.note(trainer)
         following = trainer.step + 1
-        if following % self.every == 0 or following <= self.begun_at + WINDOW:
+        if following % self.pause == 0 or following <= self.begun_at + WINDOW:
             self.look(trainer)
 
     def on_fit_end(self, trainer):

@@ -25,7 +25,7 @@ class Batches(Seekable):
     def __init__(self, loader, count):
         self.kept = [batches.walk(lambda _, leaf: leaf.clone(), batch) for batch in itertools.islice(loader, count)]
         self.samples = sum(map(batches.size, self.kept))
-        self.batch_size, self.nbytes = batches.size(self.kept[0]), 0
+        self.batch_size = batches.size(self.kept[0])
 
     def __len__(self):
         return len(self.kept)

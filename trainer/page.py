@@ -48,11 +48,15 @@ def safe(text):
 def of_sweep(sweep, counts, best, again, report=None):
     """The page of a trainer.sweep.Sweep, with its `counts` in words, the commands of the best job and to go on, and
     the path of the best job's `report`."""
+    from trainer.sweep import is_sweep
+
+    swept = is_sweep(sweep.folder)
     better = f", best first by {sweep.name} ({'higher' if sweep.high else 'lower'} is better)" if sweep.name else ""
     return render(
         "sweep.html",
-        title=f"Sweep {sweep.folder.name}",
-        about=f"{len(sweep.jobs)} jobs: {counts}{better}",
+        swept=swept,
+        title=f"{'Sweep' if swept else 'Runs in'} {sweep.folder.name}",
+        about=f"{len(sweep.jobs)} {'jobs' if swept else 'runs'}: {counts}{better}",
         best=best,
         again=again,
         report=report,
@@ -63,23 +67,35 @@ def of_sweep(sweep, counts, best, again, report=None):
 
 
 def of_groups(sweep):
-    """The table of the jobs that are done, those that differ only in their seed in one row."""
-    from trainer.sweep import groups
+    """The table of the jobs that are done, those that differ only in their seed in one row.
 
+    Runs that are no sweep's may have little in common: their settings are one column.
+    """
+    from trainer.sweep import groups, is_sweep, typed_for
+
+    swept = is_sweep(sweep.folder)
     grouped = any(len(group) > 1 for group in sweep.groups)
     keys = [key for key in sweep.keys if not grouped or key != "seed"]
     tests = list(dict.fromkeys(name for group in sweep.groups for job in group for name in job.test))
     numbers = [sweep.name] * bool(sweep.name) + tests + ["seconds"]
     rows = []
     for (names, count, value, *others), group in zip(groups(sweep, tests, "±"), sweep.groups, strict=True):
-        settings = [group[0].settings.get(key, "") for key in keys]
-        rows.append([*settings, *[count] * grouped, *[value] * bool(sweep.name), *others, names])
+        values = [*[count] * grouped, *[value] * bool(sweep.name), *others]
+        if swept:
+            rows.append([*(group[0].settings.get(key, "") for key in keys), *values, names])
+        else:
+            rows.append([names, typed_for(group[0], keys), *values])
     header = [*keys, *["n"] * grouped, *numbers, "jobs"]
+    header = header if swept else ["runs", "settings", *header[len(keys) : -1]]
     return {"header": header, "rows": rows, "numbers": [*numbers, "n"], "best": bool(sweep.name)}
 
 
 def of_jobs(sweep):
     """The table of all jobs, in their order."""
+    from trainer.sweep import is_sweep, typed_for
+
+    swept = is_sweep(sweep.folder)
+    first, keys = ("job", sweep.keys) if swept else ("run", ["settings"])
     tests = list(dict.fromkeys(name for job in sweep.jobs for name in job.test))
     numbers = ["best" if not sweep.name else sweep.name, *tests, "seconds"]
     rows = []
@@ -88,9 +104,9 @@ def of_jobs(sweep):
         other = job.best["name"] if job.best and sweep.value(job) is None else ""
         tested = [number(job.test[name]) if name in job.test else "" for name in tests]
         seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
-        settings = [job.settings.get(key, "") for key in sweep.keys]
+        settings = [job.settings.get(key, "") for key in keys] if swept else [typed_for(job, sweep.keys)]
         rows.append([job.name, job.status, *settings, f"{other} {best}".strip(), *tested, seconds, job.note])
-    return {"header": ["job", "status", *sweep.keys, *numbers, "note"], "rows": rows, "numbers": numbers}
+    return {"header": [first, "status", *keys, *numbers, "note"], "rows": rows, "numbers": numbers}
 
 
 def picture(sweep):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from data.loader import resident_bytes
 from trainer import checkpoint, graph, schedules, summary
 from trainer import device as devices
 from trainer.batch import entries
@@ -40,7 +41,14 @@ class Found:
 
 
 class Watch(Callback):
-    """Times steps after the first ones, measures what one keeps for its backward pass, and ends the fit."""
+    """Times steps after the first ones, measures what one keeps for its backward pass, and ends the fit.
+
+    The step that is measured has a copy of the state beside it, as one has while a checkpoint is written: there is one
+    `every` so many steps, and at the end.
+    """
+
+    def __init__(self, every):
+        self.every, self.copy = every, None
 
     def on_fit_start(self, trainer):
         for line in summary.plan(trainer):
@@ -55,6 +63,9 @@ class Watch(Callback):
 
     def on_step_end(self, trainer):
         self.seeing.close()
+        self.copy = None
+        if trainer.step == WARMUP - 1 and self.every < trainer.total_steps:
+            self.copy = checkpoint.copy(trainer.state_dict())
         if trainer.step == WARMUP - 1 and trainer.module._compiled_call_impl is None:  # or another graph is compiled
             self.seeing.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, self.use))
         count = trainer.step - WARMUP
@@ -88,23 +99,26 @@ class Watch(Callback):
         return tensor
 
 
-def look(trainer, train_loader, val_loader=None, test_loader=None):
+def look(trainer, train_loader, val_loader=None, test_loader=None, every=math.inf):
     """Trains a few steps, without the callbacks but for averages of weights, and gives what was Found.
 
-    The trainer is of no more use after this: its weights are those after these steps.
+    `every`: how many steps the run has between two checkpoints, one at its end being what each has. The trainer is of
+    no more use after this: its weights are those after these steps.
     """
-    watch = Watch()
-    trainer.callbacks = [callback for callback in trainer.callbacks if isinstance(callback, (EMA, Lookahead))] + [watch]
+    watch = Watch(every)
+    averages = [callback for callback in trainer.callbacks if isinstance(callback, (EMA, Lookahead))]
+    trainer.callbacks = [*averages, watch]
     trainer.fit(train_loader)
     evaluation, test = (seconds_of(trainer, loader) for loader in (val_loader, test_loader))
     start = time.perf_counter()
     state = checkpoint.copy(trainer.state_dict())
     copy = time.perf_counter() - start
     found = summary.memory_of_a_step(trainer)
-    loaders = [loader for loader in (train_loader, val_loader) if loader is not None]
     memory = {part: found[part] for part in ("parameters", "gradients", "optimizer")}
-    memory |= {"data": sum(getattr(loader, "nbytes", 0) for loader in loaders) / devices.MIB}
+    memory |= {"data": resident_bytes(train_loader, val_loader) / devices.MIB}
     memory |= {"activations": watch.most_kept / devices.MIB} if watch.most_kept else {}
+    memory |= {"averages": mib_of([average.state_dict() for average in averages])} if averages else {}
+    memory |= {"a checkpoint's copy": mib_of(state)} if trainer.device.type == "cpu" else {}
     memory |= {"peak": found["peak"]}
     return Found(
         steps=watch.steps,
@@ -114,10 +128,15 @@ def look(trainer, train_loader, val_loader=None, test_loader=None):
         evaluation=evaluation,
         test=test,
         copy=copy,
-        checkpoint=summary.mib(tensor for _, tensor in entries(state)),
+        checkpoint=mib_of(state),
         memory=memory,
         rates=rates(trainer, watch.settings, watch.steps),
     )
+
+
+def mib_of(state):
+    """MiB of all tensors in a nesting of them."""
+    return summary.mib(tensor for _, tensor in entries(state))
 
 
 def seconds_of(trainer, loader):
@@ -172,10 +191,11 @@ def picture(values, width=WIDTH, encoding="utf-8"):
     return text
 
 
-def lines(found, started, evaluations, saves, keep):
+def lines(found, started, evaluations, saves, keep, minutes=None):
     """The lines of the plan behind those that open each run.
 
-    `started`: seconds until the first step; `evaluations` and `saves`: how many the run has; `keep`: checkpoints.
+    `started`: seconds until the first step; `evaluations` and `saves`: how many the run has; `keep`: checkpoints;
+    `minutes`: after which it stops.
     """
     if found.rates:
         steps, values = list(found.rates), list(found.rates.values())
@@ -192,10 +212,10 @@ def lines(found, started, evaluations, saves, keep):
     size, kept = found.checkpoint, f"the last {keep} and the best"
     weights = found.memory["parameters"]
     yield f"disk     {size:,.1f} MiB a checkpoint, of which {kept} stay; {weights:,.1f} MiB of weights"
-    yield from time_lines(found, started, evaluations, saves)
+    yield from time_lines(found, started, evaluations, saves, minutes)
 
 
-def time_lines(found, started, evaluations, saves):
+def time_lines(found, started, evaluations, saves, minutes):
     """The lines that say how long it takes, and of what that is the sum."""
     parts = {
         "to the first step": started,
@@ -205,9 +225,14 @@ def time_lines(found, started, evaluations, saves):
         f"of {count(saves, 'checkpoint')}": saves * found.copy,
         "of the test": found.test,
     }
-    yield f"time     about {seconds(sum(parts.values()))}, by {count(found.timed, 'step')} of it:"
+    total, limit = sum(parts.values()), 60 * (minutes or math.inf)
+    training = total - started - found.test
+    yield f"time     about {seconds(total - max(0.0, training - limit))}, by {count(found.timed, 'step')} of it:"
     shown = [f"{seconds(value)} {text}" for text, value in parts.items() if value >= 0.05]
     yield f"         {', '.join(shown) or 'next to nothing'}"
+    if training > limit:
+        last = found.steps * limit / training
+        yield f"         of which max_minutes={minutes:g} is the end at about step {last:,.0f}"
 
 
 def count(number, what):

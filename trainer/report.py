@@ -15,6 +15,7 @@ import zlib
 from pathlib import Path
 
 from trainer import cli, files, rundir, saved_config
+from trainer.build import own_packages
 from trainer.errors import UserError, as_typed
 from trainer.readable import duration, number, seconds
 from trainer.rundir import STAGES, is_number
@@ -27,11 +28,14 @@ MOST_ENTRIES, MOST_TYPED = 300, 10_000  # of the settings; letters of those that
 MOST_CLASSES = 40  # of a matrix that is drawn
 MOST_PAIRS = 20  # of classes that are confused, where there are more
 MOST_SAMPLES = 24  # of each kind
+MOST_TARGETS = 4  # of a regression that are drawn
 MOST_COLUMNS = 12  # of a table's row
 MOST_WARNINGS, MOST_WARNING = 20, 500  # of the doctor's; letters of each
 MOST_PNG, MOST_SIDE = 2**15, 256  # bytes and pixels of a picture
 MOST_PICTURES = 450_000  # letters of all pictures
 MOST_PAGE = 1_000_000  # bytes
+PLACES = {"csv": "path", "image_folder": "root"}  # the keys of data that is the user's own
+GOOD_ENDS = {"val/acc": "max", "val/r2": "max", "val/loss": "min"}  # of what monitor=auto looks at
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 COLOURS = dict(zip(STAGES, (0, 6, 1, 4, 3, 1, 2, 5, 6, 7), strict=True)) | {
     "parameters": 1,
@@ -67,7 +71,7 @@ def facts_of(folder):
     result, rows = read_json(folder / "result.json", rundir.MOST_JSON), read_rows(folder / "metrics.jsonl")
     seen = evaluation_of(read_json(folder / "evaluation.json", MOST_JSON))
     typed = typed_in(folder, result)
-    best = best_of(result, rows)
+    best = best_of(result, rows) if result else best_so_far(config, rows)
     return {
         "title": f"Run {folder.resolve().name}",
         "folder": str(folder),
@@ -75,6 +79,7 @@ def facts_of(folder):
         "split": seen.get("split"),
         "verdict": verdict(result, rows, seen, best),
         "remarks": list(remarks(result)),
+        "ended": bool(result),
         "tiles": tiles(result, best),
         "curves": curves(rows, best),
         "doctor": warnings(result),
@@ -90,6 +95,7 @@ def facts_of(folder):
         "settings": settings(config, typed or []),
         "versions": versions(result),
         "commands": commands(folder, typed, result),
+        "trusted": trusted(typed),
     }
 
 
@@ -203,10 +209,7 @@ def is_matrix(rows, size):
 
 
 def best_of(result, rows):
-    """{"name", "value", "high", "epoch"} of the evaluation whose weights were kept; None where nobody knows.
-
-    Without a result the number that decides is not known either.
-    """
+    """{"name", "value", "high", "epoch"} of the evaluation whose weights were kept; None where nobody knows."""
     best = result.get("best")
     name, step = text_in(best, "name"), number_in(best, "step")
     value = number_in(best, "value")
@@ -216,18 +219,34 @@ def best_of(result, rows):
     return {"name": name, "value": value, "high": best.get("mode") == "max", "epoch": row and row["epoch"]}
 
 
+def best_so_far(config, rows):
+    """`best_of` a run that has no result yet: by its monitor, where its good end is known."""
+    name, mode = text_in(config, "monitor"), text_in(config, "monitor_mode")
+    if name == "auto":
+        name = next((one for one in GOOD_ENDS if any(one in row for row in rows)), None)
+    mode = GOOD_ENDS.get(name) if mode == "auto" else mode
+    evaluated = [row for row in rows if name in row]
+    if not evaluated or mode not in ("max", "min"):
+        return None
+    row = (max if mode == "max" else min)(evaluated, key=lambda row: row[name])
+    return {"name": name, "value": row[name], "high": mode == "max", "epoch": row["epoch"]}
+
+
 # What is said of it.
 
 
 def about(config, result):
-    """'MLP on digits, cpu, fp32': the model and the data by their names in the config."""
+    """'MLP on digits, cpu, fp32': the model and the data by their names, a file or folder of data by its own."""
 
     def named(group):
-        node = config.get(group)
-        target = text_in(node, "_target_")
+        target = text_in(config.get(group), "_target_")
         return target and target.rpartition(".")[2]
 
-    parts = [" on ".join(filter(None, (named("model"), named("dataset"))))]
+    data = named("dataset")
+    if data in PLACES:
+        place = config["dataset"].get(PLACES[data])
+        data = (isinstance(place, str) and short(Path(place).name)) or data
+    parts = [" on ".join(filter(None, (named("model"), data)))]
     parts += [text_in(result, "device"), text_in(result, "precision")]
     return ", ".join(filter(None, parts))
 
@@ -237,12 +256,13 @@ def verdict(result, rows, seen, best):
     if text := text_in(result, "error"):
         return f"The run has failed: {text}"
     tested = judged(result, seen)
-    course = progress(rows, best) if result else so_far(rows)
+    course = progress(rows, best) if result or best else so_far(rows)
     if tested is None and course is None:
         step = last_step(rows)
         return f"There is no evaluation yet, up to step {step:,.0f}." if rows else "There are no numbers yet."
-    text = "; ".join(filter(None, (tested, course)))
-    return f"{text[0].upper()}{text[1:]}."
+    still = None if result or not rows else f"the run has not come to its end, up to step {last_step(rows):,.0f}"
+    text = "; ".join(filter(None, (tested, course, still)))
+    return f"{text if re.match(r'[a-z]+/', text) else text[0].upper() + text[1:]}."  # a name stays as it is
 
 
 def judged(result, seen):
@@ -295,15 +315,14 @@ def progress(rows, best):
 
 
 def so_far(rows):
-    """'val/acc went from 0.4 after epoch 1 to 0.8 after epoch 3; the run has not come to its end, up to step 50'."""
+    """'val/f1 went from 0.4 after epoch 1 to 0.8 after epoch 3': where nobody knows which is better."""
     name = metric_of(rows) or "val/loss"
     evaluated = [row for row in rows if name in row]
     if not evaluated:
         return None
     first, last = evaluated[0], evaluated[-1]
     way = f"went from {number(first[name])} after {epoch(first['epoch'])} to" if first is not last else "is"
-    course = f"{short(name)} {way} {number(last[name])} after {epoch(last['epoch'])}"
-    return f"{course}; the run has not come to its end, up to step {last_step(rows):,.0f}"
+    return f"{short(name)} {way} {number(last[name])} after {epoch(last['epoch'])}"
 
 
 def metric_of(rows):
@@ -449,7 +468,16 @@ def table_of(samples):
     more = list(dict.fromkeys(key for sample in samples for key in sample["columns"]))[:MOST_COLUMNS]
     header = ["name", "true", "predicted", *["probability"] * any(sample["probability"] for sample in samples)]
     rows = [[*(sample[key] for key in header), *(sample["columns"].get(key, "") for key in more)] for sample in samples]
-    return {"header": ["", *header[1:], *more], "rows": rows, "numbers": ["probability"]}
+    header = ["", *header[1:], *more]
+    numbers = [
+        name for name, column in zip(header, zip(*rows, strict=True), strict=True) if all(map(has_number, column))
+    ]
+    return {"header": header, "rows": rows, "numbers": numbers}
+
+
+def has_number(text):
+    """Whether a cell of a table has a number, such as '1,234', '60.6 %' or '145.2 (the mean)', or nothing."""
+    return not text or re.fullmatch(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( %| \(the mean\))?", text) is not None
 
 
 def sample_of(sample, seen, left):
@@ -508,20 +536,20 @@ def is_png(text):
 
 
 def regression(seen):
-    """[{"title", "svg"}] of the errors and of predicted against true, all targets together."""
+    """[{"title", "svg"}] of predicted against true and of the errors, of each of the first targets: units differ."""
     from trainer import plots
 
-    points = [pair for both in seen.get("points", ()) for pair in zip(*both, strict=True)]
-    if not points:
-        return []
-    errors = [predicted - true for true, predicted in points]
-    return [
-        {
-            "title": "predicted against true",
-            "svg": plots.scatter("against", points, "true", "predicted", "predicted against true"),
-        },
-        {"title": "errors", "svg": plots.histogram("errors", errors, "predicted minus true", "how often errors come")},
-    ]
+    points, drawn = seen.get("points", []), []
+    count = min((len(true) for true, _ in points), default=0)
+    for i in range(min(count, MOST_TARGETS)):
+        pairs = [(true[i], predicted[i]) for true, predicted in points]
+        errors = [predicted - true for true, predicted in pairs]
+        of = f" of target {i}" if count > 1 else ""
+        against = plots.scatter(f"against{i}", pairs, "true", "predicted", f"predicted against true{of}")
+        how_often = plots.histogram(f"errors{i}", errors, "predicted minus true", f"how often errors{of} come")
+        drawn.append({"title": f"predicted against true{of}", "svg": against})
+        drawn.append({"title": f"errors{of}", "svg": how_often})
+    return drawn
 
 
 def shares(mapping, names, words):
@@ -621,12 +649,19 @@ def commands(folder, typed, result):
     if typed is not None:
         found = [("train the same again", rundir.command([one for one in typed if not one.startswith("run_dir=")]))]
         found += [("go on with it", rundir.command(typed, rundir.setting("run_dir", folder)))] * (not ended)
+    packages = trusted(typed)
+    own = [f"trusted=[{','.join(packages)}]"] if packages else []
     return [
         *found,
-        ("evaluate it", rundir.command(["task=evaluate", run])),
-        ("predict with it", rundir.command(["task=predict", run, "input=PATH"])),
-        ("export it", rundir.command(["task=export", run, "format=onnx"])),
+        ("evaluate it", rundir.command(["task=evaluate", run, *own])),
+        ("predict with it", rundir.command(["task=predict", run, "input=PATH", *own])),
+        ("export it", rundir.command(["task=export", run, "format=onnx", *own])),
     ]
+
+
+def trusted(typed):
+    """The packages beside this project's whose code was typed to be trusted: the page says so where it names them."""
+    return [name for name in own_packages(typed or []) if name]
 
 
 def main(arguments):

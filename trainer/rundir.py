@@ -287,7 +287,8 @@ def check_same(what, before, now, also=()):
         )
         what_to_type = "Type the settings it had to continue it; for a new run, another run_dir and no resume."
         if set(other) <= set(LENGTHS):
-            what_to_type = "To train it longer, type another run_dir, and resume=FILE with a checkpoint of this one."
+            what_to_type = "To train it longer, type another run_dir, and resume=FILE with a checkpoint of this one;"
+            what_to_type += " to begin anew in its place, resume=never overwrite=true."
         raise UserError(f"{what} holds a run with other settings: {differences}.\n{what_to_type}")
 
 

@@ -13,6 +13,7 @@ from trainer.errors import UserError, did_you_mean
 # Of a config.yaml: bytes, levels of nesting, and values after each ${...} is replaced. Ours have 3 KB, 4 and 100.
 MOST_YAML, MOST_LEVELS, MOST_VALUES = 2**17, 20, 10_000
 MOST_DIGITS = 1000  # of a number: Python prints none of more than 4,300 decimal ones, and 0x... may have any
+MOST_NAMES = 3  # of runs that are named
 KEY_PATH = r"\$\{[A-Za-z_][\w.]*\}"
 
 
@@ -112,9 +113,13 @@ def load_config(key, folder):
     path = Path(folder) / "config.yaml"
     if not path.is_file():
         hint = did_you_mean(folder, (other for other in Path(folder).parent.glob("*") if str(other) != str(folder)))
-        if jobs := sorted(Path(folder).glob("*/config.yaml")):
-            others = f" or another of its {len(jobs)} jobs" if len(jobs) > 1 else ""
-            hint = f" It is a sweep: type {key}={jobs[0].parent}{others}."
+        runs = sorted(file.parent for file in Path(folder).glob("*/config.yaml"))
+        if runs and any((run / "job.json").exists() for run in runs):
+            others = f" or another of its {len(runs)} jobs" if len(runs) > 1 else ""
+            hint = f" It is a sweep: type {key}={runs[0]}{others}."
+        elif runs:
+            named = ", ".join(run.name for run in runs[:MOST_NAMES]) + ", ..." * (len(runs) > MOST_NAMES)
+            hint = f"\nIt is a folder of runs, {named}: type {key}={runs[-1]}, or another one."
         raise UserError(f"{key}={folder}: there is no config.yaml in it, so it is no run directory.{hint}")
     try:
         text = files.read(path, MOST_YAML).decode()

@@ -192,16 +192,19 @@ class Job:
 
 
 def read_jobs(folder):
-    """The jobs of a sweep's directory in the order of their names, numbers as numbers."""
-    paths = {path.parent for name in (JOB, "result.json") for path in Path(folder).glob(f"*/{name}")}
+    """The jobs of a sweep's directory in the order of their names, numbers as numbers; or the runs in any folder."""
+    names = (JOB, "result.json") if is_sweep(Path(folder)) else ("config.yaml",)
+    paths = {path.parent for name in names for path in Path(folder).glob(f"*/{name}")}
     parts = {path: re.split(r"(\d+)", path.name) for path in paths}
     order = {path: [(0, int(part)) if part.isdecimal() else (1, part) for part in parts[path]] for path in paths}
     return [read_job(path) for path in sorted(paths, key=order.get)]
 
 
 def read_job(folder):
+    from trainer.report import typed_in
+
     result, begun = (rundir.read_result(folder / name) for name in ("result.json", JOB))
-    typed = next((said["overrides"] for said in (begun, result) if is_list(said)), [])
+    typed = typed_in(folder, next((said for said in (begun, result) if is_list(said)), {})) or []
     job = Job(folder.name, typed, "done")
     if finished(folder):
         job.best, job.seconds = result.get("best"), result["seconds"]
@@ -210,7 +213,7 @@ def read_job(folder):
             job.status, job.note = "pruned", result["stopped"]
     elif rundir.is_held(folder):
         job.status, job.note, job.code = "running", progress(folder), 75
-    elif result is None and begun is not None:
+    elif result is None and (begun is not None or (folder / "config.yaml").is_file()):
         job.status, job.note, job.code = "unfinished", progress(folder), 3
     else:
         code = result.get("code") if is_whole(result) else None
@@ -259,7 +262,7 @@ def setting_of(overrides):
     """{key: value as it was typed}, without what is the sweep's own."""
     pairs = (override.partition("=") for override in overrides)
     typed = {key.lstrip("+"): value for key, _, value in pairs}
-    return {key: value for key, value in typed.items() if not re.match(r"(sweep|hydra)([./]|$)", key)}
+    return {key: value for key, value in typed.items() if not re.match(r"(sweep|hydra|run_dir)([./]|$)", key)}
 
 
 def swept(settings):
@@ -436,7 +439,7 @@ def best_command(sweep):
     """The command of the best configuration, without the seed where that is one of the settings swept; or None."""
     if not sweep.groups or sweep.value(sweep.groups[0][0]) is None:
         return None
-    left_out = {"sweep", *["seed"] * ("seed" in sweep.keys)}
+    left_out = {"sweep", "run_dir", *["seed"] * ("seed" in sweep.keys)}
     typed = sweep.groups[0][0].overrides
     return rundir.command([one for one in typed if re.split(r"[./=]", one.lstrip("+"))[0] not in left_out])
 
@@ -460,16 +463,18 @@ def report(folder, jobs, draws=True):
     if missing := sweep.missing():
         said.append(f"{missing} not begun")
     said = ", ".join(said)
-    best, again = best_command(sweep), command(folder) if sweep.to_run() and not counts["running"] else None
+    swept = is_sweep(sweep.folder)
+    goes_on = swept and sweep.to_run() and not counts["running"]
+    best, again = best_command(sweep), command(folder) if goes_on else None
     if again and counts["failed"] and not sweep.search:  # or it would stop again at the same job
         again = again.replace(" sweep.on_error=stop ", " sweep.on_error=continue ")
     lines = table(sweep) + [f"best     {best}"] * bool(best)
-    lines.append(f"sweep    {folder}: {said}; also in sweep.csv, and drawn in sweep.html")
+    lines.append(f"{'sweep' if swept else 'runs':<9}{folder}: {said}; also in sweep.csv, and drawn in sweep.html")
     lines += [f"go on    {again}"] * bool(again)
     print("\n".join(map(printable, lines)), flush=True)
     with files.replacing(sweep.folder / "sweep.csv") as partial, open(partial, "w", newline="", encoding="utf-8") as f:
         csv.writer(f).writerows([cell(value) for value in row] for row in csv_rows(sweep))
-    drawn = draw_best(sweep) if best and draws else None
+    drawn = draw_best(sweep) if best and draws and swept else None
     files.write_text(sweep.folder / "sweep.html", page.of_sweep(sweep, said, best, again, drawn))
 
 
@@ -494,19 +499,20 @@ def is_sweep(folder):
 
 
 def show(folder):
-    """Prints the table of the sweep in the folder, and writes its files anew; UserError where there is none."""
-    if not is_sweep(folder):
+    """Prints the table of the sweep, or of the runs, in the folder, and writes its files anew; UserError for none."""
+    if not (jobs := read_jobs(folder)):
         inside = sorted(filter(is_sweep, folder.glob("*")))
         example = f", as in {inside[-1]}" if inside else ""
-        raise UserError(f"{folder}: this is no sweep's directory. Type the directory of a sweep{example}.")
-    if not (jobs := read_jobs(folder)):
-        raise UserError(f"{folder}: there is no job in it. Type the directory of a sweep.")
+        raise UserError(
+            f"{folder}: there is no job of a sweep in it, and no run. Type the directory of a sweep{example}."
+        )
     report(folder, jobs)
 
 
 def main(arguments):
     """`python -m trainer.sweep DIR`: gives the exit code."""
-    return cli.with_folder(arguments, "python -m trainer.sweep DIR, the directory of a sweep.", is_sweep, show)
+    usage = "python -m trainer.sweep DIR, the directory of a sweep, or a folder of runs."
+    return cli.with_folder(arguments, usage, lambda folder: bool(read_jobs(folder)), show)
 
 
 if __name__ == "__main__":

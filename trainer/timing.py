@@ -219,7 +219,8 @@ class Timing(Callback):
         loader, facts = trainer.train_loader, {"eval_every": trainer.eval_every or trainer.steps_per_epoch}
         if isinstance(loader, HostLoader):
             facts |= {"workers": loader.workers.loader.num_workers}
-            facts |= {"fits": loader.nbytes < devices.free_memory(trainer.device) / 2}
+            can_be = getattr(loader.split, "tensors", None) is not None  # resident: one of the user's own may lack it
+            facts |= {"fits": can_be and loader.nbytes < devices.free_memory(trainer.device) / 2}
         elif isinstance(loader, DeviceLoader):
             augments = loader.augment.geometric or loader.augment.rest
             facts |= {"loader": "augmented" if augments else "resident"}

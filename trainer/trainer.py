@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from data.loader import dealt, seekable
+from data.loader import dealt, resident_bytes, seekable
 from trainer import batch as batches
 from trainer import checkpoint, cpu, graph, launch, optimizers, parallel, schedules, settings, summary
 from trainer import device as devices
@@ -419,7 +419,7 @@ class Trainer:
             )
         self.outer_error = sys.exc_info()[1]
         self.train_loader, self.val_loader = seekable(train_loader, self.seed), val_loader
-        self.data_bytes = sum(getattr(loader, "nbytes", 0) for loader in (train_loader, val_loader))
+        self.data_bytes = resident_bytes(train_loader, val_loader)
         self.steps_per_epoch = len(train_loader)
         if not self.steps_per_epoch:
             raise UserError("The training loader gives no batch: it has fewer samples than one batch, or none.")
