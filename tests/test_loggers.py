@@ -103,20 +103,30 @@ def values_of(items):
 
 
 def records_of(folder):
-    """What wandb's files hold, in their order: blocks of 32 KB with fragments of records, as LevelDB's log has them."""
+    """What wandb's files hold. Its service still writes them when it has said that a run has ended."""
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for _ in range(600):
+            records = list(records_in(path.read_bytes()))
+            if records and records[-1].WhichOneof("record_type") == "exit":
+                break
+            time.sleep(0.1)
+        yield from records
+
+
+def records_in(content):
+    """The records of a file so far: blocks of 32 KB with fragments of records, as LevelDB's log has them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        content, at, whole = path.read_bytes(), 7, b""
-        while at + 7 <= len(content):
-            if 2**15 - at % 2**15 < 7:  # too little for a header: the rest of the block is empty
-                at += 2**15 - at % 2**15
-                continue
-            _, length, kind = struct.unpack("<IHB", content[at : at + 7])
-            whole, at = whole + content[at + 7 : at + 7 + length], at + 7 + length
-            if kind in (1, 4):  # the whole one, or its last fragment
-                yield Record.FromString(whole)
-                whole = b""
+    at, whole = 7, b""
+    while at + 7 <= len(content):
+        if 2**15 - at % 2**15 < 7:  # too little for a header: the rest of the block is empty
+            at += 2**15 - at % 2**15
+            continue
+        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        whole, at = whole + content[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4) and at <= len(content):  # the whole one, or its last fragment
+            yield Record.FromString(whole)
+            whole = b""
 
 
 def of_rows(folder):
