@@ -131,7 +131,7 @@ def assert_same_training(several, one, within=CLOSE):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_numbers_are_those_of_one_process(forks, single, tmp_path, world, strategy, parts, ema, large):
-    if not (large or world == 2 or (parts, ema) == (3, "0.9")):
+    if not (large or (parts, ema) == (3, "0.9") or (world == 2 and (parts, ema) == (1, "null"))):
         pytest.skip("--large")
     job = [*JOB, *CLASSES, f"grad_accum_steps={parts}", f"ema={ema}"]
     one, several = single(*job), train(forks, tmp_path, world, *job, f"strategy={strategy}")
