@@ -17,14 +17,9 @@ SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 POINTS = 0.05
 
 
-@pytest.fixture(autouse=True)
-def own_clock(large, monkeypatch):
-    """A clock that only sleeping, and reading it (20 us), advances: a busy machine cannot fail a test.
-
-    `pytest --large` takes the real one, which wants a quiet machine.
-    """
-    if large:
-        return
+@pytest.fixture
+def virtual(monkeypatch):
+    """A clock that only sleeping, and reading it (20 us), advances: a busy machine cannot fail a test."""
     now = [0.0]
 
     def sleep(seconds):
@@ -36,6 +31,14 @@ def own_clock(large, monkeypatch):
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "perf_counter", perf_counter)
+
+
+@pytest.fixture(autouse=True)
+def own_clock(request, large):
+    """The virtual clock; `pytest --large` takes the real one, which wants a quiet machine, but where a test names this
+    one: what it holds is of steps that are nothing but sleep, or of what a look at the clock costs."""
+    if not large:
+        request.getfixturevalue("virtual")
 
 
 class Clock:
@@ -222,7 +225,7 @@ def test_an_evaluation_without_a_fit_is_not_timed():
     )
 
 
-def test_a_slow_step_among_others_blames_nobody():
+def test_a_slow_step_among_others_blames_nobody(virtual):
     class Once(Callback):
         def on_step_end(self, trainer):
             if trainer.step == 11:
@@ -344,7 +347,7 @@ def test_the_weights_are_those_of_a_training_that_nobody_times(settings):
     assert all(torch.equal(timed[name], plain[name]) for name in plain)
 
 
-def test_a_step_of_one_s_own_is_one_stage():
+def test_a_step_of_one_s_own_is_one_stage(virtual):
     class Own(Trainer):
         def train_step(self, batch):
             loss, _ = self.compute_loss(batch)
@@ -388,7 +391,7 @@ def test_the_sampling_has_its_share_and_no_more():
 
 
 @pytest.mark.parametrize(("batches", "epochs"), [(1, 500), (2, 250)])
-def test_nor_has_that_of_the_first_steps_of_many_short_epochs(batches, epochs):
+def test_nor_has_that_of_the_first_steps_of_many_short_epochs(virtual, batches, epochs):
     cheap = nn.Sequential(nn.Linear(6, 3))
     timing, total = fitted(Slow(batches, Clock(at_least=0.003)), model=cheap, epochs=epochs)
     assert sum(map(len, timing.sampled.values())) <= 0.5 * 500
