@@ -15,7 +15,7 @@ from trainer.callbacks import Callback, Checkpoint, Progress
 from trainer.loggers import Logger
 from trainer.rundir import STAGES
 
-MOST_COST = 0.01  # of the time, for the sampling
+MOST_COST = 0.005  # of the time, for the sampling: as much again is left for being asked after each step
 SOON = 0.1  # seconds: what is shorter says nothing of what is longer
 MOST_GROWTH, FEWEST_STEPS = 16, 4  # of a batch that is proposed: so many times as large, so many steps in an epoch
 # The share of the time from which on a stage is worth a change. Evaluations and checkpoints are of use, waiting is not.
