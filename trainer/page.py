@@ -48,15 +48,12 @@ def safe(text):
 def of_sweep(sweep, counts, best, again, report=None):
     """The page of a trainer.sweep.Sweep, with its `counts` in words, the commands of the best job and to go on, and
     the path of the best job's `report`."""
-    from trainer.sweep import is_sweep
-
-    swept = is_sweep(sweep.folder)
     better = f", best first by {sweep.name} ({'higher' if sweep.high else 'lower'} is better)" if sweep.name else ""
     return render(
         "sweep.html",
-        swept=swept,
-        title=f"{'Sweep' if swept else 'Runs in'} {sweep.folder.name}",
-        about=f"{len(sweep.jobs)} {'jobs' if swept else 'runs'}: {counts}{better}",
+        swept=sweep.swept,
+        title=f"{'Sweep' if sweep.swept else 'Runs in'} {sweep.folder.name}",
+        about=f"{len(sweep.jobs)} {'jobs' if sweep.swept else 'runs'}: {counts}{better}",
         best=best,
         again=again,
         report=report,
@@ -71,9 +68,8 @@ def of_groups(sweep):
 
     Runs that are no sweep's may have little in common: their settings are one column.
     """
-    from trainer.sweep import groups, is_sweep, typed_for
+    from trainer.sweep import groups, typed_for
 
-    swept = is_sweep(sweep.folder)
     grouped = any(len(group) > 1 for group in sweep.groups)
     keys = [key for key in sweep.keys if not grouped or key != "seed"]
     tests = list(dict.fromkeys(name for group in sweep.groups for job in group for name in job.test))
@@ -81,21 +77,20 @@ def of_groups(sweep):
     rows = []
     for (names, count, value, *others), group in zip(groups(sweep, tests, "±"), sweep.groups, strict=True):
         values = [*[count] * grouped, *[value] * bool(sweep.name), *others]
-        if swept:
+        if sweep.swept:
             rows.append([*(group[0].settings.get(key, "") for key in keys), *values, names])
         else:
             rows.append([names, typed_for(group[0], keys), *values])
     header = [*keys, *["n"] * grouped, *numbers, "jobs"]
-    header = header if swept else ["runs", "settings", *header[len(keys) : -1]]
+    header = header if sweep.swept else ["runs", "settings", *header[len(keys) : -1]]
     return {"header": header, "rows": rows, "numbers": [*numbers, "n"], "best": bool(sweep.name)}
 
 
 def of_jobs(sweep):
     """The table of all jobs, in their order."""
-    from trainer.sweep import is_sweep, typed_for
+    from trainer.sweep import typed_for
 
-    swept = is_sweep(sweep.folder)
-    first, keys = ("job", sweep.keys) if swept else ("run", ["settings"])
+    first, keys = ("job", sweep.keys) if sweep.swept else ("run", ["settings"])
     tests = list(dict.fromkeys(name for job in sweep.jobs for name in job.test))
     numbers = ["best" if not sweep.name else sweep.name, *tests, "seconds"]
     rows = []
@@ -104,7 +99,7 @@ def of_jobs(sweep):
         other = job.best["name"] if job.best and sweep.value(job) is None else ""
         tested = [number(job.test[name]) if name in job.test else "" for name in tests]
         seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
-        settings = [job.settings.get(key, "") for key in keys] if swept else [typed_for(job, sweep.keys)]
+        settings = [job.settings.get(key, "") for key in keys] if sweep.swept else [typed_for(job, sweep.keys)]
         rows.append([job.name, job.status, *settings, f"{other} {best}".strip(), *tested, seconds, job.note])
     return {"header": [first, "status", *keys, *numbers, "note"], "rows": rows, "numbers": numbers}
 

@@ -7,6 +7,7 @@ anybody's.
 
 import contextlib
 import csv
+import functools
 import json
 import math
 import os
@@ -289,6 +290,11 @@ class Sweep:
     planned: int | None
     search: bool = False
 
+    @functools.cached_property
+    def swept(self):
+        """Whether these are a sweep's jobs, and not runs that were started one by one."""
+        return is_sweep(self.folder)
+
     def of(self, status):
         return [job for job in self.jobs if job.status == status]
 
@@ -463,18 +469,17 @@ def report(folder, jobs, draws=True):
     if missing := sweep.missing():
         said.append(f"{missing} not begun")
     said = ", ".join(said)
-    swept = is_sweep(sweep.folder)
-    goes_on = swept and sweep.to_run() and not counts["running"]
+    goes_on = sweep.swept and sweep.to_run() and not counts["running"]
     best, again = best_command(sweep), command(folder) if goes_on else None
     if again and counts["failed"] and not sweep.search:  # or it would stop again at the same job
         again = again.replace(" sweep.on_error=stop ", " sweep.on_error=continue ")
     lines = table(sweep) + [f"best     {best}"] * bool(best)
-    lines.append(f"{'sweep' if swept else 'runs':<9}{folder}: {said}; also in sweep.csv, and drawn in sweep.html")
+    lines.append(f"{'sweep' if sweep.swept else 'runs':<9}{folder}: {said}; also in sweep.csv, and drawn in sweep.html")
     lines += [f"go on    {again}"] * bool(again)
     print("\n".join(map(printable, lines)), flush=True)
     with files.replacing(sweep.folder / "sweep.csv") as partial, open(partial, "w", newline="", encoding="utf-8") as f:
         csv.writer(f).writerows([cell(value) for value in row] for row in csv_rows(sweep))
-    drawn = draw_best(sweep) if best and draws and swept else None
+    drawn = draw_best(sweep) if best and draws and sweep.swept else None
     files.write_text(sweep.folder / "sweep.html", page.of_sweep(sweep, said, best, again, drawn))
 
 
