@@ -196,11 +196,11 @@ def train_in(folder, cfg):
             if parallel.add_up(int(stopping.received is not None)):
                 stopping.received = stopping.received or signal.SIGTERM  # it came to another process
                 raise stopping.Interrupted
-            result = finish(folder, trainer, saver, data, loaders, start, draws_report(cfg))
+            result = finish(folder, git, trainer, saver, data, loaders, start, draws_report(cfg))
             if launch.is_first():
                 print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))), flush=True)
-                more = {"git": git, **efficiency(trainer, data, result)}
-                rundir.write_json(folder / "result.json", more | result)
+                if more := efficiency(trainer, data, result):
+                    rundir.write_json(folder / "result.json", result | more)
         except KeyboardInterrupt:
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
@@ -218,7 +218,7 @@ def train_in(folder, cfg):
 
 def draws_report(cfg):
     """Whether the run draws its report: by itself, but a sweep draws that of its best job alone."""
-    return not in_sweep() and launch.job() is None if cfg.report == "auto" else cfg.report
+    return sweep_name() is None if cfg.report == "auto" else cfg.report
 
 
 def report_command(folder):
@@ -264,7 +264,7 @@ def trial_of(cfg):
     return [*place_of(job.sweeper, Path(job.sweep.dir).resolve()), job.job.num]
 
 
-def finish(folder, trainer, saver, data, loaders, start, draws):
+def finish(folder, git, trainer, saver, data, loaders, start, draws):
     """Tests the best weights, and writes result.json, evaluation.json and the model to share.
 
     Where there is no test part and a report is drawn, it shows the validation part.
@@ -272,7 +272,7 @@ def finish(folder, trainer, saver, data, loaders, start, draws):
     from trainer import card, checkpoint, doctor, examine, timing
     from trainer.metrics import default_metrics
 
-    result = {"overrides": cli.typed(), **rundir.result_of(trainer, saver)}
+    result = {"overrides": cli.typed(), "git": git, **rundir.result_of(trainer, saver)}
     result |= timing.result_of(trainer) | doctor.result_of(trainer)
     if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
         trainer.load_state_dict(checkpoint.together("best", lambda: checkpoint.best(saver.folder))[1])
@@ -300,7 +300,7 @@ def efficiency(trainer, data, result):
     """What result.json says of FLOPs; it takes 0.2 s, so it comes after the result is shown, and not in a sweep."""
     from trainer import flops
 
-    if in_sweep() or "mfu" in result:
+    if sweep_name() or "mfu" in result:
         return {}
     return flops.efficiency(trainer, data.in_shape, result["samples_per_second"])
 

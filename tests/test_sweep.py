@@ -29,7 +29,17 @@ FILES |= {"evaluation.json"}
 
 
 class Returned(Callback):
-    """Appends what each job gives to Hydra, and so to a sweeper, to the file `returned`."""
+    """Appends what each job gives to Hydra, and so to a sweeper, to the file `returned`; its files to `written`."""
+
+    def on_multirun_start(self, config, **_):
+        write = rundir.write_json
+
+        def told(path, contents):
+            with open("written", "a") as file:
+                file.write(f"{path.parent.name}/{path.name}\n")
+            write(path, contents)
+
+        rundir.write_json = told
 
     def on_job_end(self, config, job_return, **_):
         with open("returned", "a") as file:
@@ -199,6 +209,15 @@ def test_a_job_gives_its_result_to_the_sweeper_and_one_that_failed_nan(swept):
     given = [float(line) for line in (swept.folder.parent / "returned").read_text().splitlines()]
     for value, job in zip(given, swept.jobs, strict=True):
         assert value == job["best"]["value"] if "best" in job else value != value
+
+
+def test_the_result_of_a_job_is_written_once(swept):
+    """Who watches a sweep tells of a job when its result.json is a new one."""
+    written = (swept.folder.parent / "written").read_text().splitlines()
+    assert sorted(name for name in written if name.endswith("/result.json")) == sorted(
+        f"{job}/result.json" for job in range(12)
+    )
+    assert all("git" in job for job in swept.jobs if "best" in job)
 
 
 def test_a_job_is_the_run_that_it_would_be_alone(forks, tmp_path, large):
