@@ -50,10 +50,11 @@ def make_loaders(
 ):
     """((train, val, test), why): a loader for each split or None, and a sentence on where the data lies and why.
 
-    `resident` is true, false or auto: on the device if all splits fit in half of its free memory; images that are not
-    in their cache yet are streamed until they are, if it takes more than a few seconds to decode them. `workers` are
-    the processes that read what is not resident; auto measures whether they are of use. `timeout`: seconds to wait for
-    a batch from them. `only` names the one split that is wanted, to be evaluated: whatever can be learnt from it.
+    `resident` is true, false or auto: on the device if all splits have `tensors` and fit in half of its free memory;
+    images that are not in their cache yet are streamed until they are, if it takes more than a few seconds to decode
+    them. `workers` are the processes that read what is not resident; auto measures whether they are of use. `timeout`:
+    seconds to wait for a batch from them. `only` names the one split that is wanted, to be evaluated: whatever can be
+    learnt from it.
     """
     device = torch.device(device)
     settings.check("dataset.resident", resident)
@@ -68,8 +69,13 @@ def make_loaders(
         check_first(data, name, split)
     size, free = sum(split.nbytes for split in splits.values()), free_memory(device)
     sharing = launch.local_world_size() if device.type == "cpu" else 1  # a GPU is one process's own
-    fits = size <= free / 2 / sharing
+    apart = {type(split).__name__ for split in splits.values() if not hasattr(split, "tensors")}
+    fits = size <= free / 2 / sharing and not apart
     reason = f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free" if resident == "auto" else "as asked"
+    if apart and resident is not False:
+        reason = f"{' and '.join(sorted(apart))} without tensors(), which would give all of a part"
+        if resident != "auto":
+            raise UserError(f"dataset.resident=true: this is {reason}.\nAdd it, or type dataset.resident=false.")
     # A cache is filled once: that workers are of no use afterwards is no mistake of who asked for them.
     cached = all(getattr(split, "cache", None) is not None for split in splits.values())
     if fits if resident == "auto" else resident:

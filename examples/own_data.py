@@ -45,7 +45,7 @@ class Tones:
         return torch.stack([self.tone(i) for i in indices]), self.targets[indices]
 
     def tensors(self):
-        """All of it, for where there is room; one that is always streamed (dataset.resident=false) needs it not."""
+        """All of it, for where there is room; a part that has no such method is always streamed."""
         return self[list(range(len(self)))]
 
     def tone(self, i):

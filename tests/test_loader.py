@@ -302,7 +302,10 @@ class Own:
 def test_the_first_sample_of_a_users_own_split_is_looked_at(give, error, words):
     data, state = Data("own", Own(give), None, None, (3, 9, 8), 2), torch.get_rng_state()
     if error is None:
-        assert isinstance(make_loaders(data, batch_size=4, resident=False, workers=0)[0][0], HostLoader)
+        (train, _, _), why = make_loaders(data, batch_size=4, workers=0)
+        assert isinstance(train, HostLoader) and "workers, Own without tensors(), which would give" in why
+        with pytest.raises(UserError, match=r"resident=true: this is Own without tensors\(\).*\n.*resident=false"):
+            make_loaders(data, batch_size=4, resident=True)
     else:
         with pytest.raises(error, match=words):
             make_loaders(data, batch_size=4, resident=False, workers=0)
