@@ -153,14 +153,14 @@ def tested(config, state, about):
         build.check_nested(f"callbacks.{name}", node)
     callbacks = [build.build(f"callbacks.{name}", node) for name, node in nodes.items()]
     as_it_is = {"tune": (), "channels_last": False, "deterministic": torch.are_deterministic_algorithms_enabled()}
-    token = parallel.apart.set(True)  # it only asks the callbacks, whichever of several processes it is
+    token = parallel.alone.set(True)  # it only asks the callbacks, whichever of several processes it is
     try:
         with Trainer(module, callbacks=callbacks, device="cpu", strategy="single", **as_it_is) as trainer:
             trainer.load_state_dict(state)
             with trainer.evaluating():  # a copy: other weights may be there for the time of it
                 weights = copy.deepcopy(dict(module.state_dict()))
     finally:
-        parallel.apart.reset(token)
+        parallel.alone.reset(token)
     module.load_state_dict(weights)
     return module
 

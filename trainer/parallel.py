@@ -20,7 +20,7 @@ NOTHING = contextlib.nullcontext()
 NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 # Parameters of a block that fsdp gathers by itself, at least: smaller ones are gathered with what is around them.
 BLOCK = 2**20
-apart = contextvars.ContextVar("apart", default=False)  # whether a Trainer made here trains nothing, with nobody
+alone = contextvars.ContextVar("alone", default=False)  # whether a Trainer made here trains nothing, with nobody
 joined = 1  # processes that train together, once `start` has joined them
 # By how much the norm of a weight may differ between processes, which may be of different machines.
 DRIFT = 1e-4
@@ -34,7 +34,7 @@ def start(strategy, device, timeout=300):
     A process waits at most `timeout` seconds for the others. UserError for a strategy of one process among several.
     """
     name, listed = check_strategy(strategy)
-    if launch.world_size() == 1 or apart.get():
+    if launch.world_size() == 1 or alone.get():
         return "single" if name == "auto" else strategy
     if name in ("single", "dp") or listed:
         raise UserError(
