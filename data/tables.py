@@ -15,6 +15,7 @@ from trainer.errors import UserError, check_choice, did_you_mean, log, printable
 from trainer.files import open_plain
 
 MOST_NUMBERS = 2**28  # that a table may become
+FEWEST_ROWS = 20  # in which a column that counts them is no accident
 MISSING = {"", "?", "na", "n/a", "nan", "null", "none"}
 
 
@@ -70,6 +71,10 @@ def csv(
     categorical = {categorical} if isinstance(categorical, str) else set(categorical)
     if trained is None:
         described = [_describe(name, values, parts[0], name in categorical) for name, values in columns.items()]
+        for name in (column["name"] for column in described if "mean" in column):
+            if counts_rows(columns[name]):
+                what = "counts the rows, and a number of that kind says nothing of a new row. Leave it out"
+                log.warning("%s: the column %r %s: dataset.ignore=[%s].", printable(path), name, what, name)
     else:
         described = trained["table"]["columns"]
         for column in described:
@@ -210,6 +215,14 @@ def warn(path, line, name, value):
     """The warning for a category that a run was not trained on."""
     what = "is none of those trained on; such values count as none of them"
     log.warning("%s, line %d: %r in the column %r %s.", printable(path), line, value[:50], name, what)
+
+
+def counts_rows(values):
+    """Whether a column of numbers is whole ones that never come twice: in the order of the rows, or with no gap."""
+    numbers = _numbers(values)
+    if len(numbers) < FEWEST_ROWS or len(set(numbers)) < len(numbers) or not all(map(float.is_integer, numbers)):
+        return False  # nan is none either
+    return numbers == sorted(numbers) or max(numbers) - min(numbers) == len(numbers) - 1
 
 
 def _number(value):

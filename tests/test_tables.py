@@ -237,6 +237,32 @@ def test_a_column_that_is_added_without_values_is_filled_in(table):
     assert all((part.inputs[:, 0] == 0).all() for part in parts_of(found))
 
 
+@pytest.mark.parametrize(
+    ("values", "counts"),
+    [
+        (range(7, 37), True),
+        ([3 * i for i in range(30)], True),  # in order, with gaps
+        ([i * 7 % 30 for i in range(30)], True),  # without gaps, in no order
+        ([i * 7 % 31 for i in range(30)], False),
+        ([0, *range(29)], False),  # one comes twice
+        ([i + 0.5 for i in range(30)], False),
+        (range(19), False),  # few rows
+        (["", *range(29)], False),
+    ],
+)
+def test_a_column_that_counts_the_rows_is_named(table, caplog, values, counts):
+    lines = [f"{value},{i % 3},{i * i % 11}" for i, value in enumerate(values)]
+    options = {"target": "price", "missing": "mean"}
+    data = table("number,rooms,price\n" + "\n".join(lines), **options)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.endswith("of a new row. Leave it out: dataset.ignore=[number].") for line in said] == [True] * counts
+    assert data.in_shape == (2,)
+    caplog.clear()
+    table("number,rooms,price\n" + "\n".join(lines), **options, ignore=["number"])
+    table("number,rooms,price\n" + "\n".join(lines), **options, trained=data.description())
+    assert not caplog.records
+
+
 def test_csv_without_a_file(tmp_path):
     with pytest.raises(UserError, match="there is no such file"):
         tables.csv(str(tmp_path / "none.csv"), "y")
