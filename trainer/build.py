@@ -91,7 +91,8 @@ def build(key, node, **offered):
         return factory
     arguments, takes_more = arguments_of(key, target)
     # Of those that hand **kwargs on, a Trainer of one's own gets all, and torchvision's models the number of classes.
-    passed = [n for n in offered if n in arguments or (takes_more and (key == "trainer" or n == "num_classes"))]
+    handed_on = {"trainer": list(offered), "model": ["num_classes"]}.get(key, []) if takes_more else []
+    passed = [name for name in offered if name in arguments or name in handed_on]
     passed = {name: offered[name] for name in passed if name not in node or key == "trainer"}
     there = {*passed, *node, *list(arguments)[: len(node.get("_args_") or ())]}
     if missing := [name for name, needed in arguments.items() if needed and name not in there]:
