@@ -366,7 +366,10 @@ def check_fit(model, loss, data):
         raise UserError(f"loss={name} is for numbers, and {there}. Type loss=cross_entropy.")
     if isinstance(loss, nn.CrossEntropyLoss) and data.kind == "regression":
         there = f"{data.name} has numbers to predict"
-        raise UserError(f"loss={name} is for classes, and {there}. Type loss=mse, l1 or huber.")
+        raise UserError(
+            f"loss={name} is for classes, and {there}. Type loss=mse, l1 or huber.\n"
+            "Where they are several labels a sample, 0 or 1, type loss._target_=torch.nn.BCEWithLogitsLoss."
+        )
     outputs, targets = outputs_for(model, data)
     try:
         loss(outputs, targets)
@@ -405,8 +408,14 @@ def is_on(node):
     return node is not None and not (hasattr(node, "values") and None in node.values())
 
 
-def has_usual_outputs(model, data):
-    """Whether the usual metrics mean something for this model, also under a loss of one's own."""
+def has_usual_outputs(model, loss, data):
+    """Whether the usual metrics mean something for what this model gives, also under a loss of one's own."""
+    from torch import nn
+
+    # They train logits, of several labels a sample, or logarithms: no numbers like the targets.
+    others = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss, nn.PoissonNLLLoss, nn.KLDivLoss)
+    if data.kind == "regression" and isinstance(loss, (*others, nn.BCELoss)):
+        return False
     try:
         outputs_for(model, data)
     except UserError:
