@@ -674,3 +674,19 @@ def test_a_checkpoint_of_another_scheduler_is_refused(tmp_path, order):
     path = checkpoint.newest(tmp_path)[0]
     with pytest.raises(UserError, match="written with another scheduler"):
         make_trainer(scheduler=read, epochs=2).fit(*loaders(), resume=path)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "key"),
+    [
+        (functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2), "total_steps=8, and this one 16"),
+        (lambda optimizer, total_steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps), "T_max=8"),
+    ],
+)
+def test_a_schedule_of_torchs_cannot_be_made_longer(tmp_path, scheduler, key):
+    """It would keep the length it began with: one raises after it, the other one comes back up."""
+    make_trainer(scheduler=scheduler, callbacks=[Checkpoint(tmp_path)], epochs=1).fit(*loaders())
+    path = checkpoint.newest(tmp_path)[0]
+    with pytest.raises(UserError, match=key):
+        make_trainer(scheduler=scheduler, epochs=2).fit(*loaders(), resume=path)
+    make_trainer(scheduler=scheduler, epochs=1).fit(*loaders(), resume=path)

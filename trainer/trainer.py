@@ -501,8 +501,6 @@ class Trainer:
         if not 0 <= state["step"] < 2**63 or isinstance(state["step"], bool):
             refuse(state["step"], "a number of steps", "step")
         for name, part in self.stateful().items():
-            if name == "scheduler" and isinstance(state[name], dict) and set(state[name]) != set(part.state_dict()):
-                raise UserError(f"The checkpoint was written with another scheduler than {type(part).__name__}.")
             check(part, state[name], name)
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
