@@ -153,9 +153,8 @@ class Checkpoint(Monitor):
 
     def check_folder(self, trainer):
         if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
-            raise UserError(
-                f"{self.folder} has checkpoints: give another folder, or continue them by fit(resume=FILE)."
-            )
+            more = f"or go on from them: fit(..., resume={str(self.folder)!r})"
+            raise UserError(f"{self.folder} has checkpoints: give another folder, {more}.")
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):  # a link may lead anywhere
             raise UserError(f"{self.folder} is no folder, and checkpoints go into one. Remove it, or move it away.")
 
