@@ -509,7 +509,7 @@ def sample_of(sample, seen, left):
 
 
 def value_of(value):
-    return f"{value:.4g}" if is_number(value) and not isinstance(value, int) else short(value)
+    return f"{value:.12g}" if is_number(value) and not isinstance(value, int) else short(value)
 
 
 def is_png(text):
