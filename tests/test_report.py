@@ -410,7 +410,7 @@ def test_the_verdict_is_a_function_of_the_numbers():
             None,
             f"The model gets {half}, {chance}.",
         ),
-        ({"error": "it broke"}, up, even, None, "The run has failed: it broke"),
+        ({"error": "it broke.\nType x."}, up, even, None, "The run has failed: it broke. Type x."),
         ({"a": 1}, up, {}, best(up, 2), "val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2."),
         ({"a": 1}, up, {}, best(up, 1), "val/acc was 0.5000 after epoch 1, and not better later."),
         ({"a": 1}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after epoch 1."),

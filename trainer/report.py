@@ -156,8 +156,9 @@ def number_in(mapping, key):
 
 
 def text_in(mapping, key):
+    """The text of that name, in one line; None where there is none."""
     value = mapping.get(key) if isinstance(mapping, dict) else None
-    return short(value) if isinstance(value, str) and value else None
+    return short(" ".join(value.split())) if isinstance(value, str) and value else None
 
 
 def short(value, most=MOST_TEXT):
