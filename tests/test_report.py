@@ -508,8 +508,33 @@ def test_many_classes_are_a_table_of_those_most_confused():
     counts[3][7], counts[9][1] = 8, 5
     seen = {"kind": "classification", "split": "test", "confusion": counts, "classes": [f"c{i}" for i in range(size)]}
     found = report.confusion(seen)
-    assert found["pairs"] == [("c3", "c7", "8", "18"), ("c9", "c1", "5", "15")]
-    assert found["lowest"][:2] == [["c3", "1.000", "0.556", "18"], ["c9", "1.000", "0.667", "15"]]
+    assert found["rows"] == [] and found["lists"]["pairs"] == [("c3", "c7", "8 of 18"), ("c9", "c1", "5 of 15")]
+    lowest, others = found["lists"]["lowest"], found["lists"]["others"]
+    assert lowest[:2] == [["c3", "1.000", "0.556", "18"], ["c9", "1.000", "0.667", "15"]]
+    assert sorted(row[0] for row in lowest + others) == sorted(seen["classes"]) and len(others) == 10
+
+
+def test_a_matrix_that_paper_has_no_room_for_is_printed_as_lists(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "curves", lambda rows, best: [])
+    monkeypatch.setattr(report, "defaults_of", lambda typed: {})
+    shutil.copytree(run[0], tmp_path / "run")
+    size, seen = 30, read(tmp_path / "run")
+    seen["classes"] = [f"lesser_black_backed_gull_{i}" for i in range(size)]
+    seen["confusion"] = [[1234 if i == j else 0 for j in range(size)] for i in range(size)]
+    (tmp_path / "run" / "evaluation.json").write_text(json.dumps(seen), encoding="utf-8")
+    shown = page_of(tmp_path / "run")
+    heads = [
+        (attributes["title"], text) for tag, attributes, text in shown.elements if tag == "th" and "title" in attributes
+    ]
+    assert (
+        heads
+        == 2 * [(name, report.middle(name)) for name in seen["classes"]]
+        == 2 * [(name, f"lesser_bl…{name[-14:]}") for name in seen["classes"]]
+    )
+    assert len(shown.all("div", "screen")) == len(shown.all("div", "paper")) == len(shown.all("table", "upright")) == 1
+    assert "None of the test samples is." in shown.all("p") and shown.all("td", "right") == ["1,234"] * size
+    few = report.confusion(read(run[0]))
+    assert few["lists"] is None and not few["upright"] and len(few["rows"]) == 10
 
 
 # Anybody's.

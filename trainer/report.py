@@ -23,9 +23,10 @@ from trainer.rundir import STAGES, is_number
 NAME = "report.html"
 MOST_BYTES, MOST_ROWS = 2**25, 100_000  # of a metrics.jsonl; of more rows those of evaluations, and some others
 MOST_JSON = 2**24  # bytes of an evaluation.json: 1,000 classes are 2 MB
-MOST_TEXT = 200  # letters of anything that is shown
+MOST_TEXT, MOST_NAME = 200, 100  # letters of anything that is shown; of a class, which stands in several places
 MOST_ENTRIES, MOST_TYPED = 300, 10_000  # of the settings; letters of those that were typed
 MOST_CLASSES = 40  # of a matrix that is drawn
+MOST_PRINTED = 20  # of a matrix that fits on paper
 MOST_PAIRS = 20  # of classes that are confused, where there are more
 MOST_SAMPLES = 24  # of each kind
 MOST_TARGETS = 4  # of a regression that are drawn
@@ -167,6 +168,11 @@ def short(value, most=MOST_TEXT):
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def middle(name):
+    """The name as a column has room for it: of a long one its two ends, in which such names differ."""
+    return name if len(name) <= 24 else f"{name[:9]}…{name[-14:]}"
+
+
 def evaluation_of(found):
     """What evaluation.json says, each entry of the form that trainer/examine.py gives it; {} if it is none."""
     if found.get("kind") not in ("classification", "regression") or found.get("split") not in ("train", "val", "test"):
@@ -183,7 +189,7 @@ def evaluation_of(found):
         names = found.get("classes")
         if not isinstance(names, list) or not names:
             return {}
-        seen["classes"] = [short(name) for name in names]
+        seen["classes"] = [short(name, MOST_NAME) for name in names]
         if is_number(found.get("chance")) and 0 < found["chance"] <= 1:
             seen["chance"] = found["chance"]
         if is_matrix(found.get("confusion"), len(names)):
@@ -416,7 +422,7 @@ def warnings(result):
 
 
 def confusion(seen):
-    """{"names", "rows"} of the matrix of few classes, {"pairs", "lowest"} of many; None where there is none."""
+    """{"rows"} of the matrix of not too many classes, {"lists"} of more than paper has room for; None where none is."""
     if "confusion" not in seen:
         return None
     counts, names = seen["confusion"], seen["classes"]
@@ -424,22 +430,30 @@ def confusion(seen):
     for i, row in enumerate(counts):
         precision, recall = (f"{row[i] / all_of:.3f}" if all_of else "" for all_of in (columns[i], sum(row)))
         cells = [cell(count, sum(row), i == j) for j, count in enumerate(row)] if len(names) <= MOST_CLASSES else []
-        about = {"name": names[i], "cells": cells, "precision": precision, "recall": recall, "n": f"{sum(row):,}"}
-        rows.append(about)
-    if len(names) <= MOST_CLASSES:
-        return {"names": names, "rows": rows}
+        about = {"name": names[i], "precision": precision, "recall": recall, "n": f"{sum(row):,}"}
+        rows.append(about | {"short": middle(names[i]), "cells": cells})
+    letters = [len(row["short"]) for row in rows]
+    return {
+        "rows": rows if len(names) <= MOST_CLASSES else [],
+        "upright": sum(letters) > 60 and max(letters) > 4,
+        "lists": confused(counts, names, rows) if len(names) > MOST_PRINTED else None,
+    }
+
+
+def confused(counts, names, rows):
+    """The classes most often taken for others, and all classes, those of the lowest recall first."""
     wrong = [(-count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count]
-    pairs = [(names[i], names[j], f"{-count:,}", rows[i]["n"]) for count, i, j in sorted(wrong)[:MOST_PAIRS]]
-    lowest = sorted((row for row in rows if row["recall"]), key=lambda row: float(row["recall"]))[:MOST_PAIRS]
-    lowest = [[row[key] for key in ("name", "precision", "recall", "n")] for row in lowest]
-    return {"names": None, "pairs": pairs, "lowest": lowest}
+    pairs = [(names[i], names[j], f"{-count:,} of {rows[i]['n']}") for count, i, j in sorted(wrong)[:MOST_PAIRS]]
+    ranked = sorted(rows, key=lambda row: float(row["recall"] or 2))  # those without samples last
+    ranked = [[row[key] for key in ("name", "precision", "recall", "n")] for row in ranked]
+    return {"pairs": pairs, "lowest": ranked[:MOST_CLASSES], "others": ranked[MOST_CLASSES:]}
 
 
 def cell(count, total, right):
     """A cell of the matrix: the count, and how strong its colour is; of the wrong ones a few are seen already."""
     share = count / total if total else 0
     strength = round(100 * (share if right else min(1, math.sqrt(share))))
-    return {"count": count, "share": strength, "kind": "right" if right else "wrong"}
+    return {"count": f"{count:,}" if count else "", "share": strength, "kind": "right" if right else "wrong"}
 
 
 def hardest(seen):
