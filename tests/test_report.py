@@ -481,6 +481,19 @@ def test_a_thin_curve_keeps_its_ends_and_its_extremes():
     assert plots.thin(points[:400], 400) == points[:400]
 
 
+def test_the_train_loss_is_drawn_over_stretches_of_one_size():
+    """Of 1,437 samples an epoch, of which the rows every so many steps cut off a piece."""
+    generator, windows, means = random.Random(0), [], []
+    for epoch in range(1, 8):
+        losses = [generator.random() for _ in range(1437)]
+        cut = generator.choice([0, 64, 640, 1216])
+        parts = [(epoch - 1 + cut / 1437, losses[:cut]), (epoch, losses[cut:])]
+        windows += [(end, sum(part) / len(part), len(part)) for end, part in parts if part]
+        means.append((epoch, pytest.approx(sum(losses) / 1437)))
+    assert len(windows) > 7 and report.pooled(windows) == means
+    assert report.pooled([(1.5, 2.0, 10), (2, 5.0, 20)]) == [(1.5, 2.0), (2, 5.0)] and report.pooled([]) == []
+
+
 def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     shutil.copytree(run[0], tmp_path / "run")
     result = read(run[0], "result.json") | {

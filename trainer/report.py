@@ -392,11 +392,15 @@ def curves(rows, best):
     def series(name):
         return [(row["epoch"], row[name]) for row in rows if name in row]
 
+    def trained(name):
+        windows = [(row["epoch"], row[name], max(1, row.get("train/samples", 1))) for row in rows if name in row]
+        return pooled(windows)
+
     known = best and best["name"].startswith("val/") and best["name"] != "val/loss" and series(best["name"])
     metric = best["name"] if known else metric_of(rows)
-    frames = [("loss", "loss", series("train/loss"), series("val/loss"))]
+    frames = [("loss", "loss", trained("train/loss"), series("val/loss"))]
     if metric:
-        frames.append(("metric", short(metric[4:]), series(f"train/{metric[4:]}"), series(metric)))
+        frames.append(("metric", short(metric[4:]), trained(f"train/{metric[4:]}"), series(metric)))
     frames.append(("rate", "learning rate", [], series("train/lr")))  # in the colour of the validation
     drawn = []
     for name, title, train, val in frames:
@@ -409,6 +413,21 @@ def curves(rows, best):
         svg = plots.curves(name, lines, point, f"{title} over the epochs", logarithmic=name == "loss")
         drawn.append({"title": title, "keys": keys, "best": point and epoch(point[0]), "svg": svg})
     return drawn
+
+
+def pooled(windows):
+    """[(epoch, mean)] of (epoch, mean, samples), over stretches of as many samples as the largest of them has.
+
+    What was left for the row before an evaluation may be a batch or two, whose mean would swing.
+    """
+    most, points, seen = max((samples for *_, samples in windows), default=0), [], math.inf
+    for end, mean, samples in reversed(windows):
+        if seen >= most:
+            points.append([end, 0.0])
+            seen = 0
+        seen += samples
+        points[-1][1] += (mean - points[-1][1]) * samples / seen
+    return [tuple(point) for point in reversed(points)]
 
 
 def warnings(result):
