@@ -274,6 +274,8 @@ def finish(folder, git, trainer, saver, data, loaders, start, draws):
 
     result = {"overrides": cli.typed(), "git": git, **rundir.result_of(trainer, saver)}
     result |= timing.result_of(trainer) | doctor.result_of(trainer)
+    parts = zip(("train", "val", "test"), loaders, strict=True)
+    result["samples"] = {name: loader.samples for name, loader in parts if loader is not None}
     if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
         trainer.load_state_dict(checkpoint.together("best", lambda: checkpoint.best(saver.folder))[1])
     _, val_loader, test_loader = loaders

@@ -153,6 +153,7 @@ def test_the_page_shows_these_numbers(run, tested):
         f"alone would be {report.percent(chance)}; val/acc rose from {values[0]:.4f} after epoch 1 to {values[1]:.4f} "
         "after epoch 2."
     )
+    assert shown.all("p", "soft")[0] == ("MLP on digits, cpu, fp32, 1,259 training + 179 validation + 359 test samples")
     assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]  # key, value, default
     images = [attributes["src"] for tag, attributes, _ in shown.elements if tag == "img"]
     seen = read(run[0])
@@ -257,19 +258,25 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     assert seen["worst"][0]["true"] == pytest.approx(true[order[0]].tolist(), rel=1e-6)
     # The page of it, with the numbers that the run would have.
     (tmp_path / "config.yaml").write_text("seed: 0\n", encoding="utf-8")
-    result = {name.replace("val/", "val/"): value for name, value in results.items()} | {"val/mae": 1.5}
-    (tmp_path / "result.json").write_text(json.dumps(result | {"val/r2": 0.5}), encoding="utf-8")
+    (tmp_path / "result.json").write_text(json.dumps(results | {"val/mae": 1.5, "val/r2": 0.5}), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "train/loss": 2}\n{"epoch": 2, "train/loss": 1}\n')
     shown = page_of(tmp_path)
     [verdict] = shown.all("p", "verdict")
     assert verdict == (
-        "The model explains 50.0 % of the variance of 3,500 val samples, where always answering their mean would "
-        "explain none, and is off by 1.5000 on average."
+        "The model explains 50.0 % of the variance of 3,500 validation samples, where always answering their mean "
+        f"would explain none{', and is off by 1.5000 on average' if len(true[0]) == 1 else ''}."
     )
-    names = [f" of target {i}" for i in range(3)] if len(true[0]) > 1 else [""]
+    assert "The loss is that of the standardised targets." in shown.all("p", "soft")
+    names = [f" of target {i + 1}" for i in range(3)] if len(true[0]) > 1 else [""]
+    points = torch.tensor(seen["points"], dtype=torch.float64)
+    off = (points[:, 1] - points[:, 0]).abs().mean(0).tolist() if len(names) > 1 else []
+    assert [plot["off"] for plot in report.regression(seen) if plot["off"]] == [
+        f"{report.number(value)} on average" for value in off
+    ]
     expected = [f"{what}{of}" for of in names for what in ("predicted against true", "errors")]
     assert [plot["title"] for plot in report.regression(seen)] == expected
     assert len({plot["svg"] for plot in report.regression(seen)}) == len(expected)
-    assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == len(expected)
+    assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == len(expected) + 1
     trainer.close()
 
 
@@ -313,6 +320,7 @@ def test_images_have_their_files_and_without_a_test_part_the_validation_is_shown
     assert files and all((tmp_path / "pictures" / file).is_file() for file in files)
     assert sorted(files) == sorted({text for text in shown.all("span", "soft") if text.endswith(".png")})
     assert "b" not in [tag for tag, _, text in shown.elements if text == "cats"]
+    assert any(text.startswith("There is no test part: the best weights were") for text in shown.all("p", "soft"))
     shutil.rmtree(tmp_path / "run")
     assert forks.run(tmp_path, *typed, "report=false").code == 0
     assert not {"evaluation.json", "report.html"} & set(os.listdir(tmp_path / "run"))
@@ -328,6 +336,8 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     [verdict] = shown.all("p", "verdict")
     assert verdict.startswith("val/acc rose from ") and verdict.endswith("has not come to its end, up to step 40.")
     assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]
+    (tmp_path / "run" / "checkpoints" / "step_00000045.ckpt").touch()  # as of one that was interrupted there
+    assert page_of(tmp_path / "run").all("p", "verdict") == [verdict.replace("step 40.", "step 45.")]
     config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "run" / "config.yaml").write_text(config.partition("\n")[2], encoding="utf-8")
     assert all("task=" in command for command in page_of(tmp_path / "run").all("pre"))  # nobody knows what was typed
@@ -378,7 +388,7 @@ def without(mapping, key):
     return {name: value for name, value in mapping.items() if name != key}
 
 
-def test_the_verdict_is_a_function_of_the_numbers():
+def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
     def rows(*values, name="val/acc"):
         return [{"epoch": i, "step": i, name: value} for i, value in enumerate(values, 1)]
 
@@ -393,6 +403,8 @@ def test_the_verdict_is_a_function_of_the_numbers():
     went = "val/acc went from 0.5000 after epoch 1 to"
     numbers, then = {"kind": "regression", "split": "test", "samples": 9}, "after epoch 1 to 1.5000 after epoch 2."
     mean = "on 9 test samples than always answering their mean (r2 -0.5000), and is off by 3.0000 on average."
+    price = "The model explains 50.0 % of the variance of price in 9 test samples, where always answering their mean"
+    price = f"{price} would explain none"
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
     for result, these, seen, at, said in [
         ({}, [], {}, None, "There are no numbers yet."),
@@ -419,13 +431,27 @@ def test_the_verdict_is_a_function_of_the_numbers():
         ({"test/loss": 0.25}, [], {}, None, "test/loss is 0.2500."),
         ({"test/loss": 0.25, "test/f1": 0.5}, [], {}, None, "test/f1 is 0.5000."),
         ({"test/r2": -0.5, "test/mae": 3.0}, [], numbers, None, f"The model is no better {mean}"),
+        (
+            {"test/r2": 0.5, "test/mae": 3.0},
+            [],
+            numbers | {"target": "price"},
+            None,
+            f"{price}, and is off by 3.0000 on average.",
+        ),
+        (
+            {"test/r2": 0.5, "test/mae": 3.0},
+            [],
+            numbers | {"target": "price", "points": [[[1, 2], [3, 4]]]},
+            None,
+            f"{price}.",
+        ),
     ]:
-        assert report.verdict(result, these, seen, at) == said
+        assert report.verdict(result, these, seen, at, report.last_step(tmp_path, these)) == said
 
 
 def test_data_of_ones_own_has_its_own_name():
     def about(**dataset):
-        return report.about({"model": {"_target_": "models.mlp.MLP"}, "dataset": dataset}, {"device": "cpu"})
+        return report.about({"model": {"_target_": "models.mlp.MLP"}, "dataset": dataset}, {"device": "cpu"}, {})
 
     assert about(_target_="data.datasets.digits") == "MLP on digits, cpu"
     assert about(_target_="data.tables.csv", path="a/houses.csv") == "MLP on houses.csv, cpu"
@@ -469,6 +495,14 @@ def test_shares_in_words():
     assert [report.tile(value) for value in (0.5, 382_218_123.0, -2e6)] == ["0.5000", "382 M", "-2 M"]
     amounts = {5: "5", 1234: "1,234", 12345: "12.3 k", 5.19e7: "51.9 M", 3.41e12: "3.41 T", 2.5: "2.5"}
     assert {value: report.amount(value) for value in amounts} == amounts
+
+
+def test_errors_are_tiles_in_the_units_of_their_target():
+    result = {"test/loss": 0.5, "test/r2": 0.75, "test/mae": 300.0, "test/mse": 160000.0}
+    assert report.tiles(result, None, 1) == [("test/r2", "0.7500"), ("test/mae", "300.00"), ("test/rmse", "400.00")]
+    assert report.tiles(result, None, 3) == [("test/r2", "0.7500"), ("test/loss", "0.5000")]
+    config = {"model": {"_target_": "models.MLP"}, "dataset": {"_target_": "data.tables.csv", "path": "a.csv"}}
+    assert report.about(config, {}, {"target": "price"}) == "MLP on a.csv, target price"
 
 
 def test_a_thin_curve_keeps_its_ends_and_its_extremes():
@@ -762,6 +796,7 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     examine.write(tmp_path / "evaluation.json", seen, data)
     trainer.close()
     assert mean in [sample["columns"]["area"] for sample in read(tmp_path)["worst"]]
+    assert read(tmp_path)["target"] == "price" and read(tmp_path)["standardised"] is True
     for sample in read(tmp_path)["worst"]:
         area, *others, price = lines[sample["line"] - 1].split(",")
         shown = report.sample_of(sample, seen, 0)

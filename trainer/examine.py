@@ -182,11 +182,14 @@ def evaluate(trainer, loader, split, data):
     if seen.found is None:
         return results, None
     about = {"split": split, "kind": data.kind, "samples": loader.samples}
+    if data.table is not None:
+        about["target"] = data.table["target"]
     if data.kind == "classification":
         counts = torch.bincount(getattr(data, split).targets, minlength=data.num_classes)
         about |= {"classes": list(map(str, data.classes or range(data.num_classes)))}
         about |= {"chance": counts.max().item() / loader.samples}
         return results, about | seen.found
+    about["standardised"] = bool((torch.as_tensor(data.target_scale) != 1).any())
     return results, about | in_units(seen.found, data)
 
 
