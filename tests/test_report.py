@@ -515,6 +515,13 @@ def test_a_thin_curve_keeps_its_ends_and_its_extremes():
     assert plots.thin(points[:400], 400) == points[:400]
 
 
+@pytest.mark.parametrize("values", [(1, 1), (0.9, 1)])
+def test_the_axis_of_a_share_ends_at_1(values):
+    drawn = plots.curves("a", {"val": list(enumerate(values, 1))})
+    ticks = [float(text) for text in re.findall(r">(0\.\d+|1(?:\.\d+)?)</text>", drawn.split("matplotlib.axis_2")[1])]
+    assert len(ticks) > 1 and max(ticks) == 1
+
+
 def test_the_train_loss_is_drawn_over_stretches_of_one_size():
     """Of 1,437 samples an epoch, of which the rows every so many steps cut off a piece."""
     generator, windows, means = random.Random(0), [], []
