@@ -155,6 +155,8 @@ def test_the_page_shows_these_numbers(run, tested):
     )
     assert shown.all("p", "soft")[0] == ("MLP on digits, cpu, fp32, 1,259 training + 179 validation + 359 test samples")
     assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]  # key, value, default
+    [details] = shown.all("details")  # each setting once: trainer.epochs is ${epochs}
+    assert "epochs" in details and "trainer.epochs" not in details and "optimizer.lr" in details
     images = [attributes["src"] for tag, attributes, _ in shown.elements if tag == "img"]
     seen = read(run[0])
     assert images == [f"data:image/png;base64,{s['png']}" for s in seen["worst"] + seen["uncertain"]]
@@ -487,7 +489,7 @@ def test_the_best_so_far_is_what_the_monitor_says():
 
 
 def test_shares_in_words():
-    values = {0.5: "50.0 %", 0.972: "97.2 %", 0.9994: "99.94 %", 1.0: "100.0 %", 0.0: "0.0 %", 0.00012: "0.01 %"}
+    values = {0.5: "50.0 %", 0.972: "97.2 %", 0.9994: "99.94 %", 1.0: "100 %", 0.0: "0 %", 0.00012: "0.01 %"}
     assert {share: report.percent(share) for share in values} == values
     numbers = {0.0: "0.0000", 3.2154e-5: "3.215e-05", -0.00051234: "-0.0005123", 0.001: "0.0010"}
     assert {value: report.number(value) for value in numbers} == numbers

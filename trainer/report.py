@@ -358,9 +358,10 @@ def epoch(value):
 
 
 def percent(share):
-    """'97.2 %', with more digits near the ends: '99.94 %', '0.01 %'."""
+    """'97.2 %', with more digits near the ends: '99.94 %', '0.01 %'; '100 %' is all of them."""
     near = 100 * min(share, 1 - share)
-    return f"{100 * share:.{max(1, math.ceil(-math.log10(near))) if 1e-4 < near < 100 else 1}f} %"
+    digits = 0 if near == 0 else max(1, math.ceil(-math.log10(near))) if near > 1e-4 else 1
+    return f"{100 * share:.{digits}f} %"
 
 
 def remarks(result):
@@ -614,7 +615,7 @@ def shares(mapping, names, words):
         {
             "name": name,
             "share": f"{100 * value / total:.4f}",
-            "percent": f"{100 * value / total:.1f} %",
+            "percent": percent(value / total),
             "value": words(value),
             "colour": COLOURS[name],
         }
@@ -644,6 +645,8 @@ def settings(config, typed):
     rows = []
     for key, value in given.items():
         default = usual.get(key)
+        if value == default and re.fullmatch(r"\$\{\w+\}", str(value)):
+            continue  # it is another one's, which has its own line
         differs = bool(usual) and key != "run_dir" and (key not in usual or default != value)
         rows.append(
             {
