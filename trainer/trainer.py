@@ -250,7 +250,7 @@ class Trainer:
             raise UserError(f"The {split} loader gives no samples.")
         results = {"loss": loss_mean.compute()} | {name: metric.compute() for name, metric in self.metrics.items()}
         values = {f"{split}/{name}": torch.as_tensor(value) for name, value in results.items()}
-        return {name: value.item() if value.numel() == 1 else value.tolist() for name, value in values.items()}
+        return {name: float(value) if value.numel() == 1 else value.tolist() for name, value in values.items()}
 
     def evaluate_parts(self, parts):
         """[(part, (loss, outputs))] of the parts of an evaluation batch."""
@@ -274,6 +274,8 @@ class Trainer:
         except (RuntimeError, ValueError, MemoryError) as error:
             self.explain(error, batch, self.eval_micro_batch)
             raise
+        if not outputs:
+            raise UserError("predict: the loader gives no samples.")
         outputs = parallel.gather(torch.cat(outputs), sizes)
         return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
@@ -421,8 +423,7 @@ class Trainer:
             raise UserError(
                 "fit needs a loss: give Trainer(loss=torch.nn.CrossEntropyLoss()), or override compute_loss."
             )
-        self.outer_error = sys.exc_info()[1]
-        self.train_loader, self.val_loader = seekable(train_loader, self.seed), val_loader
+        loader = seekable(train_loader, self.seed)
         self.data_bytes = resident_bytes(train_loader, val_loader)
         self.steps_per_epoch = len(train_loader)
         if not self.steps_per_epoch:
@@ -443,9 +444,10 @@ class Trainer:
                 self.optimizer, self.device
             )  # anew: the optimizer's tensors may be others now
         self.lr = self.scheduler.get_last_lr()[0]
+        self.train_loader, self.val_loader, self.outer_error = loader, val_loader, sys.exc_info()[1]
         self.hold()
         if self.fits_threads:
-            cpu.use_threads(self.module, self.train_loader.batch_size)
+            cpu.use_threads(self.module, loader.batch_size)
 
     def parameter_groups(self, decay_all):
         """The trainable parameters for the optimizer; biases and the weights of norms (one dimension) without decay."""
