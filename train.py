@@ -210,8 +210,8 @@ def train_in(folder, cfg):
             raise SystemExit(stopping.exit_code()) from None
     if launch.is_first() and draws_report(cfg):
         draw_report(folder)
+    seen = (rundir.read_result(folder / "evaluation.json") or {}) if loggers else {}
     for logger in loggers:  # what takes longest, last
-        seen = rundir.read_result(folder / "evaluation.json") or {}
         logger.finish(result["steps"], rundir.final_numbers(result), seen)
     parallel.leave()
 
@@ -278,6 +278,8 @@ def finish(folder, git, trainer, saver, data, loaders, start, draws):
     result["samples"] = {name: loader.samples for name, loader in parts if loader is not None}
     if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
         trainer.load_state_dict(checkpoint.together("best", lambda: checkpoint.best(saver.folder))[1])
+        if trainer.step != saver.best["step"]:  # it was damaged, and these are the newest weights
+            result["best"] = None
     _, val_loader, test_loader = loaders
     test, seen = {}, None
     if test_loader is not None:

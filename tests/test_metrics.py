@@ -150,6 +150,32 @@ def test_confusion_against_a_slow_loop():
     same(found.diagonal().sum() / found.sum(), accuracy.float())
 
 
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_pixels_are_samples(name):
+    """The classes are the second dimension, as in torch's cross_entropy."""
+    outputs, targets = scores()
+    pixels = len(targets) // 6 * 6
+    images = outputs[:pixels].view(-1, 2, 3, CLASSES).permute(0, 3, 1, 2)
+    found = evaluated(CLASSIFIERS[name](), images, targets[:pixels].view(-1, 2, 3), 4)
+    same(found, evaluated(CLASSIFIERS[name](), outputs[:pixels], targets[:pixels], 7))
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [
+        (torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64)),  # one logit: its largest is always the first
+        (torch.zeros(4, 1), torch.zeros(4, 1)),
+        (torch.zeros(4), torch.zeros(4)),
+        (torch.zeros(4, CLASSES), torch.eye(4, CLASSES).roll(1, 1) + torch.eye(4, CLASSES)),  # several labels a sample
+        (torch.zeros(4, 3, CLASSES), torch.zeros(4, 3, dtype=torch.int64)),
+    ],
+)
+def test_what_is_not_one_class_of_several_is_refused(name, outputs, targets):
+    with pytest.raises(UserError, match=r"one class a sample.*\n.*MultilabelAccuracy"):
+        CLASSIFIERS[name]().update(outputs, targets)
+
+
 def test_regression_by_hand():
     outputs, targets = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[1.0], [3.0], [4.0]])
     for metric, expected in [

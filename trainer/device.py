@@ -274,6 +274,18 @@ def seed_generators(device, seed, replicas=()):
             torch.get_device_module(device).default_generators[index].manual_seed(mix_seed(seed, index))
 
 
+def random_states(device):
+    """The states of the default generators of the CPU and the device, for `set_random_states`."""
+    owners = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+    return [(owner, owner.get_rng_state()) for owner in owners]
+
+
+def set_random_states(states):
+    """Has the generators go on where they stood when `random_states` was asked."""
+    for owner, state in states:
+        owner.set_rng_state(state)
+
+
 def synchronize(device):
     """Waits for the device; a clock read after this tells the truth."""
     if device.type != "cpu":

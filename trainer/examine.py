@@ -84,7 +84,7 @@ class Classes(Examination):
 
     def look(self, outputs, targets, numbers):
         logs = wide(outputs).log_softmax(-1)
-        true, predicted, shares = class_of(targets), outputs.argmax(-1), logs.exp()
+        true, predicted, shares = class_of(targets, outputs), outputs.argmax(-1), logs.exp()
         losses = -logs.gather(1, true.unsqueeze(1)).squeeze(1)
         probability = shares.gather(1, predicted.unsqueeze(1)).squeeze(1)
         entropy = torch.special.entr(shares).sum(-1)

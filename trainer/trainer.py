@@ -68,7 +68,7 @@ class Trainer:
         self.module = devices.place(model, self.device, channels_last)
         self.layout_is_open = channels_last == "auto" and not compile
         cpu.tune(tune, self.device, self.module, compile)
-        self.fits_threads, self.threads = self.device.type == "cpu" and "threads" in tune, torch.get_num_threads()
+        self.fits_threads = self.device.type == "cpu" and "threads" in tune
         if settings.check("compile", compile) == "graph":
             graph.check(type(self), Trainer, self.device, self.dtype, strategy, micro_batch)
         elif compile:
@@ -122,7 +122,8 @@ class Trainer:
     def fit(self, train_loader, val_loader=None, resume=None):
         """Trains until `epochs` or `max_steps` are done or a callback stops it.
 
-        It begins at step 0 with the weights as they are, or goes on from `resume`: a checkpoint file, or its contents.
+        It begins at step 0 with the weights, and the optimizer's moments, as they are, or goes on from `resume`: a
+        checkpoint file, or its contents.
         """
         self.prepare(train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch
@@ -224,7 +225,6 @@ class Trainer:
         batch, loss_mean, loader = None, Mean(), dealt(loader, self.seed)
         # What is random in an evaluation is a function of the step too: one that is done anew gives the same.
         seed = devices.mix_seed(self.seed, split, self.step, *self.stream)
-        devices.seed_generators(self.device, seed, self.replicas)
         for metric in self.metrics.values():
             metric.reset()
             if hasattr(metric, "to"):  # torchmetrics keep their sums on a device of their own
@@ -232,6 +232,7 @@ class Trainer:
         try:
             # Not inference_mode: sharded parameters cannot be copied in place under it.
             with self.evaluating(), torch.no_grad():
+                devices.seed_generators(self.device, seed, self.replicas)
                 for batch in loader:
                     if self.evaluation_due and self.agreement.is_asked(self.asked):  # none that a callback asks for
                         self.heed()
@@ -249,7 +250,7 @@ class Trainer:
             raise UserError(f"The {split} loader gives no samples.")
         results = {"loss": loss_mean.compute()} | {name: metric.compute() for name, metric in self.metrics.items()}
         values = {f"{split}/{name}": torch.as_tensor(value) for name, value in results.items()}
-        return {name: value.item() if value.numel() == 1 else value.tolist() for name, value in values.items()}
+        return {name: float(value) if value.numel() == 1 else value.tolist() for name, value in values.items()}
 
     def evaluate_parts(self, parts):
         """[(part, (loss, outputs))] of the parts of an evaluation batch."""
@@ -273,6 +274,8 @@ class Trainer:
         except (RuntimeError, ValueError, MemoryError) as error:
             self.explain(error, batch, self.eval_micro_batch)
             raise
+        if not outputs:
+            raise UserError("predict: the loader gives no samples.")
         outputs = parallel.gather(torch.cat(outputs), sizes)
         return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
@@ -397,6 +400,8 @@ class Trainer:
     def evaluating(self):
         """The model in evaluation mode, between on_eval_start and on_eval_end; all as before after it, or an error."""
         modes, started = [(module, module.training) for module in self.model.modules()], time.perf_counter()
+        within_fit = self.train_loader is not None
+        outside = [] if within_fit else devices.random_states(self.device)
         self.model.eval()
         try:
             self.call("on_eval_start")
@@ -406,7 +411,8 @@ class Trainer:
             for module, training in modes:
                 module.training = training
             self.window_start += time.perf_counter() - started  # no part of the training's time
-            if self.train_loader is None:  # not within a fit, which gives memory back at its own end
+            if not within_fit:  # which gives memory back at its own end, and seeds the next step
+                devices.set_random_states(outside)
                 devices.release(self.device)
 
     def prepare(self, train_loader, val_loader, resume):
@@ -417,8 +423,7 @@ class Trainer:
             raise UserError(
                 "fit needs a loss: give Trainer(loss=torch.nn.CrossEntropyLoss()), or override compute_loss."
             )
-        self.outer_error = sys.exc_info()[1]
-        self.train_loader, self.val_loader = seekable(train_loader, self.seed), val_loader
+        loader = seekable(train_loader, self.seed)
         self.data_bytes = resident_bytes(train_loader, val_loader)
         self.steps_per_epoch = len(train_loader)
         if not self.steps_per_epoch:
@@ -439,9 +444,10 @@ class Trainer:
                 self.optimizer, self.device
             )  # anew: the optimizer's tensors may be others now
         self.lr = self.scheduler.get_last_lr()[0]
-        self.threads = torch.get_num_threads()
+        self.train_loader, self.val_loader, self.outer_error = loader, val_loader, sys.exc_info()[1]
+        self.hold()
         if self.fits_threads:
-            cpu.use_threads(self.module, self.train_loader.batch_size)
+            cpu.use_threads(self.module, loader.batch_size)
 
     def parameter_groups(self, decay_all):
         """The trainable parameters for the optimizer; biases and the weights of norms (one dimension) without decay."""
@@ -497,8 +503,6 @@ class Trainer:
         if not 0 <= state["step"] < 2**63 or isinstance(state["step"], bool):
             refuse(state["step"], "a number of steps", "step")
         for name, part in self.stateful().items():
-            if name == "scheduler" and isinstance(state[name], dict) and set(state[name]) != set(part.state_dict()):
-                raise UserError(f"The checkpoint was written with another scheduler than {type(part).__name__}.")
             check(part, state[name], name)
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
@@ -530,9 +534,15 @@ class Trainer:
         if explained := devices.explain(error, self.module, batch, self.device) or parallel.explain(error):
             raise explained from error
 
+    def hold(self):
+        """Drops gradients that somebody has left, and notes what `release` puts back."""
+        self.optimizer.zero_grad()
+        self.outside, self.threads = devices.random_states(self.device), torch.get_num_threads()
+
     def release(self):
-        """Drops gradients, gives memory back, and has as many threads as before."""
+        """Drops gradients, gives memory back, and has the threads and the random numbers of before."""
         torch.set_num_threads(self.threads)
+        devices.set_random_states(self.outside)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         devices.release(self.device)
