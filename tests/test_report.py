@@ -338,6 +338,9 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     [verdict] = shown.all("p", "verdict")
     assert verdict.startswith("val/acc rose from ") and verdict.endswith("has not come to its end, up to step 40.")
     assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert [command.removesuffix(str(tmp_path / "run")) for command in page_of(tmp_path / "run").all("pre")] == again
+    (tmp_path / "run" / "checkpoints").mkdir()
     (tmp_path / "run" / "checkpoints" / "step_00000045.ckpt").touch()  # as of one that was interrupted there
     assert page_of(tmp_path / "run").all("p", "verdict") == [verdict.replace("step 40.", "step 45.")]
     config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
