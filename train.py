@@ -79,11 +79,9 @@ def main(cfg):
     except Exception as error:
         if cli.is_interruption(error):
             raise KeyboardInterrupt from None
-        code = cli.report(error, functools.partial(leave_reason, error))
+        code = cli.report(error, functools.partial(leave_reason, cfg, error))
         if not in_sweep() or isinstance(error, BrokenPipeError):
             raise SystemExit(code) from error  # not the error itself: Hydra would print a line of its own above it
-        if code != cli.IN_USE:
-            sweep.fail(folder, error, code)
         if OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart:
             raise SystemExit(code) from error
         return float("nan")
@@ -129,10 +127,19 @@ def start(processes, cfg):
         raise launch.JobFailed(f"its {processes} processes have ended with exit code {code}.", code)
 
 
-def leave_reason(error, code):
-    """Has the sweep that this process is of one job of find why the job failed."""
-    if (job := launch.job()) and code != cli.IN_USE:
-        sweep.fail(job["folder"], error, code)
+def leave_reason(cfg, error, code):
+    """Leaves in its directory why a training has failed, of a job of a sweep also why it has not begun; draws that."""
+    if (job := launch.job()) or in_sweep():
+        folder = Path(job["folder"] if job else HydraConfig.get().runtime.output_dir)
+        leaves = code != cli.IN_USE
+    else:
+        folder = rundir.begun
+        # One of which a process was lost goes on, as one that was killed. Without a config.yaml nothing has begun, or
+        # this is another machine than that of rank 0.
+        failed = code == 3 and not (launch.world_size() > 1 and launch.is_lost(error))
+        leaves = failed and folder is not None and (folder / "config.yaml").is_file()
+    if leaves and rundir.fail(folder, error, code) and code == 3 and draws_report(cfg):
+        draw_report(folder)
 
 
 def train(cfg):
@@ -190,6 +197,7 @@ def train_in(folder, cfg):
         launch.check_alike({"data": {data.name: saver.about["data"]}, "code": launch.code(ROOT, own_packages(typed))})
         if state is not None:
             rundir.check_data(state, saver.about["data"])
+        rundir.begun = folder
         try:
             with stopping.gently(trainer.interrupt):
                 trainer.fit(*loaders[:2], resume=state)
@@ -511,7 +519,7 @@ def is_finished(cfg):
     """Whether this is a job of a sweep that came to its end when the same sweep was started before."""
     job = HydraConfig.get()
     again = not in_place_of_run(cfg) and cfg.resume != "never"
-    return in_sweep() and again and sweep.finished(job.runtime.output_dir) is not None
+    return in_sweep() and again and rundir.finished(job.runtime.output_dir) is not None
 
 
 def typed_of_run():

@@ -366,7 +366,8 @@ class ConfigFile(Callback):
 
     def on_fit_start(self, trainer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        ended = rundir.ENDING if trainer.step < trainer.total_steps else ()
+        goes_on = trainer.step < trainer.total_steps or rundir.has_failed(self.path.parent)
+        ended = rundir.ENDING if goes_on else ()
         for name in ended if trainer.step else self.stale:
             (self.path.parent / name).unlink(missing_ok=True)
         write_text(self.path, self.config)  # and not through a link that somebody left there
