@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.device import MIB, free_memory, mix_seed
+from trainer.device import MIB, free_memory, mix_seed, random_stream
 from trainer.errors import UserError, check_choice, check_number, did_you_mean, printable
 from trainer.files import open_plain
 
@@ -181,7 +181,7 @@ def input_type(part):
     inputs = getattr(part, "inputs", None)
     if isinstance(inputs, torch.Tensor) or hasattr(part, "missing"):  # image files are bytes
         return torch.uint8 if inputs is None else inputs.dtype
-    with torch.random.fork_rng(devices=[]):
+    with random_stream():
         return torch.as_tensor(part[[0]][0]).dtype
 
 
