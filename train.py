@@ -300,7 +300,7 @@ def finish(folder, git, trainer, saver, data, loaders, start, draws):
     result |= {**rundir.last_rows(folder), **test, "seconds": round(time.perf_counter() - start, 3)}
     result |= rundir.measured_before(folder, result)
     examined = test_loader is not None or (val_loader is not None and draws)
-    usual = seen is not None if examined else default_metrics(data.kind).keys() <= trainer.metrics.keys()
+    usual = (seen is not None or not examined) and default_metrics(data.kind).keys() <= trainer.metrics.keys()
     card.write(folder, weights, trainer.module, data, result, usual)
     if seen is not None:
         examine.write(folder / "evaluation.json", seen, data)
@@ -483,7 +483,7 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
     own = locate("trainer", cfg.trainer._target_)
     if getattr(own, "compute_loss", None) is Trainer.compute_loss:
         check_fit(model, loss, data)
-    usual = getattr(own, "update_metrics", None) is Trainer.update_metrics and has_usual_outputs(model, data)
+    usual = getattr(own, "update_metrics", None) is Trainer.update_metrics and has_usual_outputs(model, loss, data)
     metrics = default_metrics(data.kind, data.target_scale) if usual else {}
     for name, node in cfg.metrics.items():
         if state is not None:
