@@ -391,6 +391,8 @@ def tiles(result, best, targets):
 
 def tile(value):
     """The number as far as a tile has room for it."""
+    if 0 < abs(value) < 0.001:
+        return f"{value:.3g}"
     return number(value) if abs(value) < 1e6 else "-" * (value < 0) + amount(abs(value))
 
 
