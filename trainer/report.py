@@ -494,7 +494,7 @@ def confused(counts, names, rows):
 def cell(count, total, right):
     """A cell of the matrix: the count, and how strong its colour is; of the wrong ones a few are seen already."""
     share = count / total if total else 0
-    strength = round(100 * (share if right else min(1, math.sqrt(share))))
+    strength = round(100 * (share if right else share ** (1 / 3)))
     return {"count": f"{count:,}" if count else "", "share": strength, "kind": "right" if right else "wrong"}
 
 
