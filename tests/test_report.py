@@ -497,7 +497,12 @@ def test_shares_in_words():
     numbers = {0.0: "0.0000", 3.2154e-5: "3.215e-05", -0.00051234: "-0.0005123", 0.001: "0.0010"}
     assert {value: report.number(value) for value in numbers} == numbers
     assert report.number(1e99) == "1e+99" and report.number(-123456789012345.0) == "-123,456,789,012,345"
-    assert [report.tile(value) for value in (0.5, 382_218_123.0, -2e6)] == ["0.5000", "382 M", "-2 M"]
+    assert [report.tile(value) for value in (0.5, 3.2154e-5, 382_218_123.0, -2e6)] == [
+        "0.5000",
+        "3.22e-05",
+        "382 M",
+        "-2 M",
+    ]
     amounts = {5: "5", 1234: "1,234", 12345: "12.3 k", 5.19e7: "51.9 M", 3.41e12: "3.41 T", 2.5: "2.5"}
     assert {value: report.amount(value) for value in amounts} == amounts
 

@@ -391,6 +391,8 @@ def tiles(result, best, targets):
 
 def tile(value):
     """The number as far as a tile has room for it."""
+    if 0 < abs(value) < 0.001:
+        return f"{value:.3g}"
     return number(value) if abs(value) < 1e6 else "-" * (value < 0) + amount(abs(value))
 
 
@@ -492,7 +494,7 @@ def confused(counts, names, rows):
 def cell(count, total, right):
     """A cell of the matrix: the count, and how strong its colour is; of the wrong ones a few are seen already."""
     share = count / total if total else 0
-    strength = round(100 * (share if right else min(1, math.sqrt(share))))
+    strength = round(100 * (share if right else share ** (1 / 3)))
     return {"count": f"{count:,}" if count else "", "share": strength, "kind": "right" if right else "wrong"}
 
 
