@@ -193,7 +193,8 @@ def train_in(folder, cfg):
             trainer.callbacks.insert(0, Profile(folder / "profile"))
         loggers = [callback for callback in trainer.callbacks if isinstance(callback, Logger)]
         for logger in loggers:
-            logger.describe(saved_config.for_reading({**config, "run_dir": str(folder)}), sweep_name())
+            described = saved_config.for_reading({**config, "run_dir": str(folder)})
+            logger.describe(described, sweep_name(), git and git["revision"])
         launch.check_alike({"data": {data.name: saver.about["data"]}, "code": launch.code(ROOT, own_packages(typed))})
         if state is not None:
             rundir.check_data(state, saver.about["data"])
@@ -220,7 +221,8 @@ def train_in(folder, cfg):
         draw_report(folder)
     for logger in loggers:  # what takes longest, last
         seen = rundir.read_result(folder / "evaluation.json") or {}
-        logger.finish(result["steps"], rundir.final_numbers(result), seen)
+        outcome = "stopped" if rundir.is_out_of_time(result) else "done"
+        logger.finish(result["steps"], rundir.final_numbers(result), seen, outcome)
     parallel.leave()
 
 
