@@ -193,7 +193,8 @@ def train_in(folder, cfg):
             trainer.callbacks.insert(0, Profile(folder / "profile"))
         loggers = [callback for callback in trainer.callbacks if isinstance(callback, Logger)]
         for logger in loggers:
-            logger.describe(saved_config.for_reading({**config, "run_dir": str(folder)}), sweep_name())
+            described = saved_config.for_reading({**config, "run_dir": str(folder)})
+            logger.describe(described, sweep_name(), git and git["revision"])
         launch.check_alike({"data": {data.name: saver.about["data"]}, "code": launch.code(ROOT, own_packages(typed))})
         if state is not None:
             rundir.check_data(state, saver.about["data"])
@@ -218,9 +219,11 @@ def train_in(folder, cfg):
             raise SystemExit(stopping.exit_code()) from None
     if launch.is_first() and draws_report(cfg):
         draw_report(folder)
-    seen = (rundir.read_result(folder / "evaluation.json") or {}) if loggers else {}
-    for logger in loggers:  # what takes longest, last
-        logger.finish(result["steps"], rundir.final_numbers(result), seen)
+    if loggers:
+        seen = rundir.read_result(folder / "evaluation.json") or {}
+        outcome = "stopped" if rundir.is_out_of_time(result) else "done"
+        for logger in loggers:  # what takes longest, last
+            logger.finish(result["steps"], rundir.final_numbers(result), seen, outcome)
     parallel.leave()
 
 

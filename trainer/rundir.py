@@ -412,6 +412,11 @@ def final_numbers(result):
     return {name: value for name, value in (best | test).items() if isinstance(value, float)}
 
 
+def is_out_of_time(result):
+    """Whether max_minutes has ended the run before its end."""
+    return str(result.get("stopped")).startswith("max_minutes=")
+
+
 def is_number(value):
     """Whether a file's entry is a number that one can reckon with."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
