@@ -31,6 +31,7 @@ from models.linear import Linear
 from models.mlp import MLP
 from trainer import Trainer, checkpoint
 from trainer.callbacks import Callback, Checkpoint
+from trainer.errors import UserError
 from trainer.metrics import MSE
 
 FILES = sorted(Path(__file__).parents[1].glob("examples/[!_]*.py"))
@@ -142,6 +143,14 @@ def test_a_rate_that_follows_the_validation_is_that_of_a_run_that_was_stopped(tm
     continued.fit(train, val, resume=tmp_path / "step_00000015.ckpt")
     assert continued.scheduler.get_last_lr() == rates
     assert_same(continued.module.state_dict(), whole.module.state_dict())
+
+
+def test_a_rate_that_follows_the_validation_wants_a_schedule_that_lets_it():
+    (train, val, _), _ = make_loaders(make_data(), batch_size=20)
+    own = {"loss": torch.nn.CrossEntropyLoss(), "optimizer": torch.optim.AdamW, "device": "cpu"}
+    torchs = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2)
+    with pytest.raises(UserError, match="StepLR sets the rates by itself. Type scheduler=constant"):
+        Trainer(MLP((6,), 3), scheduler=torchs, callbacks=[Plateau()], **own).fit(train, val)
 
 
 def test_the_focal_loss_is_its_formula_and_without_gamma_the_cross_entropy():
