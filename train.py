@@ -200,12 +200,13 @@ def train_in(folder, cfg):
             rundir.check_data(state, saver.about["data"])
         rundir.begun = folder
         try:
-            with stopping.gently(trainer.interrupt):
-                trainer.fit(*loaders[:2], resume=state)
-            if parallel.add_up(int(stopping.received is not None)):
-                stopping.received = stopping.received or signal.SIGTERM  # it came to another process
-                raise stopping.Interrupted
-            result = finish(folder, git, trainer, saver, data, loaders, start, draws_report(cfg))
+            with ended_also_by_a_failure(loggers):
+                with stopping.gently(trainer.interrupt):
+                    trainer.fit(*loaders[:2], resume=state)
+                if parallel.add_up(int(stopping.received is not None)):
+                    stopping.received = stopping.received or signal.SIGTERM  # it came to another process
+                    raise stopping.Interrupted
+                result = finish(folder, git, trainer, saver, data, loaders, start, draws_report(cfg))
             if launch.is_first():
                 print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))), flush=True)
                 if more := efficiency(trainer, data, result):
@@ -225,6 +226,18 @@ def train_in(folder, cfg):
         for logger in loggers:  # what takes longest, last
             logger.finish(result["steps"], rundir.final_numbers(result), seen, outcome)
     parallel.leave()
+
+
+@contextlib.contextmanager
+def ended_also_by_a_failure(loggers):
+    """What comes after a fit's own end may fail, or be interrupted: the loggers' tools hear of that as well."""
+    try:
+        yield
+    except BaseException as error:
+        outcome = "stopped" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
+        for logger in loggers:
+            logger.end_as(outcome)
+        raise
 
 
 def draws_report(cfg):
