@@ -87,7 +87,7 @@ def csv(
     inputs = torch.cat(blocks, 1)
     center, scale = 0.0, 1.0
     if not classes:
-        center, scale = targets[parts[0]].mean().item(), targets[parts[0]].std(correction=0).item() or 1.0
+        center, scale = mean_and_std(targets[parts[0]])
         if trained is not None:
             center, scale = trained["target_mean"], trained["target_scale"]
         targets = ((targets - center) / scale).float()
@@ -346,8 +346,8 @@ def _describe(name, values, train, categorical):
     numbers = None if categorical else _numbers(values)
     if numbers is not None:
         column = torch.tensor(numbers, dtype=torch.float64)
-        known = column[train][~column[train].isnan()]
-        return {"name": name, "mean": known.mean().item(), "std": known.std(correction=0).item() or 1.0}
+        mean, std = mean_and_std(column[train][~column[train].isnan()])
+        return {"name": name, "mean": mean, "std": std}
     if not categorical and len(kinds) > max(20, len(train) / 2):
         odd = next(value for value in values if value is not None and _numbers([value]) is None)
         raise UserError(
@@ -355,6 +355,11 @@ def _describe(name, values, train, categorical):
             f"Correct it, or type dataset.ignore=[{name}] or dataset.categorical=[{name}]."
         )
     return {"name": name, "categories": kinds}
+
+
+def mean_and_std(numbers):
+    """The mean and the standard deviation of a tensor, the latter 1 where all are equal: 900 times 0.1 have 1e-17."""
+    return numbers.mean().item(), numbers.std(correction=0).item() if numbers.min() < numbers.max() else 1.0
 
 
 def _features(described, values, room):

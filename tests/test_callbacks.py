@@ -367,6 +367,51 @@ def test_auto_watches_what_there_is(metrics, val, name, sign):
     assert (watcher.name, watcher.sign) == (name, sign)
 
 
+def test_of_the_training_loss_the_mean_over_an_epoch_counts(tmp_path):
+    """Its rows are of 3, 3 and 2 batches, the last of which has 4 samples; a resume from any step comes to the same."""
+
+    class Rise(Callback):
+        def on_epoch_end(self, trainer):  # epoch 2 is the best, and no row of it
+            for group in trainer.optimizer.param_groups:
+                group["initial_lr"] = 3.0 if trainer.step == 16 else 0.01
+            trainer.scheduler.set_rates()
+
+    def run(folder, resume=None, **settings):
+        rows, saver, stopping = [], Checkpoint(folder, every=1, keep=99), EarlyStopping(9)
+        watch = Callback()
+        watch.on_log = lambda trainer, row: rows.append(row)
+        trainer = make_trainer(callbacks=[Rise(), watch, stopping, saver], log_every=3, epochs=4, **settings)
+        trainer.fit(loaders()[0], resume=resume)
+        return saver, stopping, rows
+
+    saver, stopping, rows = run(tmp_path / "whole")
+    means = {}
+    for end in range(8, 33, 8):
+        epoch = [row for row in rows if end - 8 < row["step"] <= end]
+        assert len({row["train/samples"] for row in epoch}) > 1
+        means[end] = sum(row["train/loss"] * row["train/samples"] for row in epoch) / 60
+    best = min(means, key=means.get)
+    assert saver.best == stopping.best == {"step": best, "value": pytest.approx(means[best], rel=1e-12)}
+    assert (best, stopping.waited) == (16, 2) and min(rows, key=lambda row: row["train/loss"])["step"] != best
+    for step in (3, 13, 16, 17, 31):
+        folder = tmp_path / str(step)
+        again, _, _ = run(folder, resume=checkpoint.path_of(tmp_path / "whole", step))
+        if step < 16:
+            assert again.best == saver.best
+        ends = [checkpoint.load(checkpoint.path_of(place, 32))["callbacks"] for place in (folder, tmp_path / "whole")]
+        assert ends[0]["EarlyStopping"] == ends[1]["EarlyStopping"]
+    saver, _, rows = run(tmp_path / "short", max_steps=7)  # no whole epoch: that of all steps
+    assert saver.best["value"] == pytest.approx(sum(row["train/loss"] * row["train/samples"] for row in rows) / 56)
+
+
+def test_the_state_of_an_epoch_is_checked():
+    trainer, watcher = make_trainer(), EarlyStopping(3)
+    watcher.check_state(trainer, {"best": None, "waited": 0, "epoch": {"loss": math.nan, "samples": 8}}, "it")
+    for epoch in (None, {"loss": 0.5}, {"loss": "x", "samples": 8}, {"loss": 0.5, "samples": -8}):
+        with pytest.raises(UserError, match="it.epoch"):
+            watcher.check_state(trainer, {"best": None, "waited": 0, "epoch": epoch}, "it")
+
+
 # Progress and loggers
 
 

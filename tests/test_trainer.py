@@ -318,10 +318,30 @@ def test_predict_gives_the_outputs_in_order():
 def test_no_samples_and_no_optimizer_are_explained():
     with pytest.raises(UserError, match="no samples"):
         make_trainer().evaluate([])
+    with pytest.raises(UserError, match="no samples"):
+        make_trainer().predict([])
     with pytest.raises(UserError, match="optimizer"):
         make_trainer(optimizer=None).fit(loaders()[0])
     with pytest.raises(UserError, match="no batch"):
         make_trainer().fit([])
+
+
+def test_a_fit_that_cannot_begin_keeps_no_data(tmp_path):
+    trainer = make_trainer()
+    with pytest.raises(UserError, match="nothing.ckpt"):
+        trainer.fit(*loaders(), resume=tmp_path / "nothing.ckpt")
+    assert trainer.train_loader is None and trainer.val_loader is None
+
+
+def test_a_metric_that_counts_is_a_number_like_all_others():
+    """Those who show numbers look for floats."""
+
+    class Wrong(Accuracy):
+        def value(self, sums):
+            return self.count - sums
+
+    found = make_trainer(metrics={"wrong": Wrong(), "acc": Accuracy()}).evaluate(loaders()[1])
+    assert isinstance(found["val/wrong"], float) and found["val/wrong"] == round(25 * (1 - found["val/acc"]))
 
 
 # Resume

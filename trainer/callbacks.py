@@ -59,20 +59,25 @@ class Callback:
         """UserError where `load_state_dict` or what comes after it could not do with this state; changes nothing."""
 
 
+NOTHING = {"loss": 0.0, "samples": 0}  # of an epoch: the sum over its samples, and how many
+
+
 class Monitor(Callback):
     """A callback that watches one logged number.
 
-    "auto" is the first metric of the validation set whose good end is known, or its loss, or the training loss.
+    "auto" is the first metric of the validation set whose good end is known, or its loss, or the training loss. Of
+    that a row has a part of the epoch: what counts is the mean over the epoch, at its end.
     """
 
     def __init__(self, monitor="auto", mode="auto"):
         self.monitor, self.mode = monitor, settings.check("monitor_mode", mode)
         self.best = None  # {"step", "value"}
+        self.epoch = dict(NOTHING)
 
     def on_fit_start(self, trainer):
         """UserError where nothing of that name will be logged, or where it is not known which end of it is good."""
         if not trainer.step:
-            self.best = None  # of an earlier fit
+            self.best, self.epoch = None, dict(NOTHING)  # of an earlier fit
         good_end = {f"val/{name}": getattr(m, "higher_is_better", None) for name, m in trainer.metrics.items()}
         good_end |= {"val/loss": False}
         good_end = {**(good_end if trainer.val_loader is not None else {}), "train/loss": False}
@@ -93,25 +98,45 @@ class Monitor(Callback):
     def improved(self, trainer, row, min_delta=0.0):
         """Whether the row's number is better than the best one by more than `min_delta`; it is the best one then.
 
-        None where the row has it not.
+        None where the row has it not, or the epoch goes on of which it has a part.
         """
         if self.name not in row:
             return None
-        value = row[self.name]
+        value = row[self.name] if self.name != "train/loss" else self.over_epoch(trainer, row)
+        if value is None:
+            return None
         better = not math.isnan(value) and (self.best is None or self.sign * (value - self.best["value"]) > min_delta)
         if better:
             self.best = {"step": trainer.step, "value": value}
         return better
 
+    def over_epoch(self, trainer, row):
+        """The mean training loss of the epoch that this row ends, or of a training that has no whole one; else None."""
+        samples = row.get("train/samples", 1)
+        self.epoch["loss"] += samples * row["train/loss"]
+        self.epoch["samples"] += samples
+        if trainer.step % trainer.steps_per_epoch and (self.best is not None or trainer.step < trainer.total_steps):
+            return None
+        mean, self.epoch = self.epoch["loss"] / self.epoch["samples"], dict(NOTHING)
+        return mean
+
     def state_dict(self):
-        return {"best": self.best}
+        return {"best": self.best} | ({"epoch": dict(self.epoch)} if self.epoch != NOTHING else {})
 
     def load_state_dict(self, state):
-        self.best = state["best"]
+        self.best, self.epoch = state["best"], dict(state.get("epoch", NOTHING))
 
     def check_state(self, trainer, state, name):
-        best = {"step": 0, "value": math.inf} if isinstance(state, dict) and state.get("best") is not None else None
-        check_like(state, self.state_dict() | {"best": best}, name)
+        like = self.state_dict() | {"best": None}
+        like.pop("epoch", None)
+        if isinstance(state, dict) and state.get("best") is not None:
+            like["best"] = {"step": 0, "value": math.inf}
+        if isinstance(state, dict) and "epoch" in state:
+            like["epoch"] = {"loss": math.inf, "samples": 0}
+        check_like(state, like, name)
+        best = state["best"]
+        if "epoch" in state and not state["epoch"]["samples"] > 0:
+            refuse(state["epoch"]["samples"], "a number of samples", f"{name}.epoch.samples")
         if best and not (isinstance(state["best"]["step"], int) and state["best"]["step"] >= 0):
             refuse(state["best"]["step"], "a number of steps", f"{name}.best.step")
 
@@ -209,7 +234,7 @@ class Checkpoint(Monitor):
 
     def check_state(self, trainer, state, name):
         super().check_state(trainer, state | {"metrics": self.metrics} if isinstance(state, dict) else state, name)
-        check_like(state, {"best": ANYTHING, "metrics": ANYTHING}, name)
+        check_like(state, dict.fromkeys([*state, "metrics"], ANYTHING), name)
         if not isinstance(state["metrics"], dict) or not all(isinstance(key, str) for key in state["metrics"]):
             refuse(state["metrics"], "a dict of numbers", f"{name}.metrics")
 

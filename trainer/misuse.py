@@ -99,6 +99,8 @@ def as_tensor(outputs):
 
 def joined(outputs):
     """The outputs of all batches as one tensor."""
+    if not outputs:
+        raise UserError("predict: the loader gives no samples.")
     shapes = sorted({tuple(part.shape[1:]) for part in outputs})
     if len(shapes) > 1:
         some = f"{shapes[0]} a sample in one batch and {shapes[-1]} in another"
@@ -110,15 +112,13 @@ def joined(outputs):
 
 
 def number(name, value):
-    """One number as such, or the nested list of a tensor of them."""
-    if isinstance(value, (int, float)):
-        return value
+    """One number as a float, which those who show numbers look for; the nested list of a tensor of several."""
     try:
         value = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         what = f"a {type(value).__name__}, and no number or tensor"
         raise UserError(f"{name} is {what}. Of several numbers make several metrics.") from None
-    return value.item() if value.numel() == 1 else value.tolist()
+    return float(value) if value.numel() == 1 else value.tolist()
 
 
 def warn_of_untrained(trainer):

@@ -420,8 +420,7 @@ class Trainer:
             raise UserError(
                 "fit needs a loss: give Trainer(loss=torch.nn.CrossEntropyLoss()), or override compute_loss."
             )
-        self.outer_error = sys.exc_info()[1]
-        self.train_loader, self.val_loader = seekable(train_loader, self.seed), val_loader
+        loader = seekable(train_loader, self.seed)
         self.data_bytes = resident_bytes(train_loader, val_loader)
         self.steps_per_epoch = len(train_loader)
         if not self.steps_per_epoch:
@@ -443,9 +442,10 @@ class Trainer:
             )  # anew: the optimizer's tensors may be others now
         misuse.warn_of_untrained(self)
         self.lr = self.scheduler.get_last_lr()[0]
+        self.train_loader, self.val_loader, self.outer_error = loader, val_loader, sys.exc_info()[1]
         self.hold()
         if self.fits_threads:
-            cpu.use_threads(self.module, self.train_loader.batch_size)
+            cpu.use_threads(self.module, loader.batch_size)
 
     def parameter_groups(self, decay_all):
         """The trainable parameters for the optimizer; biases and the weights of norms (one dimension) without decay."""
