@@ -79,11 +79,9 @@ def main(cfg):
     except Exception as error:
         if cli.is_interruption(error):
             raise KeyboardInterrupt from None
-        code = cli.report(error, functools.partial(leave_reason, error))
+        code = cli.report(error, functools.partial(leave_reason, cfg, error))
         if not in_sweep() or isinstance(error, BrokenPipeError):
             raise SystemExit(code) from error  # not the error itself: Hydra would print a line of its own above it
-        if code != cli.IN_USE:
-            sweep.fail(folder, error, code)
         if OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart:
             raise SystemExit(code) from error
         return float("nan")
@@ -129,10 +127,19 @@ def start(processes, cfg):
         raise launch.JobFailed(f"its {processes} processes have ended with exit code {code}.", code)
 
 
-def leave_reason(error, code):
-    """Has the sweep that this process is of one job of find why the job failed."""
-    if (job := launch.job()) and code != cli.IN_USE:
-        sweep.fail(job["folder"], error, code)
+def leave_reason(cfg, error, code):
+    """Leaves in its directory why a training has failed, of a job of a sweep also why it has not begun; draws that."""
+    if (job := launch.job()) or in_sweep():
+        folder = Path(job["folder"] if job else HydraConfig.get().runtime.output_dir)
+        leaves = code != cli.IN_USE
+    else:
+        folder = rundir.begun
+        # One of which a process was lost goes on, as one that was killed. Without a config.yaml nothing has begun, or
+        # this is another machine than that of rank 0.
+        failed = code == 3 and not (launch.world_size() > 1 and launch.is_lost(error))
+        leaves = failed and folder is not None and (folder / "config.yaml").is_file()
+    if leaves and rundir.fail(folder, error, code) and code == 3 and draws_report(cfg):
+        draw_report(folder)
 
 
 def train(cfg):
@@ -186,10 +193,12 @@ def train_in(folder, cfg):
             trainer.callbacks.insert(0, Profile(folder / "profile"))
         loggers = [callback for callback in trainer.callbacks if isinstance(callback, Logger)]
         for logger in loggers:
-            logger.describe(saved_config.for_reading({**config, "run_dir": str(folder)}), sweep_name())
+            described = saved_config.for_reading({**config, "run_dir": str(folder)})
+            logger.describe(described, sweep_name(), git and git["revision"])
         launch.check_alike({"data": {data.name: saver.about["data"]}, "code": launch.code(ROOT, own_packages(typed))})
         if state is not None:
             rundir.check_data(state, saver.about["data"])
+        rundir.begun = folder
         try:
             with stopping.gently(trainer.interrupt):
                 trainer.fit(*loaders[:2], resume=state)
@@ -210,9 +219,11 @@ def train_in(folder, cfg):
             raise SystemExit(stopping.exit_code()) from None
     if launch.is_first() and draws_report(cfg):
         draw_report(folder)
-    for logger in loggers:  # what takes longest, last
+    if loggers:
         seen = rundir.read_result(folder / "evaluation.json") or {}
-        logger.finish(result["steps"], rundir.final_numbers(result), seen)
+        outcome = "stopped" if rundir.is_out_of_time(result) else "done"
+        for logger in loggers:  # what takes longest, last
+            logger.finish(result["steps"], rundir.final_numbers(result), seen, outcome)
     parallel.leave()
 
 
@@ -274,8 +285,12 @@ def finish(folder, git, trainer, saver, data, loaders, start, draws):
 
     result = {"overrides": cli.typed(), "git": git, **rundir.result_of(trainer, saver)}
     result |= timing.result_of(trainer) | doctor.result_of(trainer)
+    parts = zip(("train", "val", "test"), loaders, strict=True)
+    result["samples"] = {name: loader.samples for name, loader in parts if loader is not None}
     if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
         trainer.load_state_dict(checkpoint.together("best", lambda: checkpoint.best(saver.folder))[1])
+        if trainer.step != saver.best["step"]:  # it was damaged, and these are the newest weights
+            result["best"] = None
     _, val_loader, test_loader = loaders
     test, seen = {}, None
     if test_loader is not None:
@@ -288,7 +303,7 @@ def finish(folder, git, trainer, saver, data, loaders, start, draws):
     result |= {**rundir.last_rows(folder), **test, "seconds": round(time.perf_counter() - start, 3)}
     result |= rundir.measured_before(folder, result)
     examined = test_loader is not None or (val_loader is not None and draws)
-    usual = seen is not None if examined else default_metrics(data.kind).keys() <= trainer.metrics.keys()
+    usual = (seen is not None or not examined) and default_metrics(data.kind).keys() <= trainer.metrics.keys()
     card.write(folder, weights, trainer.module, data, result, usual)
     if seen is not None:
         examine.write(folder / "evaluation.json", seen, data)
@@ -471,7 +486,7 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
     own = locate("trainer", cfg.trainer._target_)
     if getattr(own, "compute_loss", None) is Trainer.compute_loss:
         check_fit(model, loss, data)
-    usual = getattr(own, "update_metrics", None) is Trainer.update_metrics and has_usual_outputs(model, data)
+    usual = getattr(own, "update_metrics", None) is Trainer.update_metrics and has_usual_outputs(model, loss, data)
     metrics = default_metrics(data.kind, data.target_scale) if usual else {}
     for name, node in cfg.metrics.items():
         if state is not None:
@@ -507,7 +522,7 @@ def is_finished(cfg):
     """Whether this is a job of a sweep that came to its end when the same sweep was started before."""
     job = HydraConfig.get()
     again = not in_place_of_run(cfg) and cfg.resume != "never"
-    return in_sweep() and again and sweep.finished(job.runtime.output_dir) is not None
+    return in_sweep() and again and rundir.finished(job.runtime.output_dir) is not None
 
 
 def typed_of_run():

@@ -403,8 +403,11 @@ class IterableLoader(Seekable):
         try:
             len(loader)
         except TypeError:
+            dataset = getattr(loader, "dataset", None)
+            owner = "it" if dataset is None else f"its data set, {type(dataset).__name__},"
             raise UserError(
-                f"{type(loader).__name__} has no len(), the number of batches in an epoch. Give it a __len__ method."
+                f"{type(loader).__name__} has no len(), the number of batches in an epoch. "
+                f"Give {owner} a __len__ method."
             ) from None
         parallel.check_sampler(loader)
         self.loader, self.seed, self.deals = loader, seed, parallel.ranks() > 1

@@ -90,7 +90,7 @@ def csv(
     inputs = torch.cat(blocks, 1)
     center, scale = 0.0, 1.0
     if not classes:
-        center, scale = targets[parts[0]].mean().item(), targets[parts[0]].std(correction=0).item() or 1.0
+        center, scale = mean_and_std(targets[parts[0]])
         if trained is not None:
             center, scale = trained["target_mean"], trained["target_scale"]
         targets = ((targets - center) / scale).float()
@@ -391,8 +391,8 @@ def _describe(name, values, lines, train, categorical):
         return {"name": name, "categories": kinds}
     if (numbers := _numbers(values)) is not None:
         column = torch.tensor(numbers, dtype=torch.float64)
-        known = column[train][~column[train].isnan()]
-        return {"name": name, "mean": known.mean().item(), "std": known.std(correction=0).item() or 1.0}
+        mean, std = mean_and_std(column[train][~column[train].isnan()])
+        return {"name": name, "mean": mean, "std": std}
     odd = _odd(values)
     numeric = _is_numeric(values, odd)
     if numeric or len(kinds) > max(FEW_KINDS, len(train) / 2):
@@ -402,6 +402,11 @@ def _describe(name, values, lines, train, categorical):
             f"{CORRECT}, or type dataset.ignore=[{name}] or dataset.categorical=[{name}].{text}"
         )
     return {"name": name, "categories": kinds}
+
+
+def mean_and_std(numbers):
+    """The mean and the standard deviation of a tensor, the latter 1 where all are equal: 900 times 0.1 have 1e-17."""
+    return numbers.mean().item(), numbers.std(correction=0).item() if numbers.min() < numbers.max() else 1.0
 
 
 def _features(described, values, lines, room):

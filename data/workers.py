@@ -94,7 +94,10 @@ class Workers:
         for _ in range(len(plan)):
             batch = self.take(batches)
             if isinstance(batch, (UserError, TrainingError)):
-                raise batch
+                try:
+                    raise batch
+                finally:
+                    del batch  # or it would hold itself, by this frame, and leave the workers' end to the collector
             yield batch
 
     def start(self, plan):

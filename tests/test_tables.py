@@ -340,6 +340,14 @@ def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):
         build.check_fit(None, torch.nn.MSELoss(), table(text.replace(",2", ",two"), target="y"))
 
 
+def test_what_is_constant_is_divided_by_one(table):
+    """The deviation of so many times 0.1 is 1e-17, and not 0."""
+    lines = [f"0.1,{i % 7},{i % 11}" for i in range(900)]
+    data = table("constant,rooms,price\n" + "\n".join(lines), target="price", kind="regression")
+    assert data.table["columns"][0]["std"] == 1.0
+    assert all(part.inputs[:, 0].abs().max() < 1e-6 for part in parts_of(data))
+
+
 def test_csv_without_a_file(tmp_path):
     with pytest.raises(UserError, match="there is no such file"):
         tables.csv(str(tmp_path / "none.csv"), "y")

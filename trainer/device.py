@@ -276,6 +276,18 @@ def seed_generators(device, seed, replicas=()):
             torch.get_device_module(device).default_generators[index].manual_seed(mix_seed(seed, index))
 
 
+def random_states(device):
+    """The states of the default generators of the CPU and the device, for `set_random_states`."""
+    owners = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+    return [(owner, owner.get_rng_state()) for owner in owners]
+
+
+def set_random_states(states):
+    """Has the generators go on where they stood when `random_states` was asked."""
+    for owner, state in states:
+        owner.set_rng_state(state)
+
+
 @contextlib.contextmanager
 def random_stream(*parts):
     """Within, the CPU's generators of torch, Python and numpy draw from a stream of these parts; then they go on."""
