@@ -287,5 +287,5 @@ def test_what_is_no_checkpoint_says_what_one_is(tmp_path, source):
 def test_a_file_of_torchs_own_is_named(tmp_path, zipped):
     torch.save(make_model().state_dict(), stream := io.BytesIO(), _use_new_zipfile_serialization=zipped)
     (tmp_path / "a.pt").write_bytes(stream.getvalue())
-    with pytest.raises(checkpoint.DamagedCheckpoint, match=r"a file of torch.save's.*\n.*model.load_state_dict"):
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="torch's own or a pickle, .* model.load_state_dict"):
         make_trainer().load(tmp_path / "a.pt")

@@ -66,8 +66,8 @@ def load(path):
             header = file.read(min(length, MAX_HEADER))
         if len(header) < length or values_in(header) > MAX_VALUES:
             if length.to_bytes(8, "little").startswith((b"PK\x03\x04", b"\x80")):  # a zip file, or a pickle
-                how = "A state dict goes into the model itself: model.load_state_dict(torch.load(FILE))"
-                raise DamagedCheckpoint(f"{path} is a file of torch.save's, and no checkpoint of a Trainer.\n{how}.")
+                how = "its state dict is for model.load_state_dict(torch.load(FILE))"
+                raise DamagedCheckpoint(f"{path} is torch's own or a pickle, and no checkpoint of a Trainer; {how}.")
             raise DamagedCheckpoint(f"{path} is no readable checkpoint: its header has {length:,} bytes.")
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
