@@ -79,11 +79,9 @@ def main(cfg):
     except Exception as error:
         if cli.is_interruption(error):
             raise KeyboardInterrupt from None
-        code = cli.report(error, functools.partial(leave_reason, error))
+        code = cli.report(error, functools.partial(leave_reason, cfg, error))
         if not in_sweep() or isinstance(error, BrokenPipeError):
             raise SystemExit(code) from error  # not the error itself: Hydra would print a line of its own above it
-        if code != cli.IN_USE:
-            sweep.fail(folder, error, code)
         if OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart:
             raise SystemExit(code) from error
         return float("nan")
@@ -129,24 +127,33 @@ def start(processes, cfg):
         raise launch.JobFailed(f"its {processes} processes have ended with exit code {code}.", code)
 
 
-def leave_reason(error, code):
-    """Has the sweep that this process is of one job of find why the job failed."""
-    if (job := launch.job()) and code != cli.IN_USE:
-        sweep.fail(job["folder"], error, code)
+def leave_reason(cfg, error, code):
+    """Leaves in its directory why a training has failed, of a job of a sweep also why it has not begun; draws that."""
+    if (job := launch.job()) or in_sweep():
+        folder = Path(job["folder"] if job else HydraConfig.get().runtime.output_dir)
+        leaves = code != cli.IN_USE
+    else:
+        folder = rundir.begun
+        # One of which a process was lost goes on, as one that was killed. Without a config.yaml nothing has begun, or
+        # this is another machine than that of rank 0.
+        failed = code == 3 and not (launch.world_size() > 1 and launch.is_lost(error))
+        leaves = failed and folder is not None and (folder / "config.yaml").is_file()
+    if leaves and rundir.fail(folder, error, code) and code == 3 and draws_report(cfg):
+        draw_report(folder)
 
 
 def train(cfg):
     """Trains, tests the best weights, and leaves all of it in the run directory, which the README describes."""
     with open_dict(cfg):
         launch.seconds = cfg.rank_timeout
-        launch.check_alike({"code": launch.code(ROOT), "versions": numbers(), "config": settled(cfg)})
+        launch.check_alike({"code": launch.code(ROOT), "versions": versions_alike(), "config": settled(cfg)})
         cfg.run_dir = launch.agreed("run_dir", lambda: run_directory(cfg), lasting=True)
         launch.again = rundir.command(cli.typed(), rundir.setting("run_dir", cfg.run_dir), start=launch.command())
     with rundir.held(Path(cfg.run_dir)) if launch.is_first() else contextlib.nullcontext():
         train_in(Path(cfg.run_dir), cfg)
 
 
-def numbers():
+def versions_alike():
     """The versions that all processes of a run have alike: they may be on several machines."""
     return {name: number for name, number in rundir.versions().items() if name != "platform"}
 
@@ -186,17 +193,20 @@ def train_in(folder, cfg):
             trainer.callbacks.insert(0, Profile(folder / "profile"))
         loggers = [callback for callback in trainer.callbacks if isinstance(callback, Logger)]
         for logger in loggers:
-            logger.describe(saved_config.for_reading({**config, "run_dir": str(folder)}), sweep_name())
+            described = saved_config.for_reading({**config, "run_dir": str(folder)})
+            logger.describe(described, sweep_name(), git and git["revision"])
         launch.check_alike({"data": {data.name: saver.about["data"]}, "code": launch.code(ROOT, own_packages(typed))})
         if state is not None:
             rundir.check_data(state, saver.about["data"])
+        rundir.begun = folder
         try:
-            with stopping.gently(trainer.interrupt):
-                trainer.fit(*loaders[:2], resume=state)
-            if parallel.add_up(int(stopping.received is not None)):
-                stopping.received = stopping.received or signal.SIGTERM  # it came to another process
-                raise stopping.Interrupted
-            result = finish(folder, git, trainer, saver, data, loaders, start, draws_report(cfg))
+            with ended_also_by_a_failure(loggers):
+                with stopping.gently(trainer.interrupt):
+                    trainer.fit(*loaders[:2], resume=state)
+                if parallel.add_up(int(stopping.received is not None)):
+                    stopping.received = stopping.received or signal.SIGTERM  # it came to another process
+                    raise stopping.Interrupted
+                result = finish(folder, git, trainer, saver, data, loaders, start, draws_report(cfg))
             if launch.is_first():
                 print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))), flush=True)
                 if more := efficiency(trainer, data, result):
@@ -210,10 +220,24 @@ def train_in(folder, cfg):
             raise SystemExit(stopping.exit_code()) from None
     if launch.is_first() and draws_report(cfg):
         draw_report(folder)
-    seen = (rundir.read_result(folder / "evaluation.json") or {}) if loggers else {}
-    for logger in loggers:  # what takes longest, last
-        logger.finish(result["steps"], rundir.final_numbers(result), seen)
+    if loggers:
+        seen = rundir.read_result(folder / "evaluation.json") or {}
+        outcome = "stopped" if rundir.is_out_of_time(result) else "done"
+        for logger in loggers:  # what takes longest, last
+            logger.finish(result["steps"], rundir.final_numbers(result), seen, outcome)
     parallel.leave()
+
+
+@contextlib.contextmanager
+def ended_also_by_a_failure(loggers):
+    """What comes after a fit's own end may fail, or be interrupted: the loggers' tools hear of that as well."""
+    try:
+        yield
+    except BaseException as error:
+        outcome = "stopped" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
+        for logger in loggers:
+            logger.end_as(outcome)
+        raise
 
 
 def draws_report(cfg):
@@ -292,7 +316,7 @@ def finish(folder, git, trainer, saver, data, loaders, start, draws):
     result |= {**rundir.last_rows(folder), **test, "seconds": round(time.perf_counter() - start, 3)}
     result |= rundir.measured_before(folder, result)
     examined = test_loader is not None or (val_loader is not None and draws)
-    usual = seen is not None if examined else default_metrics(data.kind).keys() <= trainer.metrics.keys()
+    usual = (seen is not None or not examined) and default_metrics(data.kind).keys() <= trainer.metrics.keys()
     card.write(folder, weights, trainer.module, data, result, usual)
     if seen is not None:
         examine.write(folder / "evaluation.json", seen, data)
@@ -475,7 +499,7 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
     own = locate("trainer", cfg.trainer._target_)
     if getattr(own, "compute_loss", None) is Trainer.compute_loss:
         check_fit(model, loss, data)
-    usual = getattr(own, "update_metrics", None) is Trainer.update_metrics and has_usual_outputs(model, data)
+    usual = getattr(own, "update_metrics", None) is Trainer.update_metrics and has_usual_outputs(model, loss, data)
     metrics = default_metrics(data.kind, data.target_scale) if usual else {}
     for name, node in cfg.metrics.items():
         if state is not None:
@@ -511,7 +535,7 @@ def is_finished(cfg):
     """Whether this is a job of a sweep that came to its end when the same sweep was started before."""
     job = HydraConfig.get()
     again = not in_place_of_run(cfg) and cfg.resume != "never"
-    return in_sweep() and again and sweep.finished(job.runtime.output_dir) is not None
+    return in_sweep() and again and rundir.finished(job.runtime.output_dir) is not None
 
 
 def typed_of_run():

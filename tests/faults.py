@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer import launch
 from trainer.callbacks import Callback
-from trainer.errors import UserError
+from trainer.errors import TrainingError, UserError
 
 
 class Fault(Callback):
@@ -35,6 +35,9 @@ class Fault(Callback):
 
     def mistake(self):
         raise UserError("callbacks.fault: a mistake.")
+
+    def fails(self):
+        raise TrainingError("it is no good.")
 
     def bug(self):
         raise ZeroDivisionError("a bug")

@@ -12,7 +12,7 @@ import torch
 from conftest import assert_same, make_data, make_model, make_trainer
 
 from data.loader import DeviceLoader
-from trainer import checkpoint
+from trainer import callbacks, checkpoint
 from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead, NaNGuard, Progress, TimeLimit
 from trainer.errors import TrainingError, UserError
 from trainer.loggers import JSONL, TensorBoard
@@ -105,7 +105,7 @@ def test_ema_is_taken_back_when_an_evaluation_fails():
     trainer = make_trainer(callbacks=[EMA(0.9)], epochs=1)
     trainer.fit(loaders()[0])
     before = {name: t.clone() for name, t in trainer.module.state_dict().items()}
-    with pytest.raises(ValueError, match="unpack"):
+    with pytest.raises(UserError, match="A batch is a tuple of 3"):
         trainer.evaluate([(torch.zeros(2, 6), torch.zeros(2), "too much")])
     assert_same(dict(trainer.module.state_dict()), before)
 
@@ -367,6 +367,51 @@ def test_auto_watches_what_there_is(metrics, val, name, sign):
     assert (watcher.name, watcher.sign) == (name, sign)
 
 
+def test_of_the_training_loss_the_mean_over_an_epoch_counts(tmp_path):
+    """Its rows are of 3, 3 and 2 batches, the last of which has 4 samples; a resume from any step comes to the same."""
+
+    class Rise(Callback):
+        def on_epoch_end(self, trainer):  # epoch 2 is the best, and no row of it
+            for group in trainer.optimizer.param_groups:
+                group["initial_lr"] = 3.0 if trainer.step == 16 else 0.01
+            trainer.scheduler.set_rates()
+
+    def run(folder, resume=None, **settings):
+        rows, saver, stopping = [], Checkpoint(folder, every=1, keep=99), EarlyStopping(9)
+        watch = Callback()
+        watch.on_log = lambda trainer, row: rows.append(row)
+        trainer = make_trainer(callbacks=[Rise(), watch, stopping, saver], log_every=3, epochs=4, **settings)
+        trainer.fit(loaders()[0], resume=resume)
+        return saver, stopping, rows
+
+    saver, stopping, rows = run(tmp_path / "whole")
+    means = {}
+    for end in range(8, 33, 8):
+        epoch = [row for row in rows if end - 8 < row["step"] <= end]
+        assert len({row["train/samples"] for row in epoch}) > 1
+        means[end] = sum(row["train/loss"] * row["train/samples"] for row in epoch) / 60
+    best = min(means, key=means.get)
+    assert saver.best == stopping.best == {"step": best, "value": pytest.approx(means[best], rel=1e-12)}
+    assert (best, stopping.waited) == (16, 2) and min(rows, key=lambda row: row["train/loss"])["step"] != best
+    for step in (3, 13, 16, 17, 31):
+        folder = tmp_path / str(step)
+        again, _, _ = run(folder, resume=checkpoint.path_of(tmp_path / "whole", step))
+        if step < 16:
+            assert again.best == saver.best
+        ends = [checkpoint.load(checkpoint.path_of(place, 32))["callbacks"] for place in (folder, tmp_path / "whole")]
+        assert ends[0]["EarlyStopping"] == ends[1]["EarlyStopping"]
+    saver, _, rows = run(tmp_path / "short", max_steps=7)  # no whole epoch: that of all steps
+    assert saver.best["value"] == pytest.approx(sum(row["train/loss"] * row["train/samples"] for row in rows) / 56)
+
+
+def test_the_state_of_an_epoch_is_checked():
+    trainer, watcher = make_trainer(), EarlyStopping(3)
+    watcher.check_state(trainer, {"best": None, "waited": 0, "epoch": {"loss": math.nan, "samples": 8}}, "it")
+    for epoch in (None, {"loss": 0.5}, {"loss": "x", "samples": 8}, {"loss": 0.5, "samples": -8}):
+        with pytest.raises(UserError, match="it.epoch"):
+            watcher.check_state(trainer, {"best": None, "waited": 0, "epoch": epoch}, "it")
+
+
 # Progress and loggers
 
 
@@ -388,6 +433,15 @@ def test_one_plain_line_an_epoch_where_there_is_no_terminal(capsys):
         f"epoch 3/3  loss {mean:.4f}  val/loss {rows[-1]['val/loss']:.4f}  val/acc {rows[-1]['val/acc']:.4f}  "
     )
     assert "3 epochs of 8 steps = 24 steps, batch 8, AdamW (fused) lr 0.01, cosine after 3 steps of warmup" in lines[2]
+
+
+def test_in_a_long_epoch_a_line_says_now_and_then_where_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(callbacks, "SILENCE", -1)  # seconds: after each step
+    make_trainer(callbacks=[Progress()], log_every=3, epochs=1).fit(loaders()[0])
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()[3:]]
+    assert [line[0] for line in lines] == [*(f"step {i}/8" for i in range(1, 8)), "epoch 1/1", "step 8/8"]
+    assert [line[1][:5] for line in lines[2:-1]] == ["loss "] * 6  # of what has been logged by then
+    assert lines[0][1:] == []
 
 
 def test_jsonl_has_one_row_an_event_and_a_continued_run_none_twice(tmp_path):

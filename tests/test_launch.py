@@ -141,6 +141,10 @@ def test_a_mistake_is_said_once_with_the_rank_that_made_it(forks, tmp_path):
         assert done.codes == [code, code] and done.errs[0] == "", (done.codes, done.errs)
         assert "rank 1:" in done.errs[1] and done.errs[1].strip().endswith(text)
         assert done.errs[1].count(text) == 1 and "gloo" not in done.errs[1]
+    done = forks.ranks(tmp_path / "fails", 2, "run_dir=run", *JOB, *fault("fails"))
+    assert done.codes == [3, 3] and done.errs == ["", "error: rank 1: it is no good.\n"]
+    assert json.loads((tmp_path / "fails" / "run" / "result.json").read_text())["error"] == "it is no good."
+    assert not (tmp_path / "mistake" / "run" / "result.json").exists()
     done = forks.ranks(tmp_path / "all", 2, "run_dir=run", *JOB, *fault("mistake", rank=-1))
     assert done.codes == [2, 2] and done.errs == ["error: callbacks.fault: a mistake.\n", ""]
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer import checkpoint, rundir, stopping
+from trainer import checkpoint, report, rundir, stopping, sweep
 from trainer.callbacks import Callback
+from trainer.errors import TrainingError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 JOB = ("dataset=synthetic", "dataset.n=400", "batch_size=16", "epochs=3", "log_every=5")  # 20 steps an epoch
@@ -233,3 +234,43 @@ def test_no_process_of_git_is_left_in_the_training(forks, tmp_path):
     done = forks.run(tmp_path, "dataset=synthetic", "max_steps=2", "report=false", "run_dir=run", *fault)
     assert done.code == 0 and (tmp_path / "children").read_text() == "none", done.err
     assert json.loads((tmp_path / "run/result.json").read_text(encoding="utf-8")).keys() >= {"git", "seconds"}
+
+
+class Fail(Callback):
+    """Raises a TrainingError after the step whose number is in the file `fail`, where there is one."""
+
+    def on_step_end(self, trainer):
+        if Path("fail").exists() and trainer.step == int(Path("fail").read_text()):
+            raise TrainingError(f"{trainer.step} is no good.\nType something else.")
+
+
+def test_a_run_that_failed_says_why_until_it_goes_on(forks, whole, tmp_path):
+    command = (*JOB, "+callbacks.fail._target_=test_rundir.Fail", "run_dir=run")
+    for step in (5, 25):  # without and with a checkpoint
+        (tmp_path / "fail").write_text(str(step))
+        failed = forks.run(tmp_path, *command)
+        assert (failed.code, failed.err) == (3, f"error: {step} is no good.\nType something else.\n")
+        assert failed.out.splitlines()[-1] == "report   run/report.html"
+        found = {"overrides": [*command], "error": f"{step} is no good.\nType something else.", "code": 3}
+        assert json.loads((tmp_path / "run" / "result.json").read_text()) == found
+        assert [job.status for job in sweep.read_jobs(tmp_path)] == ["failed"]
+        offered = {what for what, _ in report.commands(tmp_path / "run", [], {})}
+        assert (
+            {"evaluate it", "export it"} <= offered
+            if step > 20
+            else offered == {"train the same again", "go on with it"}
+        )
+    refused(forks, tmp_path, *command, "seed=1")  # which leaves it as it is
+    (tmp_path / "fail").unlink()
+    assert forks.run(tmp_path, *command, "report=false").code == 0
+    assert same(weights(tmp_path / "run"), weights(whole / "run")) and not (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_reason_is_left_once_and_takes_no_results_place(tmp_path):
+    assert rundir.fail(tmp_path, TrainingError("one"), 3) and not rundir.fail(tmp_path, TrainingError("two"), 3)
+    assert rundir.read_result(tmp_path / "result.json")["error"] == "one"
+    whole = {"overrides": [], "best": None, "seconds": 1.0}
+    rundir.write_json(tmp_path / "result.json", whole)
+    assert not rundir.fail(tmp_path, TrainingError("three"), 3) and rundir.finished(tmp_path) == whole
+    (tmp_path / "file").touch()
+    assert not rundir.fail(tmp_path / "file", TrainingError("nowhere"), 3)

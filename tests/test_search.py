@@ -13,7 +13,7 @@ import pytest
 from forks import Forks
 from omegaconf import OmegaConf
 
-from trainer import cli, search, sweep
+from trainer import cli, rundir, search, sweep
 from trainer.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "sweep"
@@ -100,7 +100,7 @@ def test_a_trial_ends_where_the_pruner_says_so_and_is_told_so(whole):
         assert not any(pruned[:-1]), "it went on after the pruner's word"
         study.tell(own, state=states[-1], values=None if any(pruned) else trial.value)
 
-        result = sweep.finished(whole / "s" / str(trial.number))
+        result = rundir.finished(whole / "s" / str(trial.number))
         rows = [
             json.loads(line)
             for line in (whole / "s" / str(trial.number) / "metrics.jsonl").read_text().split("\n")[:-1]

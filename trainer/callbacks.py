@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from trainer import checkpoint, launch, parallel, settings, summary
 from trainer.errors import TrainingError, UserError, as_typed, check_number, did_you_mean
 from trainer.readable import number
 from trainer.state import ANYTHING, check_like, refuse
+
+SILENCE = 30  # seconds, after which Progress says where it is also in the middle of an epoch
 
 
 class Callback:
@@ -56,20 +59,25 @@ class Callback:
         """UserError where `load_state_dict` or what comes after it could not do with this state; changes nothing."""
 
 
+NOTHING = {"loss": 0.0, "samples": 0}  # of an epoch: the sum over its samples, and how many
+
+
 class Monitor(Callback):
     """A callback that watches one logged number.
 
-    "auto" is the first metric of the validation set whose good end is known, or its loss, or the training loss.
+    "auto" is the first metric of the validation set whose good end is known, or its loss, or the training loss. Of
+    that a row has a part of the epoch: what counts is the mean over the epoch, at its end.
     """
 
     def __init__(self, monitor="auto", mode="auto"):
         self.monitor, self.mode = monitor, settings.check("monitor_mode", mode)
         self.best = None  # {"step", "value"}
+        self.epoch = dict(NOTHING)
 
     def on_fit_start(self, trainer):
         """UserError where nothing of that name will be logged, or where it is not known which end of it is good."""
         if not trainer.step:
-            self.best = None  # of an earlier fit
+            self.best, self.epoch = None, dict(NOTHING)  # of an earlier fit
         good_end = {f"val/{name}": getattr(m, "higher_is_better", None) for name, m in trainer.metrics.items()}
         good_end |= {"val/loss": False}
         good_end = {**(good_end if trainer.val_loader is not None else {}), "train/loss": False}
@@ -90,25 +98,45 @@ class Monitor(Callback):
     def improved(self, trainer, row, min_delta=0.0):
         """Whether the row's number is better than the best one by more than `min_delta`; it is the best one then.
 
-        None where the row has it not.
+        None where the row has it not, or the epoch goes on of which it has a part.
         """
         if self.name not in row:
             return None
-        value = row[self.name]
+        value = row[self.name] if self.name != "train/loss" else self.over_epoch(trainer, row)
+        if value is None:
+            return None
         better = not math.isnan(value) and (self.best is None or self.sign * (value - self.best["value"]) > min_delta)
         if better:
             self.best = {"step": trainer.step, "value": value}
         return better
 
+    def over_epoch(self, trainer, row):
+        """The mean training loss of the epoch that this row ends, or of a training that has no whole one; else None."""
+        samples = row.get("train/samples", 1)
+        self.epoch["loss"] += samples * row["train/loss"]
+        self.epoch["samples"] += samples
+        if trainer.step % trainer.steps_per_epoch and (self.best is not None or trainer.step < trainer.total_steps):
+            return None
+        mean, self.epoch = self.epoch["loss"] / self.epoch["samples"], dict(NOTHING)
+        return mean
+
     def state_dict(self):
-        return {"best": self.best}
+        return {"best": self.best} | ({"epoch": dict(self.epoch)} if self.epoch != NOTHING else {})
 
     def load_state_dict(self, state):
-        self.best = state["best"]
+        self.best, self.epoch = state["best"], dict(state.get("epoch", NOTHING))
 
     def check_state(self, trainer, state, name):
-        best = {"step": 0, "value": math.inf} if isinstance(state, dict) and state.get("best") is not None else None
-        check_like(state, self.state_dict() | {"best": best}, name)
+        like = self.state_dict() | {"best": None}
+        like.pop("epoch", None)
+        if isinstance(state, dict) and state.get("best") is not None:
+            like["best"] = {"step": 0, "value": math.inf}
+        if isinstance(state, dict) and "epoch" in state:
+            like["epoch"] = {"loss": math.inf, "samples": 0}
+        check_like(state, like, name)
+        best = state["best"]
+        if "epoch" in state and not state["epoch"]["samples"] > 0:
+            refuse(state["epoch"]["samples"], "a number of samples", f"{name}.epoch.samples")
         if best and not (isinstance(state["best"]["step"], int) and state["best"]["step"] >= 0):
             refuse(state["best"]["step"], "a number of steps", f"{name}.best.step")
 
@@ -150,9 +178,8 @@ class Checkpoint(Monitor):
 
     def check_folder(self, trainer):
         if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
-            raise UserError(
-                f"{self.folder} has checkpoints: give another folder, or continue them by fit(resume=FILE)."
-            )
+            more = f"or go on from them: fit(..., resume={str(self.folder)!r})"
+            raise UserError(f"{self.folder} has checkpoints: give another folder, {more}.")
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):  # a link may lead anywhere
             raise UserError(f"{self.folder} is no folder, and checkpoints go into one. Remove it, or move it away.")
 
@@ -207,7 +234,7 @@ class Checkpoint(Monitor):
 
     def check_state(self, trainer, state, name):
         super().check_state(trainer, state | {"metrics": self.metrics} if isinstance(state, dict) else state, name)
-        check_like(state, {"best": ANYTHING, "metrics": ANYTHING}, name)
+        check_like(state, dict.fromkeys([*state, "metrics"], ANYTHING), name)
         if not isinstance(state["metrics"], dict) or not all(isinstance(key, str) for key in state["metrics"]):
             refuse(state["metrics"], "a dict of numbers", f"{name}.metrics")
 
@@ -431,7 +458,7 @@ class NaNGuard(Callback):
 
 
 class Progress(Callback):
-    """One line an epoch with loss, validation metrics and speed; on a terminal a bar as well."""
+    """One line an epoch with loss, validation metrics and speed; on a terminal a bar, elsewhere a line now and then."""
 
     first_rank_only = True
     bar = None
@@ -445,6 +472,7 @@ class Progress(Callback):
             self.bar = tqdm.tqdm(
                 total=trainer.total_steps, initial=trainer.step, leave=False, unit="step", dynamic_ncols=True
             )
+        self.said = time.monotonic()
         self.start_epoch()
 
     def start_epoch(self):
@@ -465,7 +493,7 @@ class Progress(Callback):
         self.line(trainer)
         self.start_epoch()
 
-    def line(self, trainer):
+    def line(self, trainer, where=None):
         epochs = math.ceil(trainer.total_steps / trainer.steps_per_epoch)
         done = trainer.step / trainer.steps_per_epoch
         width = len(str(epochs))
@@ -473,12 +501,12 @@ class Progress(Callback):
         values = "".join(f"  {name} {number(value)}" for name, value in self.validation.items())
         speed = f"  {self.samples / self.seconds:,.0f} samples/s" if self.seconds else ""
         epoch = f"{done:{width}g}" if done.is_integer() else f"{done:.2f}"
-        text = f"epoch {epoch}/{epochs}{loss}{values}{speed}"
         self.validation = {}
-        self.write(text)
+        self.write(f"{where or f'epoch {epoch}/{epochs}'}{loss}{values}{speed}")
 
     def write(self, text):
         """A line, above the bar where there is one."""
+        self.said = time.monotonic()
         if self.bar is None:
             print(text, flush=True)
         else:
@@ -487,6 +515,8 @@ class Progress(Callback):
     def on_step_end(self, trainer):
         if self.bar is not None:
             self.bar.update(trainer.step - self.bar.n)
+        elif time.monotonic() > self.said + SILENCE:
+            self.line(trainer, f"step {trainer.step:,}/{trainer.total_steps:,}")
 
     def on_fit_end(self, trainer):
         if self.bar is not None:

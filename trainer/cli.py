@@ -157,7 +157,7 @@ def nobody_reads():
 def report(error, note=None):
     """Prints the error as the user should see it, and gives its exit code.
 
-    Of several processes one prints it, which calls `note(code)` as well.
+    Of several processes one prints it, which then calls `note(code)` as well.
     """
     if isinstance(error, BrokenPipeError):
         return nobody_reads()
@@ -171,10 +171,10 @@ def report(error, note=None):
             text, code = f"error: the contact to another process was lost.\n{cause(error)}", 3
         text, code = launch.last_words("lost" if lost else "error", text, code)
     codes.append(code)
-    if text and note:
-        note(code)
     if text and not isinstance(error, launch.JobFailed):  # its processes have
         print(text, file=sys.stderr, flush=True)
+    if text and note:
+        note(code)
     return code
 
 
@@ -209,7 +209,7 @@ def message(error):
 
 
 def reason(error):
-    """Why a job of a sweep has failed, as its result.json says it."""
+    """Why a run has failed, as its result.json says it."""
     if exit_code(error) == BUG and not isinstance(error, launch.JobFailed):
         return cause(error)
     return "\n".join(map(printable, explanation(error).removeprefix("error: ").split("\n")))

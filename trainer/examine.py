@@ -11,7 +11,7 @@ import torch
 from trainer import launch, parallel
 from trainer.errors import printable
 from trainer.files import write_text
-from trainer.metrics import Confusion, class_of, wide
+from trainer.metrics import Confusion, class_of, default_metrics, wide
 from trainer.rundir import finite
 from trainer.trainer import Trainer
 
@@ -167,10 +167,11 @@ def gather(rows, most, width):
 def evaluate(trainer, loader, split, data):
     """(what `trainer.evaluate` gives, what there is to see beside it: `write` wants that, or None).
 
-    None where a Trainer of one's own may mean something else by outputs, or the model has others.
+    None where a Trainer of one's own may mean something else by outputs, or the model or the loss has others.
     """
     own = type(trainer)
-    if own.update_metrics is not Trainer.update_metrics or own.evaluate is not Trainer.evaluate:
+    usual = default_metrics(data.kind).keys() <= trainer.metrics.keys()
+    if not usual or own.update_metrics is not Trainer.update_metrics or own.evaluate is not Trainer.evaluate:
         return trainer.evaluate(loader, split), None
     kind = Classes if data.kind == "classification" else Numbers
     trainer.metrics[NAME] = seen = kind(loader.samples, loader.batch_size, data.num_classes)

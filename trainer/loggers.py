@@ -101,32 +101,43 @@ class Logger(Callback):
     """
 
     first_rank_only = True
-    config, group, awaits_result = {}, None, False
-    begun, failed, begun_at = False, False, 0
+    config, group, revision, awaits_result = {}, None, None, False
+    begun, failed, begun_at = False, False, None
 
-    def describe(self, config, group=None):
-        """What train.py says before the fit: {key: value}, the sweep's name, and that `finish` will follow."""
-        self.config, self.group, self.awaits_result = config, group, True
+    def describe(self, config, group=None, revision=None):
+        """What train.py says before the fit: {key: value}, the sweep's name, git's, and that `finish` will follow."""
+        self.config, self.group, self.revision, self.awaits_result = config, group, revision, True
 
     def on_fit_start(self, trainer):
         self.begun, self.failed, self.begun_at = False, False, trainer.step
 
     def on_log(self, trainer, row):
+        self.begin_once(trainer)
+        self.attempt(self.write, charted(row), row["step"])
+
+    def begin_once(self, trainer):
         if not self.begun:
             self.begun = True
             self.attempt(self.begin, trainer)
-        self.attempt(self.write, {name: value for name, value in row.items() if isinstance(value, float)}, row["step"])
 
     def on_fit_end(self, trainer):
         outcome = "failed" if trainer.failed else "stopped" if trainer.interrupted else "done"
-        if self.begun and not (self.awaits_result and outcome == "done"):
+        if outcome == "failed" and self.begun_at is not None and trainer.step > self.begun_at:
+            self.begin_once(trainer)  # it may have failed before its first row
+        if not (self.awaits_result and outcome == "done"):
+            self.end_as(outcome)
+
+    def end_as(self, outcome):
+        """Tells the tool, once, that the run is "done", was "stopped", or has "failed"."""
+        if self.begun:
+            self.begun = False
             self.attempt(self.end, outcome)
 
-    def finish(self, step, numbers, evaluation):
+    def finish(self, step, numbers, evaluation, outcome="done"):
         """After the fit: its final numbers, and evaluation.json; nothing of a run that was only looked at."""
         if self.begun:
             self.attempt(self.add_result, step, numbers, evaluation)
-            self.attempt(self.end, "done")
+            self.end_as(outcome)
 
     def attempt(self, method, *args):
         """Calls the tool, unless it has failed before; one that fails is ended, as far as that goes."""
@@ -142,6 +153,11 @@ class Logger(Callback):
             if method != self.end:
                 with contextlib.suppress(Exception):
                     self.end("failed")
+
+
+def charted(row):
+    """{name: number} of a row, without the epoch: against the step that would be a straight line."""
+    return {name: value for name, value in row.items() if isinstance(value, float) and name != "epoch"}
 
 
 class TensorBoard(Logger):
@@ -167,13 +183,12 @@ class TensorBoard(Logger):
 
         # What a run that was killed has written after its last checkpoint is hidden, since it comes again.
         self.writer = SummaryWriter(self.folder, purge_step=self.begun_at + 1)
-        parts = ("val", "test") if trainer.val_loader is not None else ()
-        names = ["train/loss", *(f"{part}/{name}" for part in parts for name in ("loss", *trainer.metrics))]
         # Of the settings those that change the result: the tab has a column for each.
         kept = {key: x for key, x in self.config.items() if not key.startswith((*HARMLESS, "callbacks."))}
         plain = {key: as_typed(x) if isinstance(x, (list, dict)) else x for key, x in kept.items()}
-        for part in hparams(plain, dict.fromkeys(names))[:2]:
-            self.writer.file_writer.add_summary(part)
+        # Without the list of metrics, which would be that of all runs in the tab: it finds theirs, and what differs.
+        _, begins, self.is_done = hparams(plain, {})
+        self.writer.file_writer.add_summary(begins)
 
     def write(self, numbers, step):
         for name, value in numbers.items():
@@ -193,6 +208,8 @@ class TensorBoard(Logger):
             self.writer.add_image(name, image, step, dataformats="HWC")
 
     def end(self, outcome):
+        if outcome == "done":
+            self.writer.file_writer.add_summary(self.is_done)
         self.writer.close()
 
 
@@ -221,6 +238,10 @@ class WandB(Logger):
             project=self.project, group=self.group, name=name_of(self.folder, self.group), dir=self.folder,
             config=self.config, settings=wandb.Settings(silent=True, console="off", **limits),
         )  # fmt: skip
+        if self.run.offline and self.begun_at:  # its service may not have written what a killed run has logged
+            for row in read_rows(self.folder / "metrics.jsonl"):
+                if row["step"] <= self.begun_at:
+                    self.write(charted(row), row["step"])
 
     def write(self, numbers, step):
         self.run.log(numbers, step=step)
@@ -265,7 +286,8 @@ class MLflow(Logger):
             for name in self.client.get_run(self.id).data.metrics:
                 self.last[name] = max(value.step for value in self.client.get_metric_history(self.id, name))
             return
-        tags = {"sweep": self.group} if self.group else None
+        tags = {"sweep": self.group} if self.group else {}
+        tags |= {"mlflow.source.git.commit": self.revision} if self.revision else {}
         run = self.client.create_run(experiment, tags=tags, run_name=name_of(self.folder, self.group))
         self.id = write_id(path, run.info.run_id)
         params = [Param(key, as_typed(value)) for key, value in self.config.items()]
@@ -366,7 +388,8 @@ class ConfigFile(Callback):
 
     def on_fit_start(self, trainer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        ended = rundir.ENDING if trainer.step < trainer.total_steps else ()
+        goes_on = trainer.step < trainer.total_steps or rundir.has_failed(self.path.parent)
+        ended = rundir.ENDING if goes_on else ()
         for name in ended if trainer.step else self.stale:
             (self.path.parent / name).unlink(missing_ok=True)
         write_text(self.path, self.config)  # and not through a link that somebody left there

@@ -708,7 +708,7 @@ def commands(folder, typed, result):
     if typed is not None:
         found = [("train the same again", rundir.command([one for one in typed if not one.startswith("run_dir=")]))]
         found += [("go on with it", rundir.command(typed, rundir.setting("run_dir", folder)))] * (not ended)
-    if not any((folder / "checkpoints").glob("*.ckpt")):
+    if not any(folder.glob("checkpoints/step_*.ckpt")):
         return found
     packages = trusted(typed)
     own = [f"trusted=[{','.join(packages)}]"] if packages else []

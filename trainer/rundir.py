@@ -20,8 +20,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-from trainer import files, launch, settings
-from trainer.cli import flat
+from trainer import cli, files, launch, settings
 from trainer.errors import RunInUse, TrainingError, UserError, as_typed, log
 from trainer.readable import number, numbers, seconds
 from trainer.saved_config import load_config
@@ -36,6 +35,7 @@ HARMLESS = (
     "callbacks.tensorboard", "callbacks.wandb", "callbacks.mlflow", "callbacks.doctor", "callbacks.timing",
 )  # fmt: skip
 LENGTHS = ("epochs", "max_steps", "patience")  # these too where another run begins with a checkpoint of this one
+MOST_SETTINGS = 1000  # of a run, and of letters in each
 LOCK = ".lock"
 TYPED = "# typed: "  # with which a config.yaml begins: what the rest of the line is a list of, in JSON
 # Into which result.json splits the time: what a graph does is one "step" in place of the three before it.
@@ -155,6 +155,7 @@ def lock(file):
         raise BlockingIOError(*error.args) from None
 
 
+begun = None  # the run directory in which this process trains, once it does
 locks = set()  # the files of the run directories that this process holds
 if hasattr(os, "register_at_fork"):  # a worker that outlives a killed run must not keep its directory locked
     os.register_at_fork(after_in_child=lambda: [file.close() for file in locks])
@@ -180,6 +181,54 @@ def read_result(path):
     except (OSError, ValueError, RecursionError):
         return None
     return result if isinstance(result, dict) else None
+
+
+def finished(folder):
+    """The result of a run that has come to its end, else None."""
+    result = read_result(Path(folder) / "result.json")
+    return result if is_finished(result) else None
+
+
+def is_finished(result):
+    """Whether it is what a run leaves that has come to its end."""
+    return is_whole(result) and "error" not in result
+
+
+def has_failed(folder):
+    """Whether a run says that it has failed."""
+    return "error" in (read_result(Path(folder) / "result.json") or {})
+
+
+def fail(folder, error, code):
+    """Leaves why a run has failed, and the exit code; gives whether it did.
+
+    A result stays one, and a reason given before.
+    """
+    if finished(folder) is not None or has_failed(folder):
+        return False
+    try:
+        write_json(Path(folder) / "result.json", {"overrides": cli.typed(), "error": cli.reason(error), "code": code})
+    except OSError:  # a full disk may be why
+        return False
+    return True
+
+
+def is_whole(result):
+    """Whether what a result.json holds has what the table of a sweep needs."""
+    if not is_list(result):
+        return False
+    if "error" in result:
+        return isinstance(result["error"], str) and not result.get("best")
+    best = result.get("best")
+    ok = best is None or (isinstance(best, dict) and isinstance(best.get("name"), str) and is_number(best.get("value")))
+    return ok and is_number(result.get("seconds"))
+
+
+def is_list(said):
+    """Whether it has what was typed for a job."""
+    typed = said.get("overrides") if isinstance(said, dict) else None
+    ok = isinstance(typed, list) and len(typed) <= MOST_SETTINGS
+    return ok and all(isinstance(override, str) and len(override) <= MOST_SETTINGS for override in typed)
 
 
 def remove_empty(folders):
@@ -276,7 +325,7 @@ def check_data(state, fingerprint):
 def check_same(what, before, now, also=()):
     """UserError where two configs differ in more than what is harmless and what `also` may differ."""
     harmless = (*HARMLESS, *also)
-    before, now = flat(before), flat(now)
+    before, now = cli.flat(before), cli.flat(now)
     other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and not key.startswith(harmless)]
     # Of a part that is another one altogether, only that it is.
     parts = tuple(key.removesuffix("_target_") for key in other if key.endswith("._target_"))
@@ -361,6 +410,11 @@ def final_numbers(result):
     best = {f"best/{result['best']['name']}": result["best"]["value"]} if result["best"] else {}
     test = {name: value for name, value in result.items() if name.startswith("test/")}
     return {name: value for name, value in (best | test).items() if isinstance(value, float)}
+
+
+def is_out_of_time(result):
+    """Whether max_minutes has ended the run before its end."""
+    return str(result.get("stopped")).startswith("max_minutes=")
 
 
 def is_number(value):

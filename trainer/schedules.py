@@ -90,7 +90,8 @@ def build(factory, optimizer, total_steps):
     needed = [p for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
     if any(p.kind is p.POSITIONAL_OR_KEYWORD for p in needed):
         kind = f"{type(scheduler).__name__} wants a number at each step, and a schedule here follows the step alone"
-        raise UserError(f"scheduler: {kind}.\nType scheduler=cosine, linear, step or onecycle.")
+        own = "one that follows a number is a callback, such as examples.own_callback.Plateau"
+        raise UserError(f"scheduler: {kind}.\nType scheduler=cosine, linear, step or onecycle; {own}.")
     return scheduler
 
 

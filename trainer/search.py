@@ -139,7 +139,7 @@ def outcome(folder):
 
     The best is that of result.json: {"name", "mode", "step", "value"}.
     """
-    result = sweep.finished(folder)
+    result = rundir.finished(folder)
     if result is None:
         return None if rundir.read_result(folder / "result.json") is None else ("failed", None)
     if not result.get("best") or not math.isfinite(result["best"]["value"]):

@@ -25,11 +25,10 @@ from hydra.experimental.callback import Callback
 from trainer import cli, files, launch, rundir, settings
 from trainer.errors import UserError, as_typed, cause, log, printable
 from trainer.readable import number, numbers
-from trainer.rundir import is_number
+from trainer.rundir import MOST_SETTINGS, finished, is_list, is_number, is_whole
 
 JOB, SWEEP = "job.json", "sweep.json"  # what was typed for a job, and for the whole sweep
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
-MOST_SETTINGS = 1000  # of a job, and of letters in each
 MOST_ROWS = 40  # of the table on a screen
 MOST_PROGRESS = 2**16  # bytes of a metrics.jsonl, from its end
 announced = False  # whether the sweep of this process goes with what is in its directory
@@ -131,17 +130,11 @@ def matters(key):
 def begin(folder, number):
     """Writes what was typed for the job into its directory; a failure of an earlier start goes."""
     folder = Path(folder)
-    if "error" in (rundir.read_result(folder / "result.json") or {}):
+    if rundir.has_failed(folder):
         (folder / "result.json").unlink()
     typed = {"number": number, "overrides": cli.typed()}
     if rundir.read_result(folder / JOB) != typed:
         rundir.write_json(folder / JOB, typed)
-
-
-def finished(folder):
-    """The result of a job that has come to its end, else None."""
-    result = rundir.read_result(Path(folder) / "result.json")
-    return result if is_whole(result) and "error" not in result else None
 
 
 def pass_over(folder, job):
@@ -155,14 +148,6 @@ def pass_over(folder, job):
 def is_pruned(result):
     """Whether the search that it is of has ended a run early."""
     return str(result.get("stopped")).startswith("pruned ")
-
-
-def fail(folder, error, code):
-    """Leaves in the job's directory why it failed, and the exit code; a result stays one, and a reason given before."""
-    if finished(folder) is None and "error" not in (rundir.read_result(Path(folder) / "result.json") or {}):
-        with contextlib.suppress(OSError):  # a full disk may be why
-            contents = {"overrides": cli.typed(), "error": cli.reason(error), "code": code}
-            rundir.write_json(Path(folder) / "result.json", contents)
 
 
 def value(folder):
@@ -204,15 +189,16 @@ def read_jobs(folder):
 def read_job(folder):
     from trainer.report import typed_in
 
+    held = rundir.is_held(folder)  # asked first: a job that ends meanwhile has its result then
     result, begun = (rundir.read_result(folder / name) for name in ("result.json", JOB))
     typed = typed_in(folder, next((said for said in (begun, result) if is_list(said)), {})) or []
     job = Job(folder.name, typed, "done")
-    if finished(folder):
+    if rundir.is_finished(result):
         job.best, job.seconds = result.get("best"), result["seconds"]
         job.test = {name: value for name, value in result.items() if name.startswith("test/") and is_number(value)}
         if is_pruned(result):
             job.status, job.note = "pruned", result["stopped"]
-    elif rundir.is_held(folder):
+    elif held:
         job.status, job.note, job.code = "running", progress(folder), 75
     elif result is None and (begun is not None or (folder / "config.yaml").is_file()):
         job.status, job.note, job.code = "unfinished", progress(folder), 3
@@ -239,24 +225,6 @@ def progress(folder):
                 found = {name: value for name, value in row.items() if name.startswith("val/") and is_number(value)}
                 step, values = row["step"], numbers(found) or values
     return f"at step {step}{', ' * bool(values)}{values}"[:MOST_SETTINGS]
-
-
-def is_whole(result):
-    """Whether what a result.json holds has what the table needs."""
-    if not is_list(result):
-        return False
-    if "error" in result:
-        return isinstance(result["error"], str) and not result.get("best")
-    best = result.get("best")
-    ok = best is None or (isinstance(best, dict) and isinstance(best.get("name"), str) and is_number(best.get("value")))
-    return ok and is_number(result.get("seconds"))
-
-
-def is_list(said):
-    """Whether it has what was typed for a job."""
-    typed = said.get("overrides") if isinstance(said, dict) else None
-    ok = isinstance(typed, list) and len(typed) <= MOST_SETTINGS
-    return ok and all(isinstance(override, str) and len(override) <= MOST_SETTINGS for override in typed)
 
 
 def setting_of(overrides):
