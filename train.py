@@ -146,14 +146,14 @@ def train(cfg):
     """Trains, tests the best weights, and leaves all of it in the run directory, which the README describes."""
     with open_dict(cfg):
         launch.seconds = cfg.rank_timeout
-        launch.check_alike({"code": launch.code(ROOT), "versions": numbers(), "config": settled(cfg)})
+        launch.check_alike({"code": launch.code(ROOT), "versions": versions_alike(), "config": settled(cfg)})
         cfg.run_dir = launch.agreed("run_dir", lambda: run_directory(cfg), lasting=True)
         launch.again = rundir.command(cli.typed(), rundir.setting("run_dir", cfg.run_dir), start=launch.command())
     with rundir.held(Path(cfg.run_dir)) if launch.is_first() else contextlib.nullcontext():
         train_in(Path(cfg.run_dir), cfg)
 
 
-def numbers():
+def versions_alike():
     """The versions that all processes of a run have alike: they may be on several machines."""
     return {name: number for name, number in rundir.versions().items() if name != "platform"}
 
@@ -200,12 +200,13 @@ def train_in(folder, cfg):
             rundir.check_data(state, saver.about["data"])
         rundir.begun = folder
         try:
-            with stopping.gently(trainer.interrupt):
-                trainer.fit(*loaders[:2], resume=state)
-            if parallel.add_up(int(stopping.received is not None)):
-                stopping.received = stopping.received or signal.SIGTERM  # it came to another process
-                raise stopping.Interrupted
-            result = finish(folder, git, trainer, saver, data, loaders, start, draws_report(cfg))
+            with ended_also_by_a_failure(loggers):
+                with stopping.gently(trainer.interrupt):
+                    trainer.fit(*loaders[:2], resume=state)
+                if parallel.add_up(int(stopping.received is not None)):
+                    stopping.received = stopping.received or signal.SIGTERM  # it came to another process
+                    raise stopping.Interrupted
+                result = finish(folder, git, trainer, saver, data, loaders, start, draws_report(cfg))
             if launch.is_first():
                 print("\n".join(rundir.closing_lines(folder, result, own_packages(typed))), flush=True)
                 if more := efficiency(trainer, data, result):
@@ -219,11 +220,24 @@ def train_in(folder, cfg):
             raise SystemExit(stopping.exit_code()) from None
     if launch.is_first() and draws_report(cfg):
         draw_report(folder)
-    for logger in loggers:  # what takes longest, last
+    if loggers:
         seen = rundir.read_result(folder / "evaluation.json") or {}
         outcome = "stopped" if rundir.is_out_of_time(result) else "done"
-        logger.finish(result["steps"], rundir.final_numbers(result), seen, outcome)
+        for logger in loggers:  # what takes longest, last
+            logger.finish(result["steps"], rundir.final_numbers(result), seen, outcome)
     parallel.leave()
+
+
+@contextlib.contextmanager
+def ended_also_by_a_failure(loggers):
+    """What comes after a fit's own end may fail, or be interrupted: the loggers' tools hear of that as well."""
+    try:
+        yield
+    except BaseException as error:
+        outcome = "stopped" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
+        for logger in loggers:
+            logger.end_as(outcome)
+        raise
 
 
 def draws_report(cfg):
@@ -284,8 +298,12 @@ def finish(folder, git, trainer, saver, data, loaders, start, draws):
 
     result = {"overrides": cli.typed(), "git": git, **rundir.result_of(trainer, saver)}
     result |= timing.result_of(trainer) | doctor.result_of(trainer)
+    parts = zip(("train", "val", "test"), loaders, strict=True)
+    result["samples"] = {name: loader.samples for name, loader in parts if loader is not None}
     if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
         trainer.load_state_dict(checkpoint.together("best", lambda: checkpoint.best(saver.folder))[1])
+        if trainer.step != saver.best["step"]:  # it was damaged, and these are the newest weights
+            result["best"] = None
     _, val_loader, test_loader = loaders
     test, seen = {}, None
     if test_loader is not None:
@@ -298,7 +316,7 @@ def finish(folder, git, trainer, saver, data, loaders, start, draws):
     result |= {**rundir.last_rows(folder), **test, "seconds": round(time.perf_counter() - start, 3)}
     result |= rundir.measured_before(folder, result)
     examined = test_loader is not None or (val_loader is not None and draws)
-    usual = seen is not None if examined else default_metrics(data.kind).keys() <= trainer.metrics.keys()
+    usual = (seen is not None or not examined) and default_metrics(data.kind).keys() <= trainer.metrics.keys()
     card.write(folder, weights, trainer.module, data, result, usual)
     if seen is not None:
         examine.write(folder / "evaluation.json", seen, data)
@@ -481,7 +499,7 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
     own = locate("trainer", cfg.trainer._target_)
     if getattr(own, "compute_loss", None) is Trainer.compute_loss:
         check_fit(model, loss, data)
-    usual = getattr(own, "update_metrics", None) is Trainer.update_metrics and has_usual_outputs(model, data)
+    usual = getattr(own, "update_metrics", None) is Trainer.update_metrics and has_usual_outputs(model, loss, data)
     metrics = default_metrics(data.kind, data.target_scale) if usual else {}
     for name, node in cfg.metrics.items():
         if state is not None:

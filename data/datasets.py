@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.device import MIB, free_memory, mix_seed
+from trainer.device import MIB, free_memory, mix_seed, random_stream
 from trainer.errors import UserError, check_choice, check_number, did_you_mean, printable
 from trainer.files import open_plain
 
@@ -44,6 +44,10 @@ class Data:
 
     def __post_init__(self):
         self.name, self.in_shape = printable(self.name), tuple(self.in_shape)
+        check_choice("kind", self.kind, ("classification", "regression"))
+        if self.classes is not None and (self.kind == "regression" or len(self.classes) != self.num_classes):
+            what = "a regression has none" if self.kind == "regression" else f"num_classes is {self.num_classes}"
+            raise UserError(f"{self.name}: there are {len(self.classes)} names of classes, and {what}.")
         for key in ("mean", "std"):
             values = getattr(self, key)
             if values is not None and (isinstance(values, (str, float, int)) or len(values) != self.in_shape[0]):
@@ -54,7 +58,7 @@ class Data:
         if self.train is None:
             raise UserError(f"{self.name}: there is no training part.")
         for name, part in self.parts().items():
-            check_part(f"{self.name}, {name} part", part, self.in_shape)
+            check_part(f"{self.name}, {name} part", part, self.in_shape, self.kind)
         self.check_labels()
 
     def parts(self):
@@ -181,15 +185,25 @@ def input_type(part):
     inputs = getattr(part, "inputs", None)
     if isinstance(inputs, torch.Tensor) or hasattr(part, "missing"):  # image files are bytes
         return torch.uint8 if inputs is None else inputs.dtype
-    with torch.random.fork_rng(devices=[]):
+    with random_stream():
         return torch.as_tensor(part[[0]][0]).dtype
 
 
-def check_part(where, part, in_shape):
-    """UserError for a part that is empty, or whose samples in memory do not fit together or are not finite."""
+def check_part(where, part, in_shape, kind):
+    """UserError for what is no part, is empty, or whose samples in memory do not fit together or are not finite."""
+    inputs, targets = getattr(part, "inputs", None), getattr(part, "targets", None)
+    needed = ["__len__", "nbytes"] + ["targets"] * (kind == "classification")
+    wrong = [f"has no {name}" for name in needed if not hasattr(part, name)]
+    if targets is not None and not isinstance(targets, torch.Tensor):
+        wrong.append(f"has targets that are no tensor but a {type(targets).__name__}")
+    if wrong:
+        raise UserError(
+            f"{where}: this {type(part).__name__} {wrong[0]}.\n"
+            "A part has len(), nbytes, targets as a tensor, and gives (inputs, targets) for a list of indices: see\n"
+            "examples/own_data.py. DatasetSplit(dataset), of data.datasets, makes one of a torch Dataset."
+        )
     if not len(part):
         raise UserError(f"{where}: it is empty.")
-    inputs, targets = getattr(part, "inputs", None), getattr(part, "targets", None)
     if targets is not None and len(targets) != len(part):
         raise UserError(f"{where}: there are {len(part)} inputs and {len(targets)} targets.")
     if isinstance(inputs, torch.Tensor) and tuple(inputs.shape[1:]) != in_shape:
@@ -310,6 +324,32 @@ class TensorSplit:
     def tensors(self):
         """All of it: (inputs, targets)."""
         return self.inputs, self.targets
+
+
+class DatasetSplit:
+    """A part of a map-style torch Dataset of (input, target), which is read sample by sample whenever it is wanted.
+
+    `targets`: those of all samples, taken in place of the Dataset's own, such as an ImageFolder's `targets`; without
+    them each sample is read once to know its target. So an input may be drawn anew in each epoch, and a target not.
+    """
+
+    def __init__(self, dataset, targets=None):
+        name = type(dataset).__name__
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset)):
+            raise UserError(f"DatasetSplit: this {name} is empty or has no length. Give a map-style Dataset.")
+        with random_stream():
+            if targets is None:
+                targets = [dataset[i][1] for i in range(len(dataset))]
+            self.nbytes = len(dataset) * torch.as_tensor(dataset[0][0]).nbytes
+        self.dataset, self.targets = dataset, torch.stack([torch.as_tensor(target) for target in targets])
+        if self.targets.is_floating_point():  # of a regression: (N, T)
+            self.targets = self.targets.float().view(len(self.targets), -1)
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, indices):
+        return torch.stack([torch.as_tensor(self.dataset[i][0]) for i in indices]), self.targets[indices]
 
 
 def split_indices(targets, fractions, seed, stratified=True):

@@ -7,7 +7,7 @@ import torch
 from data.augment import Augment
 from data.workers import Reader, Workers, children_do_not_interrupt, choose_workers, decode_seconds
 from trainer import launch, parallel, settings
-from trainer.device import MIB, free_memory, mix_seed, move, to_device
+from trainer.device import MIB, free_memory, mix_seed, move, random_stream, to_device
 from trainer.errors import TrainingError, UserError, cause, check_number
 
 # So many numbers are gathered and normalised at once, at most. On a CPU they stay in its cache: an epoch of MNIST takes
@@ -120,8 +120,7 @@ def check_first(data, name, split):
     if hasattr(split, "inputs") or hasattr(split, "missing"):
         return
     part = f"the {name} part of {data.name}"
-    with torch.random.fork_rng(devices=[]):
-        batch = Reader(split, part, 0)[[0]]
+    batch = Reader(split, part, 0)[0, [0]]
     if isinstance(batch, (UserError, TrainingError)):
         raise batch
     pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, torch.Tensor) for x in batch)
@@ -253,7 +252,7 @@ class Loader(Seekable):
     def batches(self, epoch, position):
         order = self.order(epoch)[position * self.batch_size : len(self) * self.batch_size]
         whole, done = order.split(self.batch_size) if len(order) else (), 0
-        for inputs, targets in self.read(self.dealt(whole)):
+        for inputs, targets in self.read(self.dealt(whole), epoch):
             now = whole[done : done - (-len(inputs) // self.share)]
             inputs = self.augment.images(inputs, self.draws(epoch, position + done, now, inputs.shape[1:]))
             for batch in zip(inputs.split(self.share), targets.split(self.share), strict=True):
@@ -265,7 +264,7 @@ class Loader(Seekable):
                 done += 1
                 yield batch
         for samples in whole[done:]:  # of which this process has none: the others may wait for it all the same
-            inputs, targets = next(iter(self.read([samples[:1]])))
+            inputs, targets = next(iter(self.read([samples[:1]], epoch)))
             self.global_size = len(samples)
             yield self.augment.images(inputs, {}), targets  # lent: parallel.counts says that it does not count
 
@@ -286,7 +285,7 @@ class Loader(Seekable):
             draws.append(self.augment.draw((len(batch), *shape), generator, flips))
         return {name: torch.cat([draw[name][mine] for draw in draws]) for name in draws[0]}
 
-    def read(self, batches):
+    def read(self, batches, epoch):
         """Yields (inputs, targets) on the device of these lists of samples, of one or more of them at a time."""
         raise NotImplementedError
 
@@ -301,7 +300,8 @@ class DeviceLoader(Loader):
     def __init__(self, data, split, batch_size, **options):
         super().__init__(data, split, batch_size, **options)
         try:
-            self.inputs, self.targets = (tensor.to(self.device) for tensor in self.split.tensors())
+            with random_stream("read", self.seed, split):
+                self.inputs, self.targets = (tensor.to(self.device) for tensor in self.split.tensors())
         except UserError:
             raise
         except Exception as error:
@@ -315,7 +315,7 @@ class DeviceLoader(Loader):
         most = AT_ONCE_CPU if self.device.type == "cpu" else AT_ONCE
         self.batches_at_once = max(1, min(16, most // numbers))
 
-    def read(self, batches):
+    def read(self, batches, epoch):
         if not batches:
             return
         order = to_device(torch.cat(batches), self.device)
@@ -337,16 +337,17 @@ class HostLoader(Loader):
     def __init__(self, data, split, batch_size, *, workers=0, timeout=TIMEOUT, **options):
         super().__init__(data, split, batch_size, **options)
         self.workers = Workers(
-            Reader(self.split, f"the {split} part of {data.name}", workers),
+            Reader(self.split, f"the {split} part of {data.name}", workers, (self.seed, split)),
             workers,
             timeout=check_number("dataset.timeout", timeout, least=0),
             ahead=AHEAD * self.samples // (self.nbytes * self.batch_size * max(workers, 1)),
             pin_memory=self.device.type not in ("cpu", "mps"),  # on mps the memory is one and the same
         )
 
-    def read(self, batches):
+    def read(self, batches, epoch):
+        drawn = epoch if self.shuffle else 0  # what is evaluated is the same each time
         # Lists, since the indices travel to the workers, where a tensor would need shared memory.
-        for batch in self.workers.read([batch.tolist() for batch in batches]):
+        for batch in self.workers.read([(drawn, batch.tolist()) for batch in batches]):
             yield self.move(batch)
 
     def move(self, batch):
@@ -402,8 +403,11 @@ class IterableLoader(Seekable):
         try:
             len(loader)
         except TypeError:
+            dataset = getattr(loader, "dataset", None)
+            owner = "it" if dataset is None else f"its data set, {type(dataset).__name__},"
             raise UserError(
-                f"{type(loader).__name__} has no len(), the number of batches in an epoch. Give it a __len__ method."
+                f"{type(loader).__name__} has no len(), the number of batches in an epoch. "
+                f"Give {owner} a __len__ method."
             ) from None
         parallel.check_sampler(loader)
         self.loader, self.seed, self.deals = loader, seed, parallel.ranks() > 1

@@ -14,8 +14,10 @@ import weakref
 
 import torch
 
+from data.datasets import TensorSplit
+from data.images import ImageSplit
 from trainer import launch
-from trainer.device import MIB
+from trainer.device import MIB, random_stream
 from trainer.errors import TrainingError, UserError, cause, printable
 from trainer.stopping import SIGNALS
 
@@ -87,12 +89,15 @@ class Workers:
         self.processes = []  # from the first batch on
 
     def read(self, plan):
-        """Yields the batches of the plan, a list of lists of indices; the processes live on for the next one."""
+        """Yields the batches of the plan, a list of (epoch, indices); the processes live on for the next one."""
         batches = self.start(plan)
         for _ in range(len(plan)):
             batch = self.take(batches)
             if isinstance(batch, (UserError, TrainingError)):
-                raise batch
+                try:
+                    raise batch
+                finally:
+                    del batch  # or it would hold itself, by this frame, and leave the workers' end to the collector
             yield batch
 
     def start(self, plan):
@@ -189,36 +194,45 @@ class Plan:
 
 
 class Reader(torch.utils.data.Dataset):
-    """Reads a batch, in a worker or not; gives an error as a value.
+    """Reads the batch of (epoch, indices), in a worker or not; gives an error as a value.
 
-    As an exception it would arrive inside a traceback.
+    As an exception it would arrive inside a traceback. What a split of the user's draws as it reads is a function of
+    the `stream`, (seed, name of the part), the epoch and the first of the indices, so of which batch it is.
     """
 
-    def __init__(self, split, part, workers):
+    def __init__(self, split, part, workers, stream=()):
         self.split, self.part = split, part
+        self.stream = None if type(split) in (TensorSplit, ImageSplit) else stream  # those draw nothing
         # Of each worker: how many samples it is reading, and the first three of them.
         self.reading = torch.zeros(workers, 4, dtype=torch.int64).share_memory_() if workers else None
 
-    def __getitem__(self, indices):
+    def __getitem__(self, place):
+        epoch, indices = place
         worker = torch.utils.data.get_worker_info()
         if worker is not None:
             first = indices[:3]
             self.reading[worker.id, : 1 + len(first)] = torch.tensor([len(indices), *first])
         try:
-            batch = self.split[indices]
+            batch = self.read(epoch, indices)
         except UserError as error:
             return error
         except (Exception, SystemExit) as error:
-            return self.failure(error, indices)
+            return self.failure(error, epoch, indices)
         if worker is not None:
             self.reading[worker.id, 0] = 0
         return batch
 
-    def failure(self, error, indices):
+    def read(self, epoch, indices):
+        if self.stream is None:
+            return self.split[indices]
+        with random_stream("read", *self.stream, epoch, indices[0]):
+            return self.split[indices]
+
+    def failure(self, error, epoch, indices):
         """The TrainingError for what happened as these samples were read; it names the first that fails alone, too."""
         for index in indices:
             try:
-                self.split[[index]]
+                self.read(epoch, [index])
             except UserError as alone:
                 return alone
             except (Exception, SystemExit) as alone:

@@ -7,7 +7,8 @@ Expect test/acc 0.973, deviation 0.006 over 3 seeds.
 
 from trainer import launch
 from trainer.callbacks import Monitor
-from trainer.errors import check_number
+from trainer.errors import UserError, check_number
+from trainer.schedules import Schedule
 
 
 class Plateau(Monitor):
@@ -22,6 +23,12 @@ class Plateau(Monitor):
         self.patience = check_number("callbacks.plateau.patience", patience, whole=True, least=1)
         self.factor = check_number("callbacks.plateau.factor", factor, above=0, most=1)
         self.waited = 0
+
+    def on_fit_start(self, trainer):
+        super().on_fit_start(trainer)
+        if not isinstance(trainer.scheduler, Schedule):
+            what = f"{type(trainer.scheduler).__name__} sets the rates by itself"
+            raise UserError(f"callbacks.plateau: {what}. Type scheduler=constant, or another one of trainer.schedules.")
 
     def on_log(self, trainer, row):
         better = self.improved(trainer, row)

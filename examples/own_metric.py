@@ -23,8 +23,8 @@ class BalancedAccuracy(Sums):
         super().__init__()
 
     def update(self, outputs, targets):
-        targets = class_of(targets)
-        hits = outputs.argmax(-1) == targets
+        targets = class_of(targets, outputs)
+        hits = outputs.argmax(1) == targets
         counts = torch.zeros(2, self.num_classes, dtype=torch.int64, device=outputs.device)
         counts[0].scatter_add_(0, targets, hits.long())
         counts[1].scatter_add_(0, targets, torch.ones_like(targets))

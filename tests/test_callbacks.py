@@ -12,7 +12,7 @@ import torch
 from conftest import assert_same, make_data, make_model, make_trainer
 
 from data.loader import DeviceLoader
-from trainer import checkpoint
+from trainer import callbacks, checkpoint
 from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead, NaNGuard, Progress, TimeLimit
 from trainer.errors import TrainingError, UserError
 from trainer.loggers import JSONL, TensorBoard
@@ -105,7 +105,7 @@ def test_ema_is_taken_back_when_an_evaluation_fails():
     trainer = make_trainer(callbacks=[EMA(0.9)], epochs=1)
     trainer.fit(loaders()[0])
     before = {name: t.clone() for name, t in trainer.module.state_dict().items()}
-    with pytest.raises(ValueError, match="unpack"):
+    with pytest.raises(UserError, match="A batch is a tuple of 3"):
         trainer.evaluate([(torch.zeros(2, 6), torch.zeros(2), "too much")])
     assert_same(dict(trainer.module.state_dict()), before)
 
@@ -433,6 +433,15 @@ def test_one_plain_line_an_epoch_where_there_is_no_terminal(capsys):
         f"epoch 3/3  loss {mean:.4f}  val/loss {rows[-1]['val/loss']:.4f}  val/acc {rows[-1]['val/acc']:.4f}  "
     )
     assert "3 epochs of 8 steps = 24 steps, batch 8, AdamW (fused) lr 0.01, cosine after 3 steps of warmup" in lines[2]
+
+
+def test_in_a_long_epoch_a_line_says_now_and_then_where_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(callbacks, "SILENCE", -1)  # seconds: after each step
+    make_trainer(callbacks=[Progress()], log_every=3, epochs=1).fit(loaders()[0])
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()[3:]]
+    assert [line[0] for line in lines] == [*(f"step {i}/8" for i in range(1, 8)), "epoch 1/1", "step 8/8"]
+    assert [line[1][:5] for line in lines[2:-1]] == ["loss "] * 6  # of what has been logged by then
+    assert lines[0][1:] == []
 
 
 def test_jsonl_has_one_row_an_event_and_a_continued_run_none_twice(tmp_path):

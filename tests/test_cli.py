@@ -284,7 +284,7 @@ LATE = [
 
 # One process imports what each command needs, and a fork of it answers each, two at a time: 0.5 s each and not 2.
 FORKS = """
-    import gc, importlib, json, os, runpy, sys
+    import atexit, gc, importlib, json, os, runpy, sys
     train, commands = sys.argv[1], json.load(open(sys.argv[2]))
     for module in sys.argv[3:]:
         importlib.import_module(module)
@@ -303,7 +303,13 @@ FORKS = """
             from trainer import report
             report.html = lambda folder: ""  # half a second of drawing, of which tests/test_report.py has enough
             sys.argv = [train, *arguments]
-            runpy.run_path(train, run_name="__main__")
+            try:
+                runpy.run_path(train, run_name="__main__")
+            except SystemExit as end:  # as Python ends, but for the memory of the parent, which it takes 1 s to free
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(end.code or 0)
             os._exit(99)
         commands[number], running = child, running + 1
     while running:

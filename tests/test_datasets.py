@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import datasets, images, tables
-from data.datasets import Data, TensorSplit, split_indices
+from data.datasets import Data, DatasetSplit, TensorSplit, split_indices
+from data.loader import HostLoader
 from trainer.errors import UserError
 
 ROOT = os.environ.get("DATA_ROOT", "")
@@ -101,6 +102,106 @@ def test_fractions_are_checked(options):
 def test_labels_are_checked(labels):
     with pytest.raises(UserError, match="mine"):
         Data("mine", TensorSplit(torch.zeros(2, 4), labels), None, None, (4,), 3)
+
+
+class Pairs(torch.utils.data.Dataset):
+    """What most people have: one (input, target) for an index."""
+
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets, self.read = inputs, targets, 0
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        self.read += 1
+        return self.inputs[index].numpy(), self.targets[index]
+
+
+def pairs():
+    """The samples of 20 photographs, and their labels."""
+    return torch.arange(20 * 12).view(20, 3, 2, 2).to(torch.uint8), torch.arange(20) * 3 % 5
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_torch_dataset_becomes_a_part(given):
+    inputs, labels = pairs()
+    dataset = Pairs(inputs, labels.tolist())
+    split = DatasetSplit(dataset, dataset.targets if given else None)
+    assert dataset.read == (1 if given else 21)
+    loaders = [
+        HostLoader(Data("pairs", part, part, None, (3, 2, 2), 5, mean=[0.5] * 3, std=[0.2] * 3), "train", 6, **options)
+        for part, options in ((split, {"workers": 2}), (TensorSplit(inputs, labels), {}))
+    ]
+    for epoch in zip(*loaders, strict=True):
+        assert all(map(torch.equal, *epoch))
+    loaders[0].close()
+    assert split.nbytes == inputs.nbytes and datasets.input_type(split) == torch.uint8
+
+
+def test_a_torch_dataset_of_numbers_becomes_a_part():
+    inputs, targets = torch.randn(8, 4), torch.randn(8, 2)
+    for part, expected in (
+        (DatasetSplit(torch.utils.data.TensorDataset(inputs, targets)), targets),
+        (DatasetSplit(Pairs(inputs, targets[:, 0].tolist())), targets[:, :1]),
+    ):
+        data = Data("numbers", part, None, None, (4,), expected.shape[1], kind="regression")
+        assert torch.equal(part.targets, expected) and all(
+            map(torch.equal, part[[3, 1]], (inputs[[3, 1]], expected[[3, 1]]))
+        )
+        assert datasets.is_description(data.description())
+
+
+def test_a_folder_of_torchvision_becomes_a_part(tmp_path):
+    folder = pytest.importorskip("torchvision").datasets.ImageFolder
+    from PIL import Image
+
+    for name, grey in (("dark", 20), ("light", 200)):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            Image.new("RGB", (4, 4), (grey + i,) * 3).save(tmp_path / name / f"{i}.png")
+    seen = folder(tmp_path, lambda image: torch.tensor(image.getpixel((0, 0))))
+    _, val = torch.utils.data.random_split(seen, [4, 2], torch.Generator().manual_seed(0))
+    data = Data("photos", DatasetSplit(seen, seen.targets), DatasetSplit(val), None, (3,), 2, classes=seen.classes)
+    assert data.train[[5, 0]][0].tolist() == [[202] * 3, [20] * 3] and data.train.targets.tolist() == [0] * 3 + [1] * 3
+    assert (data.val[[0, 1]][0][:, 0] > 100).long().tolist() == data.val.targets.tolist()
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (lambda inputs, labels: Pairs(inputs, labels), "this Pairs has no nbytes"),
+        (
+            lambda inputs, labels: TensorSplit(inputs, labels.tolist()),
+            "this TensorSplit has targets that are .* a list",
+        ),
+        (lambda inputs, labels: TensorSplit(inputs, labels.numpy()), "this TensorSplit has targets .* a ndarray"),
+        (lambda inputs, labels: torch.utils.data.TensorDataset(inputs, labels), "this TensorDataset has no nbytes"),
+        (lambda inputs, labels: iter(labels), "this tuple_iterator has no __len__"),
+        (lambda inputs, labels: DatasetSplit(iter(labels)), "DatasetSplit: this .* or has no length"),
+        (lambda inputs, labels: DatasetSplit([]), "this list is empty"),
+    ],
+)
+def test_what_is_no_part_says_what_one_is(part, words):
+    with pytest.raises(UserError, match=words) as caught:
+        Data("mine", part(*pairs()), None, None, (3, 2, 2), 5)
+    assert "DatasetSplit" in str(caught.value) and str(caught.value).count("\n") <= 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "regresion"}, "kind=regresion: .*Did you mean 'regression'"),
+        (
+            {"kind": "regression", "classes": ["a", "b", "c"]},
+            "mine: there are 3 names of classes, and a regression has",
+        ),
+        ({"classes": ["a", "b"]}, "mine: there are 2 names of classes, and num_classes is 3"),
+    ],
+)
+def test_what_would_be_refused_after_the_training_is_refused_before_it(changes, words):
+    with pytest.raises(UserError, match=words):
+        Data("mine", tensors(), None, None, (4,), 3, **changes)
 
 
 def tensors():

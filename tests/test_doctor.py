@@ -98,7 +98,7 @@ def test_gradients_vanish_in_fifty_sigmoid_layers_and_are_there_in_fifty_with_no
     assert set(doctor.said) == {"vanishing"} and len(doctor.said["vanishing"]) > 30
     assert doctor.said["vanishing"][0] == "0" and "101" not in doctor.said["vanishing"]
     assert "more" in caplog.messages[0] and len(caplog.messages[0]) < 500
-    healthy = deep(functools.partial(nn.BatchNorm1d, 16), nn.ReLU)
+    healthy = deep(functools.partial(nn.LayerNorm, 16), nn.ReLU)
     assert "vanishing" not in examined(healthy, 1e-3, every=50).said
 
 

@@ -31,6 +31,7 @@ from models.linear import Linear
 from models.mlp import MLP
 from trainer import Trainer, checkpoint
 from trainer.callbacks import Callback, Checkpoint
+from trainer.errors import UserError
 from trainer.metrics import MSE
 
 FILES = sorted(Path(__file__).parents[1].glob("examples/[!_]*.py"))
@@ -76,7 +77,7 @@ def test_its_commands_come_to_what_it_says(file, forks, tmp_path):
             tolerance = 0.035 if name.endswith(("acc", "balanced")) else 0.1 * value
             assert abs(result[name] - value) <= tolerance
             card = (tmp_path / f"run{number}" / "model.md").read_text(encoding="utf-8")
-            assert ("Outputs: what the model itself gives" in card) == (file.stem == "autoencoder")
+            assert ("Outputs: what the model itself gives" in card) == (file.stem in ("autoencoder", "multilabel"))
 
 
 def test_outputs_that_nobody_has_looked_at_are_not_taken_for_scores(forks, tmp_path):
@@ -145,6 +146,14 @@ def test_a_rate_that_follows_the_validation_is_that_of_a_run_that_was_stopped(tm
     continued.fit(train, val, resume=tmp_path / "step_00000015.ckpt")
     assert continued.scheduler.get_last_lr() == rates
     assert_same(continued.module.state_dict(), whole.module.state_dict())
+
+
+def test_a_rate_that_follows_the_validation_wants_a_schedule_that_lets_it():
+    (train, val, _), _ = make_loaders(make_data(), batch_size=20)
+    own = {"loss": torch.nn.CrossEntropyLoss(), "optimizer": torch.optim.AdamW, "device": "cpu"}
+    torchs = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2)
+    with pytest.raises(UserError, match="StepLR sets the rates by itself. Type scheduler=constant"):
+        Trainer(MLP((6,), 3), scheduler=torchs, callbacks=[Plateau()], **own).fit(train, val)
 
 
 def test_the_focal_loss_is_its_formula_and_without_gamma_the_cross_entropy():

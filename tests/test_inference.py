@@ -45,7 +45,7 @@ JOBS = {
         "dataset.ignore=[id,price]",
         "epochs=3",
     ]
-    + ["model=linear", "batch_size=32", "dataset.missing=mean"],
+    + ["model=linear", "batch_size=32", "dataset.missing=mean", "dataset.resident=false"],
 }
 
 
@@ -739,6 +739,17 @@ def test_only_the_part_that_is_evaluated_is_counted(forks, runs):
     )
 
 
+def test_what_an_evaluation_streams_is_as_typed_or_else_as_it_had_to_be(forks, runs):
+    for arguments, why in {
+        ("run=digits", "dataset.resident=false", "dataset.workers=1"): "streamed with 1 worker, as asked",
+        ("run=grades",): "streamed with 0 workers, as asked",
+        ("run=grades", "dataset.resident=auto"): "resident on cpu, ",
+    }.items():
+        out = asked(forks, runs, "task=evaluate", *arguments).splitlines()
+        assert why in out[0], arguments
+        assert float(out[-1].split()[-1]) == result(runs, arguments[0].removeprefix("run="))["test/acc"]
+
+
 def test_other_data_that_does_not_fit_is_refused(forks, runs):
     for arguments, message in {
         ("run=digits", "dataset=synthetic"): "has inputs of 20, and the run was trained on 1x8x8",
@@ -750,6 +761,7 @@ def test_other_data_that_does_not_fit_is_refused(forks, runs):
             "dataset.val_fraction=0.2",
         ): "split=all is not cut, and there is dataset.val_fraction",
         ("run=digits", "epochs=3"): "epochs: task=evaluate takes the run's own settings",
+        ("run=digits", "dataset.augment=[flip]"): "dataset.augment: task=evaluate takes the run's own settings",
         ("run=digits", "model=cnn"): "model: task=evaluate takes the run's own settings",
     }.items():
         assert message in refused(forks, runs, "task=evaluate", *arguments), arguments

@@ -3,6 +3,7 @@
 import random
 import weakref
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -310,6 +311,49 @@ def test_the_first_sample_of_a_users_own_split_is_looked_at(give, error, words):
         with pytest.raises(error, match=words):
             make_loaders(data, batch_size=4, resident=False, workers=0)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Drawing:
+    """A split of the user's own that draws as it reads, from each of the global generators."""
+
+    nbytes, targets = 23 * 24, torch.arange(23) % 2
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, indices):
+        drawn = [[torch.rand(()).item(), random.random(), numpy.random.rand()] for _ in indices]
+        return torch.tensor(drawn), self.targets[indices]
+
+    def tensors(self):
+        return self[list(range(23))]
+
+
+def test_what_a_users_own_split_draws_is_a_function_of_seed_part_epoch_and_batch():
+    data = Data("drawing", Drawing(), Drawing(), None, (3,), 2)
+    numbers = {}
+    for workers in (0, 2):
+        before = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
+        for seed in (0, 1):
+            loader = HostLoader(data, "train", 4, workers=workers, seed=seed, shuffle=True)
+            numbers[seed, workers] = epochs = [list(loader), list(loader)]
+            loader.seek(1, 2)
+            assert same(loader, epochs[1][2:])
+            loader.close()
+        assert (torch.get_rng_state() == before[0]).all() and random.getstate() == before[1]
+        assert str(numpy.random.get_state()) == before[2]
+        [random.random(), numpy.random.rand(), torch.rand(1)]  # whatever else draws
+    for seed in (0, 1):
+        for epoch in (0, 1):
+            assert same(numbers[seed, 0][epoch], numbers[seed, 2][epoch])
+    val = HostLoader(data, "val", 4)
+    epochs = [*numbers[0, 0], *numbers[1, 0], list(val)]
+    assert same(epochs[-1], val)  # what is evaluated is the same each time
+    for resident in (DeviceLoader(data, "train", 23, seed=seed) for seed in (0, 0, 1)):
+        epochs.append(list(resident))
+    assert same(epochs[-3], epochs.pop(-2))
+    drawn = torch.cat([inputs for epoch in epochs for inputs, _ in epoch])
+    assert len(drawn) == 7 * 23 and [len(column.unique()) for column in drawn.T] == [7 * 23] * 3
 
 
 def test_what_does_not_fit_in_the_memory_says_so():

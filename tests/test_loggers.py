@@ -523,6 +523,45 @@ def test_the_jobs_of_a_sweep_are_together_and_nothing_from_the_environment_is_to
     assert [str(path) for path in left if secret.encode() in path.read_bytes()] == []
 
 
+class Told(Logger):
+    """Keeps what it was told of the run's end in the file `told`."""
+
+    def begin(self, trainer):
+        pass
+
+    def write(self, row, step):
+        pass
+
+    def end(self, outcome):
+        with open("told", "a") as file:
+            file.write(f"{outcome}\n")
+
+
+class DiesLate(Accuracy):
+    """A metric of which the test's value is an error, or a signal."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of, self.asked = of, 0
+
+    def value(self, sums):
+        self.asked += 1
+        if self.asked == 2:
+            if self.of == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise ZeroDivisionError
+        return super().value(sums)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
+@pytest.mark.parametrize(("of", "outcome"), [("error", "failed"), ("signal", "stopped")])
+def test_what_ends_a_run_in_its_test_is_told_too(forks, tmp_path, of, outcome):
+    late = ["+metrics.late._target_=test_loggers.DiesLate", f"+metrics.late.of={of}"]
+    done = forks.run(tmp_path, *TINY[:-1], *late, "+callbacks.told._target_=test_loggers.Told", "run_dir=run")
+    assert done.code == {"error": 1, "signal": 143}[of], done.err
+    assert (tmp_path / "told").read_text() == f"{outcome}\n"
+
+
 def tracked(database):
     from mlflow import MlflowClient
 

@@ -1,6 +1,7 @@
 """Every metric in ragged batches equals one batch, and torchmetrics where it has the same one."""
 
 import functools
+import importlib
 import importlib.util
 import itertools
 import sys
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
+from data.datasets import Data, TensorSplit
 from trainer import build
 from trainer.errors import UserError
 from trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, Mean, TopK, default_metrics
@@ -148,6 +150,32 @@ def test_confusion_against_a_slow_loop():
     assert found.tolist() == counts and found.sum() == N
     accuracy = evaluated(Accuracy(), outputs, targets, N)
     same(found.diagonal().sum() / found.sum(), accuracy.float())
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_pixels_are_samples(name):
+    """The classes are the second dimension, as in torch's cross_entropy."""
+    outputs, targets = scores()
+    pixels = len(targets) // 6 * 6
+    images = outputs[:pixels].view(-1, 2, 3, CLASSES).permute(0, 3, 1, 2)
+    found = evaluated(CLASSIFIERS[name](), images, targets[:pixels].view(-1, 2, 3), 4)
+    same(found, evaluated(CLASSIFIERS[name](), outputs[:pixels], targets[:pixels], 7))
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+@pytest.mark.parametrize(
+    ("outputs", "targets"),
+    [
+        (torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64)),  # one logit: its largest is always the first
+        (torch.zeros(4, 1), torch.zeros(4, 1)),
+        (torch.zeros(4), torch.zeros(4)),
+        (torch.zeros(4, CLASSES), torch.eye(4, CLASSES).roll(1, 1) + torch.eye(4, CLASSES)),  # several labels a sample
+        (torch.zeros(4, 3, CLASSES), torch.zeros(4, 3, dtype=torch.int64)),
+    ],
+)
+def test_what_is_not_one_class_of_several_is_refused(name, outputs, targets):
+    with pytest.raises(UserError, match=r"one class a sample.*\n.*MultilabelAccuracy"):
+        CLASSIFIERS[name]().update(outputs, targets)
 
 
 def test_regression_by_hand():
@@ -291,3 +319,37 @@ def test_equals_torchmetrics(name):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, check_dtype=False)
     if name == "confusion":
         assert torch.equal(found, expected)
+
+
+@needs_torchmetrics
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("classification.BinaryF1Score", {}),
+        ("classification.MultilabelF1Score", {"num_labels": 4}),
+        ("classification.MulticlassF1Score", {}),
+        ("regression.ExplainedVariance", {}),
+    ],
+)
+def test_torchmetrics_are_built_with_the_arguments_that_they_have(name, options):
+    """The number of classes is offered to every metric, and those that hand **kwargs on refuse it."""
+    kind = getattr(importlib.import_module(f"torchmetrics.{name.split('.')[0]}"), name.split(".")[1])
+    with build.trusting([]):
+        built = build.build("metrics.m", {"_target_": f"torchmetrics.{name}", **options}, num_classes=4)
+    expected = kind(**options | ({"num_classes": 4} if "Multiclass" in name else {}))
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(20, 4, generator=generator)
+    labels = outputs.roll(1, 0).argmax(1) if "Multiclass" in name else (outputs.roll(1, 0) > 0).float()
+    built.update(outputs, labels)
+    assert torch.equal(built.compute(), expected(outputs, labels))
+
+
+@pytest.mark.parametrize(
+    ("loss", "usual"),
+    [(torch.nn.HuberLoss(), True), (torch.nn.BCEWithLogitsLoss(), False), (min, True)],
+)
+def test_logits_are_not_measured_as_numbers(loss, usual):
+    labels = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    part = TensorSplit(torch.randn(3, 5), labels)
+    data = Data("labels", part, None, None, (5,), 2, kind="regression")
+    assert build.has_usual_outputs(torch.nn.Linear(5, 2), loss, data) == usual

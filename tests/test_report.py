@@ -153,7 +153,10 @@ def test_the_page_shows_these_numbers(run, tested):
         f"alone would be {report.percent(chance)}; val/acc rose from {values[0]:.4f} after epoch 1 to {values[1]:.4f} "
         "after epoch 2."
     )
+    assert shown.all("p", "soft")[0] == ("MLP on digits, cpu, fp32, 1,259 training + 179 validation + 359 test samples")
     assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]  # key, value, default
+    [details] = shown.all("details")  # each setting once: trainer.epochs is ${epochs}
+    assert "epochs" in details and "trainer.epochs" not in details and "optimizer.lr" in details
     images = [attributes["src"] for tag, attributes, _ in shown.elements if tag == "img"]
     seen = read(run[0])
     assert images == [f"data:image/png;base64,{s['png']}" for s in seen["worst"] + seen["uncertain"]]
@@ -257,19 +260,25 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     assert seen["worst"][0]["true"] == pytest.approx(true[order[0]].tolist(), rel=1e-6)
     # The page of it, with the numbers that the run would have.
     (tmp_path / "config.yaml").write_text("seed: 0\n", encoding="utf-8")
-    result = {name.replace("val/", "val/"): value for name, value in results.items()} | {"val/mae": 1.5}
-    (tmp_path / "result.json").write_text(json.dumps(result | {"val/r2": 0.5}), encoding="utf-8")
+    (tmp_path / "result.json").write_text(json.dumps(results | {"val/mae": 1.5, "val/r2": 0.5}), encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "train/loss": 2}\n{"epoch": 2, "train/loss": 1}\n')
     shown = page_of(tmp_path)
     [verdict] = shown.all("p", "verdict")
     assert verdict == (
-        "The model explains 50.0 % of the variance of 3,500 val samples, where always answering their mean would "
-        "explain none, and is off by 1.5000 on average."
+        "The model explains 50.0 % of the variance of 3,500 validation samples, where always answering their mean "
+        f"would explain none{', and is off by 1.5000 on average' if len(true[0]) == 1 else ''}."
     )
-    names = [f" of target {i}" for i in range(3)] if len(true[0]) > 1 else [""]
+    assert "The loss is that of the standardised targets." in shown.all("p", "soft")
+    names = [f" of target {i + 1}" for i in range(3)] if len(true[0]) > 1 else [""]
+    points = torch.tensor(seen["points"], dtype=torch.float64)
+    off = (points[:, 1] - points[:, 0]).abs().mean(0).tolist() if len(names) > 1 else []
+    assert [plot["off"] for plot in report.regression(seen) if plot["off"]] == [
+        f"{report.number(value)} on average" for value in off
+    ]
     expected = [f"{what}{of}" for of in names for what in ("predicted against true", "errors")]
     assert [plot["title"] for plot in report.regression(seen)] == expected
     assert len({plot["svg"] for plot in report.regression(seen)}) == len(expected)
-    assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == len(expected)
+    assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == len(expected) + 1
     trainer.close()
 
 
@@ -313,6 +322,7 @@ def test_images_have_their_files_and_without_a_test_part_the_validation_is_shown
     assert files and all((tmp_path / "pictures" / file).is_file() for file in files)
     assert sorted(files) == sorted({text for text in shown.all("span", "soft") if text.endswith(".png")})
     assert "b" not in [tag for tag, _, text in shown.elements if text == "cats"]
+    assert any(text.startswith("There is no test part: the best weights were") for text in shown.all("p", "soft"))
     shutil.rmtree(tmp_path / "run")
     assert forks.run(tmp_path, *typed, "report=false").code == 0
     assert not {"evaluation.json", "report.html"} & set(os.listdir(tmp_path / "run"))
@@ -328,6 +338,11 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     [verdict] = shown.all("p", "verdict")
     assert verdict.startswith("val/acc rose from ") and verdict.endswith("has not come to its end, up to step 40.")
     assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert [command.removesuffix(str(tmp_path / "run")) for command in page_of(tmp_path / "run").all("pre")] == again
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "step_00000045.ckpt").touch()  # as of one that was interrupted there
+    assert page_of(tmp_path / "run").all("p", "verdict") == [verdict.replace("step 40.", "step 45.")]
     config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "run" / "config.yaml").write_text(config.partition("\n")[2], encoding="utf-8")
     assert all("task=" in command for command in page_of(tmp_path / "run").all("pre"))  # nobody knows what was typed
@@ -378,7 +393,7 @@ def without(mapping, key):
     return {name: value for name, value in mapping.items() if name != key}
 
 
-def test_the_verdict_is_a_function_of_the_numbers():
+def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
     def rows(*values, name="val/acc"):
         return [{"epoch": i, "step": i, name: value} for i, value in enumerate(values, 1)]
 
@@ -393,6 +408,8 @@ def test_the_verdict_is_a_function_of_the_numbers():
     went = "val/acc went from 0.5000 after epoch 1 to"
     numbers, then = {"kind": "regression", "split": "test", "samples": 9}, "after epoch 1 to 1.5000 after epoch 2."
     mean = "on 9 test samples than always answering their mean (r2 -0.5000), and is off by 3.0000 on average."
+    price = "The model explains 50.0 % of the variance of price in 9 test samples, where always answering their mean"
+    price = f"{price} would explain none"
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
     for result, these, seen, at, said in [
         ({}, [], {}, None, "There are no numbers yet."),
@@ -410,7 +427,7 @@ def test_the_verdict_is_a_function_of_the_numbers():
             None,
             f"The model gets {half}, {chance}.",
         ),
-        ({"error": "it broke"}, up, even, None, "The run has failed: it broke"),
+        ({"error": "it broke.\nType x."}, up, even, None, "The run has failed: it broke. Type x."),
         ({"a": 1}, up, {}, best(up, 2), "val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2."),
         ({"a": 1}, up, {}, best(up, 1), "val/acc was 0.5000 after epoch 1, and not better later."),
         ({"a": 1}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after epoch 1."),
@@ -419,13 +436,27 @@ def test_the_verdict_is_a_function_of_the_numbers():
         ({"test/loss": 0.25}, [], {}, None, "test/loss is 0.2500."),
         ({"test/loss": 0.25, "test/f1": 0.5}, [], {}, None, "test/f1 is 0.5000."),
         ({"test/r2": -0.5, "test/mae": 3.0}, [], numbers, None, f"The model is no better {mean}"),
+        (
+            {"test/r2": 0.5, "test/mae": 3.0},
+            [],
+            numbers | {"target": "price"},
+            None,
+            f"{price}, and is off by 3.0000 on average.",
+        ),
+        (
+            {"test/r2": 0.5, "test/mae": 3.0},
+            [],
+            numbers | {"target": "price", "points": [[[1, 2], [3, 4]]]},
+            None,
+            f"{price}.",
+        ),
     ]:
-        assert report.verdict(result, these, seen, at) == said
+        assert report.verdict(result, these, seen, at, report.last_step(tmp_path, these)) == said
 
 
 def test_data_of_ones_own_has_its_own_name():
     def about(**dataset):
-        return report.about({"model": {"_target_": "models.mlp.MLP"}, "dataset": dataset}, {"device": "cpu"})
+        return report.about({"model": {"_target_": "models.mlp.MLP"}, "dataset": dataset}, {"device": "cpu"}, {})
 
     assert about(_target_="data.datasets.digits") == "MLP on digits, cpu"
     assert about(_target_="data.tables.csv", path="a/houses.csv") == "MLP on houses.csv, cpu"
@@ -461,12 +492,27 @@ def test_the_best_so_far_is_what_the_monitor_says():
 
 
 def test_shares_in_words():
-    values = {0.5: "50.0 %", 0.972: "97.2 %", 0.9994: "99.94 %", 1.0: "100.0 %", 0.0: "0.0 %", 0.00012: "0.01 %"}
+    values = {0.5: "50.0 %", 0.972: "97.2 %", 0.9994: "99.94 %", 1.0: "100 %", 0.0: "0 %", 0.00012: "0.01 %"}
     assert {share: report.percent(share) for share in values} == values
+    numbers = {0.0: "0.0000", 3.2154e-5: "3.215e-05", -0.00051234: "-0.0005123", 0.001: "0.0010"}
+    assert {value: report.number(value) for value in numbers} == numbers
     assert report.number(1e99) == "1e+99" and report.number(-123456789012345.0) == "-123,456,789,012,345"
-    assert [report.tile(value) for value in (0.5, 382_218_123.0, -2e6)] == ["0.5000", "382 M", "-2 M"]
+    assert [report.tile(value) for value in (0.5, 3.2154e-5, 382_218_123.0, -2e6)] == [
+        "0.5000",
+        "3.22e-05",
+        "382 M",
+        "-2 M",
+    ]
     amounts = {5: "5", 1234: "1,234", 12345: "12.3 k", 5.19e7: "51.9 M", 3.41e12: "3.41 T", 2.5: "2.5"}
     assert {value: report.amount(value) for value in amounts} == amounts
+
+
+def test_errors_are_tiles_in_the_units_of_their_target():
+    result = {"test/loss": 0.5, "test/r2": 0.75, "test/mae": 300.0, "test/mse": 160000.0}
+    assert report.tiles(result, None, 1) == [("test/r2", "0.7500"), ("test/mae", "300.00"), ("test/rmse", "400.00")]
+    assert report.tiles(result, None, 3) == [("test/r2", "0.7500"), ("test/loss", "0.5000")]
+    config = {"model": {"_target_": "models.MLP"}, "dataset": {"_target_": "data.tables.csv", "path": "a.csv"}}
+    assert report.about(config, {}, {"target": "price"}) == "MLP on a.csv, target price"
 
 
 def test_a_thin_curve_keeps_its_ends_and_its_extremes():
@@ -477,6 +523,26 @@ def test_a_thin_curve_keeps_its_ends_and_its_extremes():
     assert len(thin) <= 400 and thin == sorted(thin) and set(thin) <= set(points)
     assert {points[0], points[-1], (4321, 9.0), (7777, -9.0)} <= set(thin)
     assert plots.thin(points[:400], 400) == points[:400]
+
+
+@pytest.mark.parametrize("values", [(1, 1), (0.9, 1)])
+def test_the_axis_of_a_share_ends_at_1(values):
+    drawn = plots.curves("a", {"val": list(enumerate(values, 1))})
+    ticks = [float(text) for text in re.findall(r">(0\.\d+|1(?:\.\d+)?)</text>", drawn.split("matplotlib.axis_2")[1])]
+    assert len(ticks) > 1 and max(ticks) == 1
+
+
+def test_the_train_loss_is_drawn_over_stretches_of_one_size():
+    """Of 1,437 samples an epoch, of which the rows every so many steps cut off a piece."""
+    generator, windows, means = random.Random(0), [], []
+    for epoch in range(1, 8):
+        losses = [generator.random() for _ in range(1437)]
+        cut = generator.choice([0, 64, 640, 1216])
+        parts = [(epoch - 1 + cut / 1437, losses[:cut]), (epoch, losses[cut:])]
+        windows += [(end, sum(part) / len(part), len(part)) for end, part in parts if part]
+        means.append((epoch, pytest.approx(sum(losses) / 1437)))
+    assert len(windows) > 7 and report.pooled(windows) == means
+    assert report.pooled([(1.5, 2.0, 10), (2, 5.0, 20)]) == [(1.5, 2.0), (2, 5.0)] and report.pooled([]) == []
 
 
 def test_time_and_memory_are_shown_as_shares(run, tmp_path):
@@ -506,8 +572,33 @@ def test_many_classes_are_a_table_of_those_most_confused():
     counts[3][7], counts[9][1] = 8, 5
     seen = {"kind": "classification", "split": "test", "confusion": counts, "classes": [f"c{i}" for i in range(size)]}
     found = report.confusion(seen)
-    assert found["pairs"] == [("c3", "c7", "8", "18"), ("c9", "c1", "5", "15")]
-    assert found["lowest"][:2] == [["c3", "1.000", "0.556", "18"], ["c9", "1.000", "0.667", "15"]]
+    assert found["rows"] == [] and found["lists"]["pairs"] == [("c3", "c7", "8 of 18"), ("c9", "c1", "5 of 15")]
+    lowest, others = found["lists"]["lowest"], found["lists"]["others"]
+    assert lowest[:2] == [["c3", "1.000", "0.556", "18"], ["c9", "1.000", "0.667", "15"]]
+    assert sorted(row[0] for row in lowest + others) == sorted(seen["classes"]) and len(others) == 10
+
+
+def test_a_matrix_that_paper_has_no_room_for_is_printed_as_lists(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "curves", lambda rows, best: [])
+    monkeypatch.setattr(report, "defaults_of", lambda typed: {})
+    shutil.copytree(run[0], tmp_path / "run")
+    size, seen = 30, read(tmp_path / "run")
+    seen["classes"] = [f"lesser_black_backed_gull_{i}" for i in range(size)]
+    seen["confusion"] = [[1234 if i == j else 0 for j in range(size)] for i in range(size)]
+    (tmp_path / "run" / "evaluation.json").write_text(json.dumps(seen), encoding="utf-8")
+    shown = page_of(tmp_path / "run")
+    heads = [
+        (attributes["title"], text) for tag, attributes, text in shown.elements if tag == "th" and "title" in attributes
+    ]
+    assert (
+        heads
+        == 2 * [(name, report.middle(name)) for name in seen["classes"]]
+        == 2 * [(name, f"lesser_bl…{name[-14:]}") for name in seen["classes"]]
+    )
+    assert len(shown.all("div", "screen")) == len(shown.all("div", "paper")) == len(shown.all("table", "upright")) == 1
+    assert "None of the test samples is." in shown.all("p") and shown.all("td", "right") == ["1,234"] * size
+    few = report.confusion(read(run[0]))
+    assert few["lists"] is None and not few["upright"] and len(few["rows"]) == 10
 
 
 # Anybody's.
@@ -707,26 +798,27 @@ def test_whatever_is_given_to_a_template_is_escaped():
 
 def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     generator = random.Random(0)
-    lines = ["area,kind,price"]
+    lines = ["area,zip,hour,people,kind,price"]
     areas = ["" if i % 5 == 0 else f"{generator.uniform(30, 200):.1f}" for i in range(80)]
-    lines += [f"{area},{generator.choice('abc')},{i * 10 + 5}" for i, area in enumerate(areas)]
+    for i, area in enumerate(areas):
+        numbers = [generator.randrange(10**4, 10**5), i % 24, generator.randrange(10**5, 10**7)]
+        lines.append(",".join(map(str, [area, *numbers, generator.choice("abc"), i * 10 + 5])))
     lines[9:9] = ["", ""]  # blank lines, which are no rows
     (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
     data = csv(str(tmp_path / "a.csv"), "price", missing="mean")
     mean = f"{data.table['columns'][0]['mean']:.6g} (the mean)"
-    by_price = {float(line.split(",")[2]): line.split(",")[:2] for line in lines[1:] if line}
-    trainer = make_trainer(torch.nn.Linear(4, 1), loss=torch.nn.MSELoss())
+    trainer = make_trainer(torch.nn.Linear(7, 1), loss=torch.nn.MSELoss())
     (_, _, loader), _ = make_loaders(data, batch_size=8)
     _, seen = examine.evaluate(trainer, loader, "test", data)
     examine.write(tmp_path / "evaluation.json", seen, data)
     trainer.close()
     assert mean in [sample["columns"]["area"] for sample in read(tmp_path)["worst"]]
+    assert read(tmp_path)["target"] == "price" and read(tmp_path)["standardised"] is True
     for sample in read(tmp_path)["worst"]:
-        area, kind = by_price[round(sample["true"][0], 2)]
-        line = lines[sample["line"] - 1]
-        assert line.split(",") == [area, kind, f"{sample['true'][0]:.0f}"]
-        assert report.sample_of(sample, seen, 0)["name"] == f"line {sample['line']}"
-        assert sample["columns"] == {"area": pytest.approx(float(area), rel=1e-4) if area else mean, "kind": kind}
+        area, *others, price = lines[sample["line"] - 1].split(",")
+        shown = report.sample_of(sample, seen, 0)
+        assert shown["name"] == f"line {sample['line']}" and shown["true"] == report.number(float(price))
+        assert list(shown["columns"].values()) == [area.removesuffix(".0") or mean, *others]
 
 
 @pytest.mark.parametrize("module", [report, sweep])

@@ -139,6 +139,11 @@ def test_a_damaged_best_does_not_hold_up_a_run_that_is_done(forks, whole, tmp_pa
     for arguments in ((*JOB, "run_dir=run"), ("task=evaluate", "run=run", "trusted=[test_rundir]")):
         done = forks.run(tmp_path, *arguments)
         assert done.code == 0 and path.name in done.err and f"step_{newest:08d}.ckpt" in done.err
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["best"], result["steps"]) == (None, newest)  # not that of other weights than those that are shared
+    assert f"those of step {newest}" in (tmp_path / "run" / "model.md").read_text()
+    last = checkpoint.load(checkpoint.path_of(path.parent, newest))["model"]
+    assert same(weights(tmp_path / "run"), {name: tensor.contiguous() for name, tensor in last.items()})
 
 
 def test_a_result_outlives_a_command_that_is_refused_in_its_sweep(forks, tmp_path):

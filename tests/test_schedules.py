@@ -240,7 +240,7 @@ def test_a_whole_number_is_a_rate():
     ("kind", "words"),
     [
         (torch.optim.lr_scheduler.StepLR, r"scheduler.step_size: .* Type \+scheduler.step_size=..."),
-        (torch.optim.lr_scheduler.ReduceLROnPlateau, "wants a number at each step"),
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, r"wants a number at each step.*\n.*examples.own_callback.Plateau"),
         (lambda optimizer: object(), "object is no LR scheduler"),
     ],
 )

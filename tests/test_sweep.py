@@ -459,6 +459,22 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
     assert go_on == ["-m", "seed=0,1,2,3", "epochs=9", rundir.setting("hydra.sweep.dir", tmp_path)]
 
 
+@pytest.mark.parametrize("while_it", ["is_held", "read_result"])
+def test_a_job_that_ends_while_it_is_looked_at(tmp_path, monkeypatch, while_it):
+    result = {"overrides": ["seed=0"], "best": None, "seconds": 1.0}
+    rundir.write_json(tmp_path / "0" / "job.json", {"number": 0, "overrides": ["seed=0"]})
+    ask = getattr(rundir, while_it)
+
+    def ends(path):
+        found = ask(path)
+        rundir.write_json(tmp_path / "0" / "result.json", result)
+        return found
+
+    monkeypatch.setattr(rundir, while_it, ends)
+    assert sweep.read_job(tmp_path / "0").status == ("done" if while_it == "is_held" else "unfinished")
+    assert sweep.read_job(tmp_path / "0").status == "done"
+
+
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_the_page_of_a_large_sweep_of_anybody_has_only_text_of_theirs(tmp_path, mode, capsys):
     evil = "</svg></title><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x1b[31m"

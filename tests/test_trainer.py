@@ -18,6 +18,7 @@ from trainer import Trainer, checkpoint, schedules
 from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard
 from trainer.device import mix_seed, move, seed_generators
 from trainer.errors import TrainingError, UserError
+from trainer.lr_find import lr_find
 from trainer.metrics import Accuracy
 
 
@@ -123,6 +124,31 @@ def test_a_second_fit_trains_as_long_again():
     assert trainer.optimizer.state[trainer.module[0].weight]["step"] == 48
 
 
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        functools.partial(schedules.cosine, warmup=3),
+        functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=24),
+        functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10),
+        functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2),
+    ],
+)
+def test_a_second_fit_has_the_rates_of_the_first(scheduler):
+    """torch's schedules go on from the rate that is there, which is that of the first one's end."""
+    trainer = make_trainer(scheduler=scheduler)
+    rates = []
+    for _ in range(2):
+        trainer.fit(DeviceLoader(make_data(), "train", 8, shuffle=True))
+        rates.append([trainer.lr, *trainer.scheduler.get_last_lr()])
+    assert rates[0] == rates[1] and trainer.lr < 1e-2
+
+
+def test_gradients_of_before_are_none_of_the_first_steps():
+    model = make_model()
+    model(torch.ones(2, 6)).sum().backward()
+    assert_same(trained(model=model), trained())
+
+
 def test_max_steps_is_the_length_instead_of_epochs():
     train_loader, _ = loaders()
     for max_steps, epochs in ((5, 3), (20, 1), (5, None)):
@@ -226,6 +252,21 @@ def test_global_generators_do_not_reach_a_training():
     assert not torch.equal(trained(model=make_model(dropout=0.5, seed=3), seed=1)["0.weight"], first["0.weight"])
 
 
+def test_what_is_drawn_after_a_training_is_what_would_have_been_without():
+    """Or the models that are made in a loop, each after the training of the last, would all be the same one."""
+    train_loader, val_loader = loaders()
+    trainer = make_trainer(make_model(dropout=0.5))
+    before = torch.get_rng_state()
+    for use in (
+        lambda: trainer.fit(train_loader, val_loader),
+        lambda: trainer.evaluate(val_loader),
+        lambda: trainer.predict(val_loader),
+        lambda: lr_find(trainer, train_loader, steps=20),
+    ):
+        use()
+        assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streamed_training_is_resident_training(workers):
     streamed = trained(
@@ -277,10 +318,30 @@ def test_predict_gives_the_outputs_in_order():
 def test_no_samples_and_no_optimizer_are_explained():
     with pytest.raises(UserError, match="no samples"):
         make_trainer().evaluate([])
+    with pytest.raises(UserError, match="no samples"):
+        make_trainer().predict([])
     with pytest.raises(UserError, match="optimizer"):
         make_trainer(optimizer=None).fit(loaders()[0])
     with pytest.raises(UserError, match="no batch"):
         make_trainer().fit([])
+
+
+def test_a_fit_that_cannot_begin_keeps_no_data(tmp_path):
+    trainer = make_trainer()
+    with pytest.raises(UserError, match="nothing.ckpt"):
+        trainer.fit(*loaders(), resume=tmp_path / "nothing.ckpt")
+    assert trainer.train_loader is None and trainer.val_loader is None
+
+
+def test_a_metric_that_counts_is_a_number_like_all_others():
+    """Those who show numbers look for floats."""
+
+    class Wrong(Accuracy):
+        def value(self, sums):
+            return self.count - sums
+
+    found = make_trainer(metrics={"wrong": Wrong(), "acc": Accuracy()}).evaluate(loaders()[1])
+    assert isinstance(found["val/wrong"], float) and found["val/wrong"] == round(25 * (1 - found["val/acc"]))
 
 
 # Resume
@@ -633,3 +694,19 @@ def test_a_checkpoint_of_another_scheduler_is_refused(tmp_path, order):
     path = checkpoint.newest(tmp_path)[0]
     with pytest.raises(UserError, match="written with another scheduler"):
         make_trainer(scheduler=read, epochs=2).fit(*loaders(), resume=path)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "key"),
+    [
+        (functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2), "total_steps=8, and this one 16"),
+        (lambda optimizer, total_steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps), "T_max=8"),
+    ],
+)
+def test_a_schedule_of_torchs_cannot_be_made_longer(tmp_path, scheduler, key):
+    """It would keep the length it began with: one raises after it, the other one comes back up."""
+    make_trainer(scheduler=scheduler, callbacks=[Checkpoint(tmp_path)], epochs=1).fit(*loaders())
+    path = checkpoint.newest(tmp_path)[0]
+    with pytest.raises(UserError, match=key):
+        make_trainer(scheduler=scheduler, epochs=2).fit(*loaders(), resume=path)
+    make_trainer(scheduler=scheduler, epochs=1).fit(*loaders(), resume=path)

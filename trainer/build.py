@@ -91,7 +91,8 @@ def build(key, node, **offered):
         return factory
     arguments, takes_more = arguments_of(key, target)
     # Of those that hand **kwargs on, a Trainer of one's own gets all, and torchvision's models the number of classes.
-    passed = [n for n in offered if n in arguments or (takes_more and (key == "trainer" or n == "num_classes"))]
+    handed_on = {"trainer": list(offered), "model": ["num_classes"]}.get(key, []) if takes_more else []
+    passed = [name for name in offered if name in arguments or name in handed_on]
     passed = {name: offered[name] for name in passed if name not in node or key == "trainer"}
     there = {*passed, *node, *list(arguments)[: len(node.get("_args_") or ())]}
     if missing := [name for name, needed in arguments.items() if needed and name not in there]:
@@ -362,10 +363,15 @@ def check_fit(model, loss, data):
     name = type(loss).__name__
     if isinstance(loss, (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)) and data.kind == "classification":
         there = f"{data.name} has {data.num_classes} classes"
-        raise UserError(f"loss={name} is for numbers, and {there}. Type loss=cross_entropy.")
+        whole = data.table is not None and all(name.removeprefix("-").isdigit() for name in data.classes)
+        other = ", or dataset.kind=regression" * whole  # of a column of few whole numbers
+        raise UserError(f"loss={name} is for numbers, and {there}. Type loss=cross_entropy{other}.")
     if isinstance(loss, nn.CrossEntropyLoss) and data.kind == "regression":
         there = f"{data.name} has numbers to predict"
-        raise UserError(f"loss={name} is for classes, and {there}. Type loss=mse, l1 or huber.")
+        other = ".\nWhere they are several labels a sample, 0 or 1, type loss._target_=torch.nn.BCEWithLogitsLoss."
+        if data.table is not None:
+            other = ", or dataset.kind=classification."
+        raise UserError(f"loss={name} is for classes, and {there}. Type loss=mse, l1 or huber{other}")
     outputs, targets = outputs_for(model, data)
     try:
         loss(outputs, targets)
@@ -404,8 +410,14 @@ def is_on(node):
     return node is not None and not (hasattr(node, "values") and None in node.values())
 
 
-def has_usual_outputs(model, data):
-    """Whether the usual metrics mean something for this model, also under a loss of one's own."""
+def has_usual_outputs(model, loss, data):
+    """Whether the usual metrics mean something for what this model gives, also under a loss of one's own."""
+    from torch import nn
+
+    # They train logits, of several labels a sample, or logarithms: no numbers like the targets.
+    others = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarginLoss, nn.PoissonNLLLoss, nn.KLDivLoss)
+    if data.kind == "regression" and isinstance(loss, (*others, nn.BCELoss)):
+        return False
     try:
         outputs_for(model, data)
     except UserError:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from trainer import checkpoint, launch, parallel, settings, summary
 from trainer.errors import TrainingError, UserError, as_typed, check_number, did_you_mean
 from trainer.readable import number
 from trainer.state import ANYTHING, check_like, refuse
+
+SILENCE = 30  # seconds, after which Progress says where it is also in the middle of an epoch
 
 
 class Callback:
@@ -175,9 +178,8 @@ class Checkpoint(Monitor):
 
     def check_folder(self, trainer):
         if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
-            raise UserError(
-                f"{self.folder} has checkpoints: give another folder, or continue them by fit(resume=FILE)."
-            )
+            more = f"or go on from them: fit(..., resume={str(self.folder)!r})"
+            raise UserError(f"{self.folder} has checkpoints: give another folder, {more}.")
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):  # a link may lead anywhere
             raise UserError(f"{self.folder} is no folder, and checkpoints go into one. Remove it, or move it away.")
 
@@ -456,7 +458,7 @@ class NaNGuard(Callback):
 
 
 class Progress(Callback):
-    """One line an epoch with loss, validation metrics and speed; on a terminal a bar as well."""
+    """One line an epoch with loss, validation metrics and speed; on a terminal a bar, elsewhere a line now and then."""
 
     first_rank_only = True
     bar = None
@@ -470,6 +472,7 @@ class Progress(Callback):
             self.bar = tqdm.tqdm(
                 total=trainer.total_steps, initial=trainer.step, leave=False, unit="step", dynamic_ncols=True
             )
+        self.said = time.monotonic()
         self.start_epoch()
 
     def start_epoch(self):
@@ -490,7 +493,7 @@ class Progress(Callback):
         self.line(trainer)
         self.start_epoch()
 
-    def line(self, trainer):
+    def line(self, trainer, where=None):
         epochs = math.ceil(trainer.total_steps / trainer.steps_per_epoch)
         done = trainer.step / trainer.steps_per_epoch
         width = len(str(epochs))
@@ -498,12 +501,12 @@ class Progress(Callback):
         values = "".join(f"  {name} {number(value)}" for name, value in self.validation.items())
         speed = f"  {self.samples / self.seconds:,.0f} samples/s" if self.seconds else ""
         epoch = f"{done:{width}g}" if done.is_integer() else f"{done:.2f}"
-        text = f"epoch {epoch}/{epochs}{loss}{values}{speed}"
         self.validation = {}
-        self.write(text)
+        self.write(f"{where or f'epoch {epoch}/{epochs}'}{loss}{values}{speed}")
 
     def write(self, text):
         """A line, above the bar where there is one."""
+        self.said = time.monotonic()
         if self.bar is None:
             print(text, flush=True)
         else:
@@ -512,6 +515,8 @@ class Progress(Callback):
     def on_step_end(self, trainer):
         if self.bar is not None:
             self.bar.update(trainer.step - self.bar.n)
+        elif time.monotonic() > self.said + SILENCE:
+            self.line(trainer, f"step {trainer.step:,}/{trainer.total_steps:,}")
 
     def on_fit_end(self, trainer):
         if self.bar is not None:

@@ -65,6 +65,9 @@ def load(path):
             length = int.from_bytes(file.read(8), "little")
             header = file.read(min(length, MAX_HEADER))
         if len(header) < length or values_in(header) > MAX_VALUES:
+            if length.to_bytes(8, "little").startswith((b"PK\x03\x04", b"\x80")):  # a zip file, or a pickle
+                how = "its state dict is for model.load_state_dict(torch.load(FILE))"
+                raise DamagedCheckpoint(f"{path} is torch's own or a pickle, and no checkpoint of a Trainer; {how}.")
             raise DamagedCheckpoint(f"{path} is no readable checkpoint: its header has {length:,} bytes.")
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -266,6 +269,26 @@ def newest(folder):
             "Start anew in another folder: type run_dir=DIR."
         )
     return None
+
+
+def to_resume(source):
+    """The state to go on from: of a file, of the newest good one in a folder, or `source` itself where it is one."""
+    return source if isinstance(source, dict) else loaded(source, newest)
+
+
+def to_load(source):
+    """The state of a file, or of the best one in a folder."""
+    return loaded(source, best)
+
+
+def loaded(source, choose):
+    if not isinstance(source, (str, Path)):
+        raise UserError(f"{source!r} is no checkpoint: give its file, or the folder that it is in.")
+    if not Path(source).is_dir():
+        return load(source)
+    if (found := choose(source)) is None:
+        raise UserError(f"{source}: there is no checkpoint in this folder.")
+    return found[1]
 
 
 def together(name, find):

@@ -7,11 +7,13 @@ import gc
 import hashlib
 import math
 import os
+import random
 import shutil
 import sys
 import time
 import warnings
 
+import numpy
 import torch
 
 from trainer import batch as batches
@@ -272,6 +274,34 @@ def seed_generators(device, seed, replicas=()):
     for index in replicas:  # each GPU of a DataParallel draws from its own generator
         if index != device.index:
             torch.get_device_module(device).default_generators[index].manual_seed(mix_seed(seed, index))
+
+
+def random_states(device):
+    """The states of the default generators of the CPU and the device, for `set_random_states`."""
+    owners = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+    return [(owner, owner.get_rng_state()) for owner in owners]
+
+
+def set_random_states(states):
+    """Has the generators go on where they stood when `random_states` was asked."""
+    for owner, state in states:
+        owner.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def random_stream(*parts):
+    """Within, the CPU's generators of torch, Python and numpy draw from a stream of these parts; then they go on."""
+    seed = mix_seed(*parts)
+    outside = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(outside[0])
+        random.setstate(outside[1])
+        numpy.random.set_state(outside[2])
 
 
 def synchronize(device):

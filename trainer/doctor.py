@@ -155,7 +155,7 @@ class Doctor(Callback):
             sample.updates[layer(name)] = update / weight
             sample.at_full_rate[layer(name)] = factor * update / weight
             if name in units:
-                sample.silent[layer(name)] = self.rows.get(name, torch.zeros(now[name].shape[0])) == 0
+                sample.silent[layer(name)] = self.rows.get(name, now[name].new_zeros(len(now[name]))) == 0
         self.forget()
         overflow = trainer.scaler.is_enabled() and not all(map(math.isfinite, sample.gradients.values()))
         largest = max(sample.gradients.values(), default=0.0)
@@ -204,7 +204,8 @@ def findings(samples, most_moved):
     largest = [max(sample.gradients.values(), default=0.0) or 1.0 for sample in samples]
     # The most that a layer's gradient was of the largest one in a step.
     share = {name: max(s.gradients[name] / top for s, top in zip(samples, largest, strict=True)) for name in names}
-    vanishes = any(0 < size < VANISHED for size in share.values())  # and, where it is less than a number can be, is 0
+    # And where that is less than a number can be, it is 0: in some units of a layer, or in all.
+    vanishes = any(0 < size < VANISHED for size in share.values())
     for name in sorted(names, key=list(samples[-1].gradients).index) if samples else ():
         sizes = [sample.gradients[name] for sample in samples]
         masks = [sample.silent[name] for sample in samples if name in sample.silent]
@@ -212,7 +213,7 @@ def findings(samples, most_moved):
         update = statistics.median(sample.updates[name] for sample in samples)
         if not all(map(math.isfinite, sizes)):
             found["exploding"][name] = "not finite"
-        elif masks and silent > DEAD * len(masks[0]) and not (vanishes and share[name] == 0):
+        elif masks and silent > DEAD * len(masks[0]) and not (vanishes and share[name] < VANISHED):
             found["dead"][name] = f"no gradient in {silent} of {len(masks[0])} units"
         elif share[name] < VANISHED:
             found["vanishing"][name] = f"a gradient of {share[name]:.0e} of the largest"

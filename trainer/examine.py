@@ -11,7 +11,7 @@ import torch
 from trainer import launch, parallel
 from trainer.errors import printable
 from trainer.files import write_text
-from trainer.metrics import Confusion, class_of, wide
+from trainer.metrics import Confusion, class_of, default_metrics, wide
 from trainer.rundir import finite
 from trainer.trainer import Trainer
 
@@ -84,7 +84,7 @@ class Classes(Examination):
 
     def look(self, outputs, targets, numbers):
         logs = wide(outputs).log_softmax(-1)
-        true, predicted, shares = class_of(targets), outputs.argmax(-1), logs.exp()
+        true, predicted, shares = class_of(targets, outputs), outputs.argmax(-1), logs.exp()
         losses = -logs.gather(1, true.unsqueeze(1)).squeeze(1)
         probability = shares.gather(1, predicted.unsqueeze(1)).squeeze(1)
         entropy = torch.special.entr(shares).sum(-1)
@@ -167,10 +167,11 @@ def gather(rows, most, width):
 def evaluate(trainer, loader, split, data):
     """(what `trainer.evaluate` gives, what there is to see beside it: `write` wants that, or None).
 
-    None where a Trainer of one's own may mean something else by outputs, or the model has others.
+    None where a Trainer of one's own may mean something else by outputs, or the model or the loss has others.
     """
     own = type(trainer)
-    if own.update_metrics is not Trainer.update_metrics or own.evaluate is not Trainer.evaluate:
+    usual = default_metrics(data.kind).keys() <= trainer.metrics.keys()
+    if not usual or own.update_metrics is not Trainer.update_metrics or own.evaluate is not Trainer.evaluate:
         return trainer.evaluate(loader, split), None
     kind = Classes if data.kind == "classification" else Numbers
     trainer.metrics[NAME] = seen = kind(loader.samples, loader.batch_size, data.num_classes)
@@ -182,11 +183,14 @@ def evaluate(trainer, loader, split, data):
     if seen.found is None:
         return results, None
     about = {"split": split, "kind": data.kind, "samples": loader.samples}
+    if data.table is not None:
+        about["target"] = data.table["target"]
     if data.kind == "classification":
         counts = torch.bincount(getattr(data, split).targets, minlength=data.num_classes)
         about |= {"classes": list(map(str, data.classes or range(data.num_classes)))}
         about |= {"chance": counts.max().item() / loader.samples}
         return results, about | seen.found
+    about["standardised"] = bool((torch.as_tensor(data.target_scale) != 1).any())
     return results, about | in_units(seen.found, data)
 
 
@@ -239,7 +243,7 @@ def columns(inputs, data):
     """{column: what is in it} of a table's row; of other vectors their numbers."""
     values = inputs.tolist()
     if data.table is None:
-        return {f"x{i}": value for i, value in enumerate(values[:MOST_COLUMNS])}
+        return {f"x{i}": float(f"{value:.4g}") for i, value in enumerate(values[:MOST_COLUMNS])}
     found, place = {}, 0
     for column in data.table["columns"]:
         if "categories" in column:
@@ -247,8 +251,15 @@ def columns(inputs, data):
             found[column["name"]] = column["categories"][block.index(1)] if 1 in block else ""
             place += len(block)
         else:
-            number = f"{values[place] * column['std'] + column['mean']:.6g}"
             filled = values[place] == 0 and data.table.get("missing") == "mean"  # as a missing one is
-            found[column["name"]] = f"{number} (the mean)" if filled else float(number)
+            mean = f"{column['mean']:.6g} (the mean)"
+            found[column["name"]] = mean if filled else as_written(values[place], column["mean"], column["std"])
             place += 1
     return dict(list(found.items())[:MOST_COLUMNS])
+
+
+def as_written(value, mean, std):
+    """The number of the fewest decimals whose standardised value this is: float32 has lost what stood in the file."""
+    numbers = [round(value * std + mean, digits) + 0.0 for digits in range(-15, 31)]  # + 0.0: of -0.0 it makes 0.0
+    same = ((torch.tensor(numbers, dtype=torch.float64) - mean) / std).float() == value
+    return numbers[same.int().argmax()] if same.any() else numbers[-1]

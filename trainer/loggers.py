@@ -124,14 +124,20 @@ class Logger(Callback):
         outcome = "failed" if trainer.failed else "stopped" if trainer.interrupted else "done"
         if outcome == "failed" and self.begun_at is not None and trainer.step > self.begun_at:
             self.begin_once(trainer)  # it may have failed before its first row
-        if self.begun and not (self.awaits_result and outcome == "done"):
+        if not (self.awaits_result and outcome == "done"):
+            self.end_as(outcome)
+
+    def end_as(self, outcome):
+        """Tells the tool, once, that the run is "done", was "stopped", or has "failed"."""
+        if self.begun:
+            self.begun = False
             self.attempt(self.end, outcome)
 
     def finish(self, step, numbers, evaluation, outcome="done"):
         """After the fit: its final numbers, and evaluation.json; nothing of a run that was only looked at."""
         if self.begun:
             self.attempt(self.add_result, step, numbers, evaluation)
-            self.attempt(self.end, outcome)
+            self.end_as(outcome)
 
     def attempt(self, method, *args):
         """Calls the tool, unless it has failed before; one that fails is ended, as far as that goes."""

@@ -32,6 +32,7 @@ def lr_find(trainer, train_loader, lowest=1e-6, highest=1.0, steps=100):
     execute, trainer.execute = trainer.execute, graph.eagerly  # a captured step would keep its first rate
     trainer.scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
     rates, losses, mean, batch = [], [], 0.0, None
+    trainer.hold()
     trainer.model.train()
     try:
         for epoch in itertools.count():

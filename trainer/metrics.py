@@ -71,9 +71,21 @@ class Sums:
         return torch.tensor(torch.nan) if sums is None else self.value(sums)
 
 
-def class_of(targets):
-    """Class indices (N,), also from soft targets (N, C) as mixup makes them."""
-    return targets.argmax(-1) if targets.is_floating_point() and targets.ndim > 1 else targets
+def class_of(targets, outputs):
+    """Class indices (N, ...) of the targets for outputs (N, C, ...): the classes are second, as in CrossEntropyLoss.
+
+    Of soft targets (N, C, ...), as mixup makes them, it is the largest. UserError for all else.
+    """
+    if outputs.ndim > 1 and outputs.shape[1] > 1:
+        if targets.shape == outputs.shape[:1] + outputs.shape[2:]:
+            return targets
+        if targets.shape == outputs.shape and ((targets.sum(1) - 1).abs() < 0.01).all():
+            return targets.argmax(1)
+    raise UserError(
+        "This metric is for one class a sample: outputs (N, classes, ...) and targets (N, ...); "
+        f"these are {tuple(outputs.shape)} and {tuple(targets.shape)}.\n"
+        "For one logit or several labels take torchmetrics.classification.BinaryAccuracy or MultilabelAccuracy."
+    )
 
 
 def wide_type(tensor):
@@ -87,14 +99,14 @@ def wide(tensor):
 
 
 class Accuracy(Sums):
-    """The share of samples whose largest output is their class; outputs (N, C), targets (N,)."""
+    """The share of samples (or pixels) whose largest output is their class; outputs (N, C, ...), targets (N, ...)."""
 
     def reset(self):
         super().reset()
         self.count = 0
 
     def update(self, outputs, targets):
-        self.add_hits(outputs.argmax(-1) == class_of(targets))
+        self.add_hits(class_of(targets, outputs) == outputs.argmax(1))
 
     def add_hits(self, hits):
         self.add(hits.sum())
@@ -105,15 +117,16 @@ class Accuracy(Sums):
 
 
 class TopK(Accuracy):
-    """The share of samples whose class is among the `k` largest outputs; outputs (N, C), targets (N,)."""
+    """The share of samples whose class is among the `k` largest outputs; outputs (N, C, ...), targets (N, ...)."""
 
     def __init__(self, k=5):
         self.k = check_number("metrics.k", k, whole=True, least=1)
         super().__init__()
 
     def update(self, outputs, targets):
-        best = outputs.topk(min(self.k, outputs.shape[-1])).indices
-        self.add_hits((best == class_of(targets).unsqueeze(-1)).any(-1))
+        true = class_of(targets, outputs)
+        best = outputs.topk(min(self.k, outputs.shape[1]), 1).indices
+        self.add_hits((best == true.unsqueeze(1)).any(1))
 
 
 class Confusion(Sums):
@@ -126,9 +139,10 @@ class Confusion(Sums):
         super().__init__()
 
     def update(self, outputs, targets):
-        if outputs.shape[-1] != self.num_classes:
-            raise UserError(f"num_classes={self.num_classes}: the model's outputs are of {outputs.shape[-1]} classes.")
-        cells = class_of(targets) * self.num_classes + outputs.argmax(-1)
+        true = class_of(targets, outputs)
+        if outputs.shape[1] != self.num_classes:
+            raise UserError(f"num_classes={self.num_classes}: the model's outputs are of {outputs.shape[1]} classes.")
+        cells = (true * self.num_classes + outputs.argmax(1)).flatten()
         counts = torch.zeros(self.num_classes**2, dtype=torch.int64, device=outputs.device)
         self.add(counts.scatter_add_(0, cells, torch.ones_like(cells)))  # bincount would wait for the device
 

@@ -11,7 +11,6 @@ from trainer import graph, schedules, summary
 from trainer.callbacks import Callback
 from trainer.doctor import Doctor
 from trainer.errors import TrainingError, UserError
-from trainer.metrics import class_of
 from trainer.readable import number
 
 MOST = 1000  # steps
@@ -116,7 +115,8 @@ def scores(results, given):
     """', acc 0.9844 (chance 0.14)' or ', r2 0.98 (the mean has 0)', as far as these are known."""
     targets = targets_of(given)
     if "batch/acc" in results and targets is not None:
-        chance = torch.bincount(class_of(targets).flatten()).max().item() / len(targets)
+        labels = targets.argmax(1) if targets.is_floating_point() else targets
+        chance = torch.bincount(labels.flatten()).max().item() / labels.numel()
         return f", acc {number(results['batch/acc'])} (chance {chance:.2f})"
     return f", r2 {number(results['batch/r2'])} (the mean has 0)" if "batch/r2" in results else ""
 

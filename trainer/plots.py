@@ -35,11 +35,16 @@ def curves(name, lines, best=None, label="", logarithmic=False):
         lines = {series: thin(points) for series, points in lines.items() if points}
         for series, points in lines.items():
             dots = {"marker": "o", "markersize": 3} if len(points) <= 30 and series != "train" else {}
-            axes.plot(*zip(*points, strict=True), color=COLOURS[series], **dots, zorder=2 + (series == "val"))
+            over = {"zorder": 2 + (series == "val"), "clip_on": False}
+            axes.plot(*zip(*points, strict=True), color=COLOURS[series], **dots, **over)
         if best is not None:
             axes.axvline(best[0], color=COLOURS["soft"], linewidth=0.9, linestyle=(0, (3, 3)))
-            axes.plot(*best, "o", markersize=6, color=COLOURS["val"], markeredgecolor=COLOURS["back"], zorder=5)
+            axes.plot(
+                *best, "o", markersize=6, color=COLOURS["val"], markeredgecolor=COLOURS["back"], zorder=5, clip_on=False
+            )
         values = [y for points in lines.values() for _, y in points]
+        if 0.5 < max(values) <= 1 < axes.get_ylim()[1]:
+            axes.set_ylim(top=1)  # most of what comes near 1 is a share
         if logarithmic and min(values) > 0 and max(values) > 30 * min(values):
             axes.set_yscale("log")
             axes.minorticks_off()
@@ -64,6 +69,7 @@ def scatter(name, points, xlabel, ylabel, label=""):
         figure, axes = frame(xlabel, ylabel)
         points = points[:: -(-len(points) // MOST_DOTS)]
         low, high = (end(value for point in points for value in point) for end in (min, max))
+        axes.margins(0.04)  # of both: the line is the diagonal
         axes.plot((low, high), (low, high), color=COLOURS["soft"], linewidth=0.9, linestyle=(0, (3, 3)))
         dots = {"markersize": 3.2, "markeredgewidth": 0, "alpha": 0.5, "color": COLOURS["val"]}
         axes.plot(*zip(*points, strict=True), "o", **dots)

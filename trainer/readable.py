@@ -4,7 +4,9 @@ import math
 
 
 def number(value):
-    """'0.9861', '1,234.5', '51,920,131', '1.2346e+20': four decimals or five digits, whichever is shorter."""
+    """'0.9861', '3.215e-05', '1,234.5', '51,920,131', '1.2346e+20': four decimals, or as many digits."""
+    if 0 < abs(value) < 0.001:
+        return f"{value:.4g}"
     if abs(value) < 100:
         return f"{value:.4f}"
     if not math.isfinite(value):

@@ -23,9 +23,10 @@ from trainer.rundir import STAGES, is_number
 NAME = "report.html"
 MOST_BYTES, MOST_ROWS = 2**25, 100_000  # of a metrics.jsonl; of more rows those of evaluations, and some others
 MOST_JSON = 2**24  # bytes of an evaluation.json: 1,000 classes are 2 MB
-MOST_TEXT = 200  # letters of anything that is shown
+MOST_TEXT, MOST_NAME = 200, 100  # letters of anything that is shown; of a class, which stands in several places
 MOST_ENTRIES, MOST_TYPED = 300, 10_000  # of the settings; letters of those that were typed
 MOST_CLASSES = 40  # of a matrix that is drawn
+MOST_PRINTED = 20  # of a matrix that fits on paper
 MOST_PAIRS = 20  # of classes that are confused, where there are more
 MOST_SAMPLES = 24  # of each kind
 MOST_TARGETS = 4  # of a regression that are drawn
@@ -34,6 +35,7 @@ MOST_WARNINGS, MOST_WARNING = 20, 500  # of the doctor's; letters of each
 MOST_PNG, MOST_SIDE = 2**15, 256  # bytes and pixels of a picture
 MOST_PICTURES = 450_000  # letters of all pictures
 MOST_PAGE = 1_000_000  # bytes
+WORDS = {"train": "training", "val": "validation", "test": "test"}
 PLACES = {"csv": "path", "image_folder": "root"}  # the keys of data that is the user's own
 GOOD_ENDS = {"val/acc": "max", "val/r2": "max", "val/loss": "min"}  # of what monitor=auto looks at
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
@@ -75,13 +77,15 @@ def facts_of(folder):
     return {
         "title": f"Run {folder.resolve().name}",
         "folder": str(folder),
-        "about": about(config, result),
-        "split": seen.get("split"),
-        "verdict": verdict(result, rows, seen, best),
+        "about": about(config, result, seen),
+        "split": WORDS.get(seen.get("split")),
+        "verdict": verdict(result, rows, seen, best, last_step(folder, rows)),
         "remarks": list(remarks(result)),
+        "chosen_by": seen.get("split") == "val" and best and best["name"].startswith("val/"),
         "ended": bool(result),
-        "tiles": tiles(result, best),
+        "tiles": tiles(result, best, targets_of(seen)),
         "curves": curves(rows, best),
+        "standardised": seen.get("standardised"),
         "doctor": warnings(result),
         "confusion": confusion(seen),
         "hardest": hardest(seen),
@@ -130,8 +134,10 @@ def read_rows(path):
     return rows
 
 
-def last_step(rows):
-    return max((row.get("step", 0) for row in rows), default=0)
+def last_step(folder, rows):
+    """The step of the last row, or of a later checkpoint: an interrupted run has that alone."""
+    names = (path.stem.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*.ckpt"))
+    return max([0, *(row.get("step", 0) for row in rows), *(int(name) for name in names if name.isdecimal())])
 
 
 def typed_in(folder, result):
@@ -156,14 +162,20 @@ def number_in(mapping, key):
 
 
 def text_in(mapping, key):
+    """The text of that name, in one line; None where there is none."""
     value = mapping.get(key) if isinstance(mapping, dict) else None
-    return short(value) if isinstance(value, str) and value else None
+    return short(" ".join(value.split())) if isinstance(value, str) and value else None
 
 
 def short(value, most=MOST_TEXT):
     """The value as text of at most so many letters."""
     text = str(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def middle(name):
+    """The name as a column has room for it: of a long one its two ends, in which such names differ."""
+    return name if len(name) <= 24 else f"{name[:9]}…{name[-14:]}"
 
 
 def evaluation_of(found):
@@ -173,8 +185,9 @@ def evaluation_of(found):
     seen = {"kind": found["kind"], "split": found["split"]}
     if not is_count(found.get("samples")) or not found["samples"]:
         return {}
-    seen["samples"] = found["samples"]
+    seen["samples"], seen["target"] = found["samples"], text_in(found, "target")
     if seen["kind"] == "regression":
+        seen["standardised"] = found.get("standardised") is True
         points = found.get("points")
         pairs = points if isinstance(points, list) else []
         seen["points"] = [pair for pair in pairs if is_pair(pair)]
@@ -182,7 +195,7 @@ def evaluation_of(found):
         names = found.get("classes")
         if not isinstance(names, list) or not names:
             return {}
-        seen["classes"] = [short(name) for name in names]
+        seen["classes"] = [short(name, MOST_NAME) for name in names]
         if is_number(found.get("chance")) and 0 < found["chance"] <= 1:
             seen["chance"] = found["chance"]
         if is_matrix(found.get("confusion"), len(names)):
@@ -192,6 +205,11 @@ def evaluation_of(found):
         samples = samples[:MOST_SAMPLES] if isinstance(samples, list) else []
         seen[name] = [sample for sample in samples if isinstance(sample, dict) and is_count(sample.get("index"))]
     return seen
+
+
+def targets_of(seen):
+    """How many numbers a regression predicts, as far as its points say."""
+    return min((len(true) for true, _ in seen.get("points", ())), default=1)
 
 
 def is_pair(pair):
@@ -235,8 +253,8 @@ def best_so_far(config, rows):
 # What is said of it.
 
 
-def about(config, result):
-    """'MLP on digits, cpu, fp32': the model and the data by their names, a file or folder of data by its own."""
+def about(config, result, seen):
+    """'MLP on digits, cpu, fp32, 1,258 training samples': model and data by name, a file or folder by its own."""
 
     def named(group):
         target = text_in(config.get(group), "_target_")
@@ -247,45 +265,50 @@ def about(config, result):
         place = config["dataset"].get(PLACES[data])
         data = (isinstance(place, str) and short(Path(place).name)) or data
     parts = [" on ".join(filter(None, (named("model"), data)))]
+    parts += [f"target {seen['target']}"] if seen.get("target") else []
     parts += [text_in(result, "device"), text_in(result, "precision")]
-    return ", ".join(filter(None, parts))
+    counts = [(number_in(result.get("samples"), name), word) for name, word in WORDS.items()]
+    counts = " + ".join(f"{count:,.0f} {word}" for count, word in counts if count is not None)
+    return ", ".join(filter(None, [*parts, counts and f"{counts} samples"]))
 
 
-def verdict(result, rows, seen, best):
-    """One sentence: how good the run is, against chance and against its first evaluation."""
+def verdict(result, rows, seen, best, step):
+    """One sentence: how good the run is at this step, against chance and against its first evaluation."""
     if text := text_in(result, "error"):
         return f"The run has failed: {text}"
     tested = judged(result, seen)
     course = progress(rows, best) if result or best else so_far(rows)
     if tested is None and course is None:
-        step = last_step(rows)
         return f"There is no evaluation yet, up to step {step:,.0f}." if rows else "There are no numbers yet."
-    still = None if result or not rows else f"the run has not come to its end, up to step {last_step(rows):,.0f}"
+    still = None if result or not rows else f"the run has not come to its end, up to step {step:,.0f}"
     text = "; ".join(filter(None, (tested, course, still)))
     return f"{text if re.match(r'[a-z]+/', text) else text[0].upper() + text[1:]}."  # a name stays as it is
 
 
 def judged(result, seen):
     """'the model gets 97.2 % of 360 test samples right, where the most frequent class alone would be 10.3 %'."""
-    split = seen.get("split", "test")
+    split, word = seen.get("split", "test"), WORDS[seen.get("split", "test")]
     total, share, chance = seen.get("samples"), number_in(result, f"{split}/acc"), seen.get("chance")
     if "confusion" in seen:
         total = sum(map(sum, seen["confusion"]))
         share = sum(row[i] for i, row in enumerate(seen["confusion"])) / total
         chance = chance or max(map(sum, seen["confusion"])) / total
     if seen.get("kind") == "classification" and share is not None and chance:
-        text = f"the model gets {percent(share)} of {total:,} {split} samples right"
+        text = f"the model gets {percent(share)} of {total:,} {word} samples right"
         if share <= chance + 2 * math.sqrt(chance * (1 - chance) / total):
             return f"{text}, which is no better than chance: the most frequent class alone would be {percent(chance)}"
         return f"{text}, where the most frequent class alone would be {percent(chance)}"
     r2, mae = (number_in(result, f"{split}/{name}") for name in ("r2", "mae"))
     if seen.get("kind") == "regression" and r2 is not None and r2 <= 1:
-        what = f"{seen['samples']:,} {split} samples"
-        text = f"the model explains {percent(r2)} of the variance of {what}"
+        what = f"{seen['samples']:,} {word} samples"
+        of = f"{seen['target']} in {what}" if seen.get("target") else what
+        text = f"the model explains {percent(r2)} of the variance of {of}"
         text = f"{text}, where always answering their mean would explain none"
         if r2 <= 0:
             text = f"the model is no better on {what} than always answering their mean (r2 {number(r2)})"
-        return text if mae is None else f"{text}, and is off by {number(mae)} on average"
+        if mae is None or targets_of(seen) > 1:  # whose units may differ
+            return text
+        return f"{text}, and is off by {number(mae)} on average"
     name = next(iter(tests_of(result)), None)
     return None if name is None else f"{short(name)} is {number(result[name])}"
 
@@ -335,9 +358,10 @@ def epoch(value):
 
 
 def percent(share):
-    """'97.2 %', with more digits near the ends: '99.94 %', '0.01 %'."""
+    """'97.2 %', with more digits near the ends: '99.94 %', '0.01 %'; '100 %' is all of them."""
     near = 100 * min(share, 1 - share)
-    return f"{100 * share:.{max(1, math.ceil(-math.log10(near))) if 1e-4 < near < 100 else 1}f} %"
+    digits = 0 if near == 0 else max(1, math.ceil(-math.log10(near))) if near > 1e-4 else 1
+    return f"{100 * share:.{digits}f} %"
 
 
 def remarks(result):
@@ -347,15 +371,19 @@ def remarks(result):
         yield f"It ended at step {step:,.0f} of {total:,.0f}{f': {why}' if why else ''}."
 
 
-def tiles(result, best):
-    """[(what, value)] of the numbers one looks for first."""
-    found = [(short(name), tile(result[name])) for name in tests_of(result)[:3]]
+def tiles(result, best, targets):
+    """[(what, value)] of the numbers one looks for first: of errors in the targets' own units, and those of one."""
+    tests = {name: result[name] for name in tests_of(result) if targets == 1 or name not in ("test/mae", "test/mse")}
+    if tests.get("test/mse", -1) >= 0:
+        tests = {name.replace("/mse", "/rmse"): tests[name] for name in tests}
+        tests["test/rmse"] = math.sqrt(tests["test/rmse"])
+    found = [(short(name), tile(value)) for name, value in list(tests.items())[:3]]
     if best:
         found.append((f"best {best['name']}", tile(best["value"])))
     if (taken := number_in(result, "seconds")) is not None:
         found.append(("time", seconds(taken)))
     if (speed := number_in(result, "samples_per_second")) is not None:
-        found.append(("samples/s in training", f"{speed:,.0f}"))
+        found.append(("train samples/s", f"{speed:,.0f}"))
     if (parameters := number_in(result, "parameters")) is not None:
         found.append(("parameters", amount(parameters)))
     return found
@@ -363,6 +391,8 @@ def tiles(result, best):
 
 def tile(value):
     """The number as far as a tile has room for it."""
+    if 0 < abs(value) < 0.001:
+        return f"{value:.3g}"
     return number(value) if abs(value) < 1e6 else "-" * (value < 0) + amount(abs(value))
 
 
@@ -385,11 +415,15 @@ def curves(rows, best):
     def series(name):
         return [(row["epoch"], row[name]) for row in rows if name in row]
 
+    def trained(name):
+        windows = [(row["epoch"], row[name], max(1, row.get("train/samples", 1))) for row in rows if name in row]
+        return pooled(windows)
+
     known = best and best["name"].startswith("val/") and best["name"] != "val/loss" and series(best["name"])
     metric = best["name"] if known else metric_of(rows)
-    frames = [("loss", "loss", series("train/loss"), series("val/loss"))]
+    frames = [("loss", "loss", trained("train/loss"), series("val/loss"))]
     if metric:
-        frames.append(("metric", short(metric[4:]), series(f"train/{metric[4:]}"), series(metric)))
+        frames.append(("metric", short(metric[4:]), trained(f"train/{metric[4:]}"), series(metric)))
     frames.append(("rate", "learning rate", [], series("train/lr")))  # in the colour of the validation
     drawn = []
     for name, title, train, val in frames:
@@ -404,6 +438,21 @@ def curves(rows, best):
     return drawn
 
 
+def pooled(windows):
+    """[(epoch, mean)] of (epoch, mean, samples), over stretches of as many samples as the largest of them has.
+
+    What was left for the row before an evaluation may be a batch or two, whose mean would swing.
+    """
+    most, points, seen = max((samples for *_, samples in windows), default=0), [], math.inf
+    for end, mean, samples in reversed(windows):
+        if seen >= most:
+            points.append([end, 0.0])
+            seen = 0
+        seen += samples
+        points[-1][1] += (mean - points[-1][1]) * samples / seen
+    return [tuple(point) for point in reversed(points)]
+
+
 def warnings(result):
     """[(what, what to type)] of what the doctor has warned of."""
     said = result.get("doctor")
@@ -415,7 +464,7 @@ def warnings(result):
 
 
 def confusion(seen):
-    """{"names", "rows"} of the matrix of few classes, {"pairs", "lowest"} of many; None where there is none."""
+    """{"rows"} of the matrix of not too many classes, {"lists"} of more than paper has room for; None where none is."""
     if "confusion" not in seen:
         return None
     counts, names = seen["confusion"], seen["classes"]
@@ -423,22 +472,30 @@ def confusion(seen):
     for i, row in enumerate(counts):
         precision, recall = (f"{row[i] / all_of:.3f}" if all_of else "" for all_of in (columns[i], sum(row)))
         cells = [cell(count, sum(row), i == j) for j, count in enumerate(row)] if len(names) <= MOST_CLASSES else []
-        about = {"name": names[i], "cells": cells, "precision": precision, "recall": recall, "n": f"{sum(row):,}"}
-        rows.append(about)
-    if len(names) <= MOST_CLASSES:
-        return {"names": names, "rows": rows}
+        about = {"name": names[i], "precision": precision, "recall": recall, "n": f"{sum(row):,}"}
+        rows.append(about | {"short": middle(names[i]), "cells": cells})
+    letters = [len(row["short"]) for row in rows]
+    return {
+        "rows": rows if len(names) <= MOST_CLASSES else [],
+        "upright": sum(letters) > 60 and max(letters) > 4,
+        "lists": confused(counts, names, rows) if len(names) > MOST_PRINTED else None,
+    }
+
+
+def confused(counts, names, rows):
+    """The classes most often taken for others, and all classes, those of the lowest recall first."""
     wrong = [(-count, i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if i != j and count]
-    pairs = [(names[i], names[j], f"{-count:,}", rows[i]["n"]) for count, i, j in sorted(wrong)[:MOST_PAIRS]]
-    lowest = sorted((row for row in rows if row["recall"]), key=lambda row: float(row["recall"]))[:MOST_PAIRS]
-    lowest = [[row[key] for key in ("name", "precision", "recall", "n")] for row in lowest]
-    return {"names": None, "pairs": pairs, "lowest": lowest}
+    pairs = [(names[i], names[j], f"{-count:,} of {rows[i]['n']}") for count, i, j in sorted(wrong)[:MOST_PAIRS]]
+    ranked = sorted(rows, key=lambda row: float(row["recall"] or 2))  # those without samples last
+    ranked = [[row[key] for key in ("name", "precision", "recall", "n")] for row in ranked]
+    return {"pairs": pairs, "lowest": ranked[:MOST_CLASSES], "others": ranked[MOST_CLASSES:]}
 
 
 def cell(count, total, right):
     """A cell of the matrix: the count, and how strong its colour is; of the wrong ones a few are seen already."""
     share = count / total if total else 0
-    strength = round(100 * (share if right else min(1, math.sqrt(share))))
-    return {"count": count, "share": strength, "kind": "right" if right else "wrong"}
+    strength = round(100 * (share if right else share ** (1 / 3)))
+    return {"count": f"{count:,}" if count else "", "share": strength, "kind": "right" if right else "wrong"}
 
 
 def hardest(seen):
@@ -486,7 +543,7 @@ def sample_of(sample, seen, left):
     if seen["kind"] == "regression":
         if not is_pair([true, predicted]):
             return None
-        true, predicted = (", ".join(map(number, values)) for values in (true, predicted))
+        true, predicted = ("; ".join(map(number, values)) for values in (true, predicted))
     else:
         if not all(is_count(label, len(seen["classes"]) - 1) for label in (true, predicted)):
             return None
@@ -509,7 +566,7 @@ def sample_of(sample, seen, left):
 
 
 def value_of(value):
-    return f"{value:.4g}" if is_number(value) and not isinstance(value, int) else short(value)
+    return f"{value:.12g}" if is_number(value) and not isinstance(value, int) else short(value)
 
 
 def is_png(text):
@@ -539,16 +596,16 @@ def regression(seen):
     """[{"title", "svg"}] of predicted against true and of the errors, of each of the first targets: units differ."""
     from trainer import plots
 
-    points, drawn = seen.get("points", []), []
-    count = min((len(true) for true, _ in points), default=0)
-    for i in range(min(count, MOST_TARGETS)):
+    points, drawn, count = seen.get("points"), [], targets_of(seen)
+    for i in range(min(count, MOST_TARGETS) if points else 0):
         pairs = [(true[i], predicted[i]) for true, predicted in points]
         errors = [predicted - true for true, predicted in pairs]
-        of = f" of target {i}" if count > 1 else ""
+        of = f" of target {i + 1}" if count > 1 else ""
+        off = f"{number(math.fsum(map(abs, errors)) / len(errors))} on average" if count > 1 else ""
         against = plots.scatter(f"against{i}", pairs, "true", "predicted", f"predicted against true{of}")
         how_often = plots.histogram(f"errors{i}", errors, "predicted minus true", f"how often errors{of} come")
-        drawn.append({"title": f"predicted against true{of}", "svg": against})
-        drawn.append({"title": f"errors{of}", "svg": how_often})
+        drawn.append({"title": f"predicted against true{of}", "off": "", "svg": against})
+        drawn.append({"title": f"errors{of}", "off": off, "svg": how_often})
     return drawn
 
 
@@ -560,7 +617,7 @@ def shares(mapping, names, words):
         {
             "name": name,
             "share": f"{100 * value / total:.4f}",
-            "percent": f"{100 * value / total:.1f} %",
+            "percent": percent(value / total),
             "value": words(value),
             "colour": COLOURS[name],
         }
@@ -590,6 +647,8 @@ def settings(config, typed):
     rows = []
     for key, value in given.items():
         default = usual.get(key)
+        if value == default and re.fullmatch(r"\$\{\w+\}", str(value)):
+            continue  # it is another one's, which has its own line
         differs = bool(usual) and key != "run_dir" and (key not in usual or default != value)
         rows.append(
             {

@@ -186,7 +186,12 @@ def read_result(path):
 def finished(folder):
     """The result of a run that has come to its end, else None."""
     result = read_result(Path(folder) / "result.json")
-    return result if is_whole(result) and "error" not in result else None
+    return result if is_finished(result) else None
+
+
+def is_finished(result):
+    """Whether it is what a run leaves that has come to its end."""
+    return is_whole(result) and "error" not in result
 
 
 def has_failed(folder):

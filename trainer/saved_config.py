@@ -40,7 +40,8 @@ def of_this_machine(cfg, loading):
     """The config of the run directory `run`, for a task that trains nothing, on this machine: it may be anybody's.
 
     Its data may lie elsewhere here, and for an evaluation be other data. What only a training needs is left out, and
-    what reaches out of the run directory; the settings of `loading` are as they are there.
+    what reaches out of the run directory; the settings of `loading` are as they are there, unless they were typed or
+    data had to be streamed.
     """
     typed = cli.typed_keys() - {"task", "run", "device", "trusted", "debug"}
     if cfg.run is None:
@@ -63,7 +64,9 @@ def of_this_machine(cfg, loading):
         own = resolved("run", cfg.run, saved)
         cli.check_types("", own, resolved("run", cfg.run, cli.defaults()))
         dataset = own["dataset"]
-        dataset |= loading
+        kept = {name for name in loading if f"dataset.{name}" in cli.typed_keys()}
+        kept |= {"resident"} if dataset.get("resident") is False else set()
+        dataset |= {name: value for name, value in loading.items() if name not in kept}
         if "download" in dataset:
             dataset["download"] = False
         if dataset.get("cache") and "dataset.cache" not in cli.typed_keys():
@@ -84,7 +87,8 @@ def of_this_machine(cfg, loading):
 
 def is_for(task, key):
     """Whether a key may be typed for this task: it, or the group that it is in."""
-    return key in FOR_TASK[task] or ("dataset" in FOR_TASK[task] and key.startswith("dataset."))
+    of_data = key.startswith("dataset.") and key != "dataset.augment"  # which is for a training
+    return key in FOR_TASK[task] or ("dataset" in FOR_TASK[task] and of_data)
 
 
 def of_run(folder, error, where=""):

@@ -73,8 +73,11 @@ def build(factory, optimizer, total_steps):
     """The scheduler of a factory, called with (optimizer, total_steps=...).
 
     With the optimizer alone where it has no such argument, as torch's StepLR. UserError where it wants more, or does
-    not step by itself.
+    not step by itself. It begins with the optimizer's own rates, also where another one has been stepped before.
     """
+    for group in optimizer.param_groups:
+        rate = group.get("initial_lr", group["lr"])
+        group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
     arguments = inspect.signature(factory).parameters
     own = {"total_steps": total_steps} if "total_steps" in arguments else {}
     given = {next(iter(arguments), None), *own}
@@ -87,7 +90,8 @@ def build(factory, optimizer, total_steps):
     needed = [p for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
     if any(p.kind is p.POSITIONAL_OR_KEYWORD for p in needed):
         kind = f"{type(scheduler).__name__} wants a number at each step, and a schedule here follows the step alone"
-        raise UserError(f"scheduler: {kind}.\nType scheduler=cosine, linear, step or onecycle.")
+        own = "one that follows a number is a callback, such as examples.own_callback.Plateau"
+        raise UserError(f"scheduler: {kind}.\nType scheduler=cosine, linear, step or onecycle; {own}.")
     return scheduler
 
 

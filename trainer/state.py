@@ -31,7 +31,9 @@ def check(part, state, name):
             check_scaler(part, state, name)
     elif name in ("train_loss", "grad_norm"):
         check_like(state, {"total": math.nan, "samples": 0}, name)  # a mean may be of what is not finite
-    elif name in ("scheduler", "micro_batch"):
+    elif name == "scheduler":
+        check_scheduler(part, state, name)
+    elif name == "micro_batch":
         check_like(state, part.state_dict(), name)
 
 
@@ -61,6 +63,21 @@ def check_like(state, like, name):
             refuse(state, "a number", name)
     elif like is None and not (state is None or isinstance(state, bool) or is_number(state)):
         refuse(state, "null or a number", name)
+
+
+def check_scheduler(scheduler, state, name):
+    """UserError for the state of another scheduler, or of one with other settings: torch's would have these again."""
+    own, kind = scheduler.state_dict(), type(scheduler).__name__
+    if isinstance(state, dict) and set(state) != set(own):
+        raise UserError(f"The checkpoint was written with another scheduler than {kind}.")
+    check_like(state, own, name)
+    for key in inspect.signature(type(scheduler)).parameters:
+        if key in own and key != "last_epoch" and state[key] != own[key]:
+            raise UserError(
+                f"The checkpoint's {kind} has {key}={state[key]}, and this one {own[key]}: torch's schedules keep what "
+                "they began with.\nType the settings and epochs of then, or begin with scheduler=cosine, "
+                "which can be made longer."
+            )
 
 
 def check_scaler(scaler, state, name):

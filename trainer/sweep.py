@@ -190,15 +190,16 @@ def read_jobs(folder):
 def read_job(folder):
     from trainer.report import typed_in
 
+    held = rundir.is_held(folder)  # asked first: a job that ends meanwhile has its result then
     result, begun = (rundir.read_result(folder / name) for name in ("result.json", JOB))
     typed = typed_in(folder, next((said for said in (begun, result) if is_list(said)), {})) or []
     job = Job(folder.name, typed, "done")
-    if finished(folder):
+    if rundir.is_finished(result):
         job.best, job.seconds = result.get("best"), result["seconds"]
         job.test = {name: value for name, value in result.items() if name.startswith("test/") and is_number(value)}
         if is_pruned(result):
             job.status, job.note = "pruned", result["stopped"]
-    elif rundir.is_held(folder):
+    elif held:
         job.status, job.note, job.code = "running", progress(folder), 75
     elif result is None and (begun is not None or (folder / "config.yaml").is_file()):
         job.status, job.note, job.code = "unfinished", progress(folder), 3

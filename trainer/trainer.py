@@ -8,9 +8,8 @@ import torch
 
 from data.loader import dealt, resident_bytes, seekable
 from trainer import batch as batches
-from trainer import checkpoint, cpu, graph, launch, optimizers, parallel, schedules, settings, summary
+from trainer import checkpoint, cpu, graph, launch, misuse, optimizers, parallel, schedules, settings, summary
 from trainer import device as devices
-from trainer.callbacks import Callback
 from trainer.errors import TrainingError, UserError
 from trainer.metrics import Mean
 from trainer.micro_batch import MicroBatch
@@ -19,6 +18,7 @@ from trainer.stopping import Interrupted
 
 # 65,536, where the fp16 scaler begins, halved so often is 6e-5: no gradient overflows because of such a scale.
 MOST_SKIPPED = 30
+EXPLAINED = (RuntimeError, ValueError, MemoryError, TypeError, AttributeError)
 
 
 class Trainer:
@@ -40,6 +40,7 @@ class Trainer:
         channels_last="auto", tune=cpu.TUNINGS, grad_accum_steps=1, micro_batch=None, max_grad_norm=None,
         log_every=50, eval_every=None, decay_all=False, seed=0, deterministic=False,
     ):  # fmt: skip
+        misuse.check_parts(model, loss, optimizer, scheduler, metrics, callbacks)
         self.epochs = settings.check("epochs", epochs, optional=max_steps is not None)
         self.max_steps = settings.check("max_steps", max_steps)
         self.grad_accum_steps = settings.check("grad_accum_steps", grad_accum_steps)
@@ -60,15 +61,11 @@ class Trainer:
         own = "auto" if self.micro_batch.adapts else None
         self.eval_micro_batch = MicroBatch(self.device, own, what="evaluation", key="eval_batch_size")
 
-        if getattr(loss, "reduction", "mean") != "mean":
-            raise UserError(f"loss: reduction={loss.reduction!r}; a batch is weighted by its samples, so give 'mean'.")
-        if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
-            raise UserError(f"loss: {type(loss).__name__} has parameters of its own; make it a part of the model.")
         # The model itself: its state dict has the names that the user gave.
         self.module = devices.place(model, self.device, channels_last)
         self.layout_is_open = channels_last == "auto" and not compile
         cpu.tune(tune, self.device, self.module, compile)
-        self.fits_threads, self.threads = self.device.type == "cpu" and "threads" in tune, torch.get_num_threads()
+        self.fits_threads = self.device.type == "cpu" and "threads" in tune
         if settings.check("compile", compile) == "graph":
             graph.check(type(self), Trainer, self.device, self.dtype, strategy, micro_batch)
         elif compile:
@@ -86,15 +83,7 @@ class Trainer:
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics = dict(metrics or {})
         parallel.check_parts(self.metrics, self.loss)
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise UserError(f"callbacks: {callback!r} is no trainer.callbacks.Callback.")
         self.callbacks = [callback for callback in callbacks if launch.is_first() or not callback.first_rank_only]
-        if optimizer is not None and not callable(optimizer):
-            example = "functools.partial(torch.optim.AdamW, lr=1e-3)"
-            raise UserError(
-                f"optimizer: give what makes one, such as {example}; the Trainer calls it with the parameters."
-            )
         groups = self.parameter_groups(decay_all)
         self.optimizer = None
         if optimizer is not None:
@@ -122,7 +111,8 @@ class Trainer:
     def fit(self, train_loader, val_loader=None, resume=None):
         """Trains until `epochs` or `max_steps` are done or a callback stops it.
 
-        It begins at step 0 with the weights as they are, or goes on from `resume`: a checkpoint file, or its contents.
+        It begins at step 0 with the weights, and the optimizer's moments, as they are, or goes on from `resume`: a
+        checkpoint file, or its contents.
         """
         self.prepare(train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch
@@ -155,7 +145,7 @@ class Trainer:
                     self.check_whole_epoch(given=self.step - epoch * self.steps_per_epoch)
         except Interrupted:  # by `interrupt`, in an evaluation, which is done anew when the run goes on
             pass
-        except (RuntimeError, ValueError, MemoryError) as error:
+        except EXPLAINED as error:
             self.explain(error, batch, self.micro_batch)
             raise
         finally:
@@ -215,16 +205,16 @@ class Trainer:
 
     def update_metrics(self, outputs, batch):
         """Gives the outputs of one evaluation batch to the metrics."""
-        _, targets = batch
         for metric in self.metrics.values():
+            _, targets = batch
             metric.update(outputs, targets)
 
     def evaluate(self, loader, split="val"):
         """{"val/loss": ..., "val/acc": ...} over all samples of the loader; changes nothing in the training."""
+        misuse.check_loader(self, loader, "evaluate")
         batch, loss_mean, loader = None, Mean(), dealt(loader, self.seed)
         # What is random in an evaluation is a function of the step too: one that is done anew gives the same.
         seed = devices.mix_seed(self.seed, split, self.step, *self.stream)
-        devices.seed_generators(self.device, seed, self.replicas)
         for metric in self.metrics.values():
             metric.reset()
             if hasattr(metric, "to"):  # torchmetrics keep their sums on a device of their own
@@ -232,6 +222,7 @@ class Trainer:
         try:
             # Not inference_mode: sharded parameters cannot be copied in place under it.
             with self.evaluating(), torch.no_grad():
+                devices.seed_generators(self.device, seed, self.replicas)
                 for batch in loader:
                     if self.evaluation_due and self.agreement.is_asked(self.asked):  # none that a callback asks for
                         self.heed()
@@ -241,15 +232,14 @@ class Trainer:
                         if parallel.counts(loader):
                             loss_mean.update(loss, batches.size(part))
                             self.update_metrics(outputs, part)
-        except (RuntimeError, ValueError, MemoryError) as error:
+        except EXPLAINED as error:
             self.explain(error, batch, self.eval_micro_batch)
             raise
         loss_mean = loss_mean.over_ranks()
         if not loss_mean.samples:
             raise UserError(f"The {split} loader gives no samples.")
         results = {"loss": loss_mean.compute()} | {name: metric.compute() for name, metric in self.metrics.items()}
-        values = {f"{split}/{name}": torch.as_tensor(value) for name, value in results.items()}
-        return {name: value.item() if value.numel() == 1 else value.tolist() for name, value in values.items()}
+        return {f"{split}/{name}": misuse.number(f"{split}/{name}", value) for name, value in results.items()}
 
     def evaluate_parts(self, parts):
         """[(part, (loss, outputs))] of the parts of an evaluation batch."""
@@ -259,8 +249,9 @@ class Trainer:
     def predict(self, loader):
         """The outputs for all samples, (N, ...) on the CPU, float32 also under autocast.
 
-        The batches are inputs, or (inputs, targets) as for evaluation.
+        The batches are inputs, or (inputs, targets) as for evaluation; for others override `predict_batch`.
         """
+        misuse.check_loader(self, loader, "predict")
         batch, outputs, sizes, loader = None, [], [], dealt(loader, self.seed)
         try:
             # Not inference_mode here either: what it leaves in sharded parameters cannot be trained.
@@ -270,17 +261,20 @@ class Trainer:
                     batch = devices.move(batch, self.device)
                     parts = self.eval_micro_batch.work(self.predict_parts, batch)
                     outputs += parts if parallel.counts(loader) else [part[:0] for part in parts]
-        except (RuntimeError, ValueError, MemoryError) as error:
+        except EXPLAINED as error:
             self.explain(error, batch, self.eval_micro_batch)
             raise
-        outputs = parallel.gather(torch.cat(outputs), sizes)
+        outputs = parallel.gather(misuse.joined(outputs), sizes)
         return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
     def predict_parts(self, parts):
         """The outputs for each part of a batch, on the CPU."""
         with self.autocast:
-            inputs = (part[0] if isinstance(part, (list, tuple)) else part for part, _ in parts)
-            return [self.model(part).cpu() for part in inputs]
+            return [misuse.as_tensor(self.predict_batch(part)) for part, _ in parts]
+
+    def predict_batch(self, batch):
+        """The outputs for a batch, one tensor (N, ...)."""
+        return self.model(misuse.inputs_of(batch))
 
     def close(self):
         """Drops the model, the optimizer and all that hangs on them, and gives their memory back."""
@@ -376,7 +370,10 @@ class Trainer:
 
     def log(self, numbers):
         """Gives a row of numbers to the callbacks."""
-        self.call("on_log", {"step": self.step, "epoch": self.step / self.steps_per_epoch, **numbers})
+        plain = {
+            k: misuse.number(k, value) if isinstance(value, torch.Tensor) else value for k, value in numbers.items()
+        }
+        self.call("on_log", {"step": self.step, "epoch": self.step / self.steps_per_epoch, **plain})
 
     def log_training(self, batch):
         """Logs the window since the last row: the mean loss and how fast it went."""
@@ -397,6 +394,8 @@ class Trainer:
     def evaluating(self):
         """The model in evaluation mode, between on_eval_start and on_eval_end; all as before after it, or an error."""
         modes, started = [(module, module.training) for module in self.model.modules()], time.perf_counter()
+        within_fit = self.train_loader is not None
+        outside = [] if within_fit else devices.random_states(self.device)
         self.model.eval()
         try:
             self.call("on_eval_start")
@@ -406,19 +405,22 @@ class Trainer:
             for module, training in modes:
                 module.training = training
             self.window_start += time.perf_counter() - started  # no part of the training's time
-            if self.train_loader is None:  # not within a fit, which gives memory back at its own end
+            if not within_fit:  # which gives memory back at its own end, and seeds the next step
+                devices.set_random_states(outside)
                 devices.release(self.device)
 
     def prepare(self, train_loader, val_loader, resume):
         """Checks what fit needs, builds the scheduler, and goes to where the checkpoint `resume` stands."""
+        for loader in (train_loader, val_loader):
+            if loader is not None:
+                misuse.check_loader(self, loader, "fit")
         if self.optimizer is None:
             raise UserError("fit needs an optimizer: Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)).")
         if self.loss is None and type(self).compute_loss is Trainer.compute_loss:
             raise UserError(
                 "fit needs a loss: give Trainer(loss=torch.nn.CrossEntropyLoss()), or override compute_loss."
             )
-        self.outer_error = sys.exc_info()[1]
-        self.train_loader, self.val_loader = seekable(train_loader, self.seed), val_loader
+        loader = seekable(train_loader, self.seed)
         self.data_bytes = resident_bytes(train_loader, val_loader)
         self.steps_per_epoch = len(train_loader)
         if not self.steps_per_epoch:
@@ -432,16 +434,18 @@ class Trainer:
         if self.layout_is_open and hasattr(train_loader, "in_shape"):
             devices.settle_layout(self.module, train_loader.in_shape, self.device)
         if resume is not None:
-            self.load_state_dict(resume if isinstance(resume, dict) else checkpoint.load(resume))
+            self.load_state_dict(checkpoint.to_resume(resume))
         if self.execute is not graph.eagerly:
             optimizers.make_capturable(self.optimizer, self.device)  # the rates that were loaded are numbers
             self.execute = graph.Captured(
                 self.optimizer, self.device
             )  # anew: the optimizer's tensors may be others now
+        misuse.warn_of_untrained(self)
         self.lr = self.scheduler.get_last_lr()[0]
-        self.threads = torch.get_num_threads()
+        self.train_loader, self.val_loader, self.outer_error = loader, val_loader, sys.exc_info()[1]
+        self.hold()
         if self.fits_threads:
-            cpu.use_threads(self.module, self.train_loader.batch_size)
+            cpu.use_threads(self.module, loader.batch_size)
 
     def parameter_groups(self, decay_all):
         """The trainable parameters for the optimizer; biases and the weights of norms (one dimension) without decay."""
@@ -466,8 +470,8 @@ class Trainer:
         return {"step": self.step, "evaluation_due": self.evaluation_due, **states, "callbacks": callbacks}
 
     def load(self, path):
-        """Loads a checkpoint file: weights, step, callbacks, scaler, and optimizer and schedule where there are any."""
-        self.load_state_dict(checkpoint.load(path))
+        """Loads a checkpoint file, or the best one of a folder: weights, step, callbacks, and the other parts."""
+        self.load_state_dict(checkpoint.to_load(path))
 
     def load_state_dict(self, state):
         """Takes what `state_dict` gave.
@@ -497,8 +501,6 @@ class Trainer:
         if not 0 <= state["step"] < 2**63 or isinstance(state["step"], bool):
             refuse(state["step"], "a number of steps", "step")
         for name, part in self.stateful().items():
-            if name == "scheduler" and isinstance(state[name], dict) and set(state[name]) != set(part.state_dict()):
-                raise UserError(f"The checkpoint was written with another scheduler than {type(part).__name__}.")
             check(part, state[name], name)
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
@@ -527,12 +529,20 @@ class Trainer:
         """Raises the error as the user should see it where it is a wrong device or too little memory; else returns."""
         if devices.is_out_of_memory(error):
             raise micro_batch.explain(batch) from error
+        if explained := misuse.explain(error):
+            raise explained from error
         if explained := devices.explain(error, self.module, batch, self.device) or parallel.explain(error):
             raise explained from error
 
+    def hold(self):
+        """Drops gradients that somebody has left, and notes what `release` puts back."""
+        self.optimizer.zero_grad()
+        self.outside, self.threads = devices.random_states(self.device), torch.get_num_threads()
+
     def release(self):
-        """Drops gradients, gives memory back, and has as many threads as before."""
+        """Drops gradients, gives memory back, and has the threads and the random numbers of before."""
         torch.set_num_threads(self.threads)
+        devices.set_random_states(self.outside)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         devices.release(self.device)

@@ -1,0 +1,291 @@
+"""What a script may get wrong: each is a UserError of one to three lines that says what to give, or a warning."""
+
+import functools
+import io
+import re
+
+import pytest
+import torch
+from conftest import assert_same, make_data, make_model, make_trainer
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from trainer import Trainer, checkpoint
+from trainer.callbacks import Callback, Checkpoint, Progress
+from trainer.errors import UserError
+from trainer.loggers import JSONL, read_rows
+from trainer.metrics import Accuracy, Mean
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def loader(shuffle=False, **options):
+    split = make_data().train
+    return DataLoader(TensorDataset(split.inputs, split.targets), batch_size=8, shuffle=shuffle, **options)
+
+
+def of_dicts(third=False):
+    more = {"number": torch.arange(8)} if third else {}
+    return [{"x": inputs, "y": targets, **more} for inputs, targets in loader()]
+
+
+class OfDicts(Trainer):
+    def compute_loss(self, batch):
+        outputs = self.model(batch["x"])
+        return self.loss(outputs, batch["y"]), outputs
+
+
+class LossAlone(Trainer):
+    def compute_loss(self, batch):
+        return super().compute_loss(batch)[0]
+
+
+class Named(Trainer):
+    def compute_loss(self, batch):
+        loss, outputs = super().compute_loss(batch)
+        return {"loss": loss, "outputs": outputs}
+
+
+class Stepping(Trainer):
+    """Its train_step gives something else than the loss."""
+
+    gives = None
+
+    def train_step(self, batch):
+        super().train_step(batch)
+        return self.gives
+
+
+class Pair(torch.nn.Sequential):
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        return outputs, outputs
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from zip(make_data().train.inputs, make_data().train.targets, strict=True)
+
+
+class TwoAtOnce:
+    def keys(self):
+        return ["a", "b"]
+
+    update = compute = reset = print
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": None}, "model: give a torch.nn.Module, and not None"),
+        ({"model": torch.nn.Linear}, "model: give a torch.nn.Module, and not the class Linear: Linear(...) makes one"),
+        ({"loss": "mse"}, "torch.nn.MSELoss(), and not 'mse'"),
+        ({"loss": torch.nn.MSELoss}, "and not the class MSELoss"),
+        ({"optimizer": "adam"}, "functools.partial(torch.optim.AdamW"),
+        ({"optimizer": torch.optim.SGD(make_model().parameters(), lr=1)}, "functools.partial(torch.optim.AdamW"),
+        ({"scheduler": "cosine"}, "functools.partial(trainer.schedules.cosine"),
+        (
+            {"scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(make_model().parameters(), lr=1), 3)},
+            "functools.partial(trainer.schedules.cosine",
+        ),
+        ({"metrics": [Accuracy()]}, "metrics={'acc': Accuracy()}"),
+        ({"metrics": {"acc": Accuracy}}, "'acc' wants update, compute, reset, as Accuracy() has, and not the class"),
+        ({"metrics": {"acc": min}}, "'acc' wants update, compute, reset"),
+        ({"metrics": {"two": TwoAtOnce()}}, "'two' is several"),
+        ({"callbacks": Progress()}, "callbacks=[Progress()], and not a Progress"),
+        ({"callbacks": [print]}, "is no trainer.callbacks.Callback"),
+    ],
+)
+def test_a_part_that_is_none_is_refused(settings, words):
+    defaults = {"model": make_model(), "optimizer": SGD, "device": "cpu"}
+    with pytest.raises(UserError, match=re.escape(words)):
+        Trainer(**(defaults | settings))
+
+
+@pytest.mark.parametrize(
+    ("kind", "train", "words"),
+    [
+        (Trainer, of_dicts(), "A batch is a dict with 'x', 'y', and compute_loss takes (inputs, targets)"),
+        (OfDicts, of_dicts(), None),
+        (OfDicts, of_dicts(third=True), None),
+        (Trainer, [(torch.ones(8, 6), torch.ones(8, 6), torch.arange(8) % 3)] * 2, "A batch is a tuple of 3"),
+        (LossAlone, loader(), "compute_loss gives the mean loss, a tensor, and the outputs"),
+        (Named, loader(), "compute_loss gives the mean loss, a tensor, and the outputs"),
+        (Stepping, loader(), "train_step gives the mean loss of its batch, a tensor"),
+        (Trainer, DataLoader(Endless(), 8), "Give its data set, Endless, a __len__"),
+        (Trainer, TensorDataset(torch.ones(8, 6), torch.arange(8) % 3), "that is batches, and not a TensorDataset"),
+    ],
+)
+def test_a_batch_or_a_step_of_another_form_is_explained(kind, train, words):
+    trainer = make_trainer(kind=kind, epochs=1)
+    if words is None:
+        trainer.fit(train, train)
+        return
+    with pytest.raises(UserError, match=re.escape(words)):
+        trainer.fit(train)
+
+
+@pytest.mark.parametrize("gives", [1.5, {"loss": 1.5}])
+def test_a_train_step_that_gives_no_tensor_is_explained(gives):
+    trainer = make_trainer(kind=Stepping)
+    trainer.gives = gives
+    with pytest.raises(UserError, match="let it return loss.detach"):
+        trainer.fit(loader())
+
+
+def test_errors_of_other_code_stay_as_they_are():
+    class Broken(torch.nn.Sequential):
+        def forward(self, inputs):
+            raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine") as error:
+        make_trainer(Broken(*make_model())).fit(loader())
+    assert not isinstance(error.value, UserError)
+
+
+def test_an_evaluation_is_explained_too():
+    with pytest.raises(UserError, match="update_metrics takes"):
+        make_trainer(kind=OfDicts, metrics={"acc": Accuracy()}).evaluate(of_dicts())
+    with pytest.raises(UserError, match="Let it return loss, outputs"):
+        make_trainer(kind=LossAlone).evaluate(loader())
+    with pytest.raises(UserError, match="A loss is needed"):
+        make_trainer(loss=None).evaluate(loader())
+    with pytest.raises(UserError, match="The model gives a tuple, .*\nOverride compute_loss"):
+        make_trainer(Pair(*make_model())).evaluate(loader())
+
+    class Both(Accuracy):
+        def value(self, sums):
+            return {"a": 1.0}
+
+    with pytest.raises(UserError, match="val/both is a dict, and no number"):
+        make_trainer(metrics={"both": Both()}).evaluate(loader())
+
+
+@pytest.mark.parametrize("several", [{"a": loader(), "b": loader()}, [loader(), loader()]])
+def test_several_loaders_are_no_loader(several):
+    with pytest.raises(UserError, match=r"fit: give one loader, and not a (dict|list) of several.\n.*evaluate"):
+        make_trainer().fit(loader(), several)
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        (torch.ones(8, 6), "give a loader, that is batches, and not a Tensor.\nOne batch is [inputs]"),
+        (TensorDataset(torch.ones(8, 6)), "and not a TensorDataset"),
+        ([[torch.ones(n, 6) for n in (3, 4, 5)]], "a batch is a list of 3"),
+        ([[torch.ones(3, 6), torch.ones(4, 6)]], "a batch is a list of 2"),
+        (of_dicts(), "a batch is a dict with 'x', 'y', and all of it was given to the model"),
+        ([torch.ones(2, 5, 6), torch.ones(2, 4, 6)], "(4, 3) a sample in one batch and (5, 3) in another"),
+    ],
+)
+def test_predict_refuses_what_it_would_take_for_something_else(batches, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        make_trainer().predict(batches)
+
+
+def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplog):
+    class Own(OfDicts):
+        def predict_batch(self, batch):
+            return self.model(batch["x"])[0]
+
+    model = Pair(*make_model())
+    expected = make_trainer(model).module(make_data().train.inputs)[0]
+    torch.testing.assert_close(make_trainer(model, kind=Own).predict(of_dicts()), expected)
+    with pytest.raises(UserError, match="predict: the model gives a tuple, and no tensor"):
+        make_trainer(model).predict(loader())
+    make_trainer().predict(loader())
+    assert not caplog.records
+    make_trainer().predict(loader(shuffle=True))
+    assert "the outputs come in its order" in caplog.text
+
+
+def test_a_closed_trainer_says_so():
+    trainer = make_trainer()
+    trainer.close()
+    for use in (trainer.fit, trainer.evaluate, trainer.predict):
+        with pytest.raises(UserError, match=f"{use.__name__}: this Trainer is closed"):
+            use(loader())
+
+
+def test_weights_that_no_optimizer_has_are_named(caplog):
+    model = make_model()
+    model[0].requires_grad_(False)
+    trainer = make_trainer(model, epochs=1)
+    trainer.fit(loader())
+    assert not caplog.records
+    model[0].requires_grad_(True)
+    trainer.fit(loader())
+    assert [record.getMessage()[:45] for record in caplog.records] == [
+        "No optimizer has 0.weight, 0.bias: not trained"[:45]
+    ]
+
+    class Two(Trainer):
+        def stateful(self):
+            return {**super().stateful(), "other": torch.optim.SGD(self.module[0].parameters(), lr=0.1)}
+
+    caplog.clear()
+    model = make_model()
+    last = lambda groups: torch.optim.SGD(model[3].parameters(), lr=0.1)  # noqa: E731
+    make_trainer(model, kind=Two, optimizer=last, epochs=1).fit(loader())
+    assert not caplog.records
+
+
+def test_a_tensor_is_logged_as_its_number(tmp_path):
+    class Own(Callback):
+        def on_epoch_end(self, trainer):
+            trainer.log({"train/own": torch.tensor(0.5)})
+
+    make_trainer(callbacks=[Own(), JSONL(tmp_path / "rows.jsonl")], epochs=1).fit(loader())
+    assert [row["train/own"] for row in read_rows(tmp_path / "rows.jsonl") if "train/own" in row] == [0.5]
+
+
+def test_two_losses_of_ones_own_are_metrics():
+    class Two(Trainer):
+        def compute_loss(self, batch):
+            outputs = self.model(batch[0])
+            parts = {"a": self.loss(outputs, batch[1]), "b": outputs.square().mean()}
+            return parts["a"] + parts["b"], parts
+
+        def update_metrics(self, parts, batch):
+            for name, metric in self.metrics.items():
+                metric.update(parts[name], len(batch[0]))
+
+    found = make_trainer(kind=Two, metrics={"a": Mean(), "b": Mean()}).evaluate(loader())
+    assert found["val/a"] + found["val/b"] == pytest.approx(found["val/loss"], rel=1e-6)
+
+
+# Checkpoints
+
+
+def test_a_folder_is_gone_on_from_at_its_newest_and_loaded_at_its_best(tmp_path):
+    best = {"Checkpoint": {"best": {"step": 8, "value": 0.5}, "metrics": {}}}
+    trainer = make_trainer(epochs=3, callbacks=[Checkpoint(tmp_path, keep=9)])
+    trainer.fit(loader())
+    newest = checkpoint.load(tmp_path / "step_00000024.ckpt")
+    newest["callbacks"]["Checkpoint"] |= best["Checkpoint"]
+    checkpoint.save(tmp_path / "step_00000024.ckpt", newest)
+    assert checkpoint.to_resume(newest) is newest
+    assert_same(checkpoint.to_resume(tmp_path), newest)
+    other = make_trainer(epochs=4)
+    other.fit(loader(), resume=tmp_path)
+    assert other.step == 32
+    trainer.load(str(tmp_path))
+    assert trainer.step == 8
+    assert_same(dict(trainer.module.state_dict()), checkpoint.load(tmp_path / "step_00000008.ckpt")["model"])
+    with pytest.raises(UserError, match=r"go on from them: fit\(..., resume="):
+        make_trainer(callbacks=[Checkpoint(tmp_path)]).fit(loader())
+
+
+@pytest.mark.parametrize("source", [True, ["a"]])
+def test_what_is_no_checkpoint_says_what_one_is(tmp_path, source):
+    with pytest.raises(UserError, match="give its file, or the folder"):
+        make_trainer().load(source)
+    with pytest.raises(UserError, match="there is no checkpoint in this folder"):
+        make_trainer().fit(loader(), resume=tmp_path)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_of_torchs_own_is_named(tmp_path, zipped):
+    torch.save(make_model().state_dict(), stream := io.BytesIO(), _use_new_zipfile_serialization=zipped)
+    (tmp_path / "a.pt").write_bytes(stream.getvalue())
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="torch's own or a pickle, .* model.load_state_dict"):
+        make_trainer().load(tmp_path / "a.pt")
