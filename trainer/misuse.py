@@ -11,6 +11,8 @@ from trainer.callbacks import Callback
 from trainer.errors import UserError, log
 
 HOW = "docs/own.md shows how"
+MADE_OF = ("update", "compute", "reset")  # a metric
+LOADERS = (torch.utils.data.DataLoader, Seekable)
 
 
 def check_parts(model, loss, optimizer, scheduler, metrics, callbacks):
@@ -46,9 +48,6 @@ def check_parts(model, loss, optimizer, scheduler, metrics, callbacks):
             raise UserError(f"callbacks: {callback!r} is no trainer.callbacks.Callback.")
 
 
-MADE_OF = ("update", "compute", "reset")  # a metric
-
-
 def instead_of(part):
     """', and not the class Linear', or what else was given."""
     if isinstance(part, type):
@@ -73,9 +72,6 @@ def check_loader(trainer, loader, use):
     shuffles = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
     if use == "predict" and (shuffles or getattr(loader, "shuffle", False)) and launch.is_first():
         log.warning("predict: the loader shuffles, and the outputs come in its order. Give one with shuffle=False.")
-
-
-LOADERS = (torch.utils.data.DataLoader, Seekable)
 
 
 def inputs_of(batch):
