@@ -146,14 +146,14 @@ def train(cfg):
     """Trains, tests the best weights, and leaves all of it in the run directory, which the README describes."""
     with open_dict(cfg):
         launch.seconds = cfg.rank_timeout
-        launch.check_alike({"code": launch.code(ROOT), "versions": numbers(), "config": settled(cfg)})
+        launch.check_alike({"code": launch.code(ROOT), "versions": versions_alike(), "config": settled(cfg)})
         cfg.run_dir = launch.agreed("run_dir", lambda: run_directory(cfg), lasting=True)
         launch.again = rundir.command(cli.typed(), rundir.setting("run_dir", cfg.run_dir), start=launch.command())
     with rundir.held(Path(cfg.run_dir)) if launch.is_first() else contextlib.nullcontext():
         train_in(Path(cfg.run_dir), cfg)
 
 
-def numbers():
+def versions_alike():
     """The versions that all processes of a run have alike: they may be on several machines."""
     return {name: number for name, number in rundir.versions().items() if name != "platform"}
 

@@ -16,6 +16,8 @@ from trainer.files import open_plain
 
 MOST_NUMBERS = 2**28  # that a table may become
 FEWEST_ROWS = 20  # in which a column that counts them is no accident
+FEW_KINDS = 20  # of values, which may be categories or classes however few rows there are
+LARGEST = 1e38  # number of a table: float32 has none above 3.4e38
 MISSING = {"", "?", "na", "n/a", "nan", "null", "none"}
 
 
@@ -35,7 +37,7 @@ def csv(
     """A table with a header line; one column is the target.
 
     Numbers are standardised, categories one-hot, both by the training part alone. A column in which every value is a
-    finite number is numeric, unless named in `categorical`. A category that the training part lacks is all zeros.
+    number is numeric, unless named in `categorical`. A category that the training part lacks is all zeros.
     `missing`: error, drop (the rows), or mean (the training part's; a missing category is all zeros). `kind` auto:
     text, or at most 20 different whole numbers that are fewer than a tenth of the rows, are classes; other targets are
     a regression. `trained`: what a run's data set said of itself (Data.description), whose columns, classes and units
@@ -66,15 +68,16 @@ def csv(
     if not columns:
         raise UserError(f"{printable(path)} has no column besides the target {target}.")
 
-    kind, classes, targets = _read_target(target, answers, kind, trained)
+    kind, classes, targets = _read_target(target, answers, lines, kind, trained)
     parts = split_indices(targets if classes else len(targets), fractions, split_seed, stratified=classes is not None)
     categorical = {categorical} if isinstance(categorical, str) else set(categorical)
     if trained is None:
-        described = [_describe(name, values, parts[0], name in categorical) for name, values in columns.items()]
-        for name in (column["name"] for column in described if "mean" in column):
-            if counts_rows(columns[name]):
-                what = "counts the rows, and a number of that kind says nothing of a new row. Leave it out"
-                log.warning("%s: the column %r %s: dataset.ignore=[%s].", printable(path), name, what, name)
+        described = [_describe(name, values, lines, parts[0], name in categorical) for name, values in columns.items()]
+        for name, values in columns.items():
+            if what := of_no_use(values, answers):
+                log.warning(
+                    "%s: the column %r %s. Leave it out: dataset.ignore=[%s].", printable(path), name, what, name
+                )
     else:
         described = trained["table"]["columns"]
         for column in described:
@@ -83,7 +86,7 @@ def csv(
     blocks = []
     for column in described:
         room = MOST_NUMBERS - sum(map(torch.numel, blocks))
-        blocks.append(_features(column, columns[column["name"]], room))
+        blocks.append(_features(column, columns[column["name"]], lines, room))
     inputs = torch.cat(blocks, 1)
     center, scale = 0.0, 1.0
     if not classes:
@@ -134,8 +137,11 @@ def read_rows(path, delimiter, key="dataset.path", alone=None):
                 )
             for name, count in Counter(header).items():
                 if count > 1 or not name:
-                    what = f"the column {name!r} {count} times" if name else "a column without a name"
-                    raise UserError(f"{shown}: the header has {what}.")
+                    what = f"has the column {name!r} {count} times."
+                    if not name:
+                        place = f"has a column without a name, number {header.index(name) + 1}"
+                        what = f"{place}. Give it one; to_csv(index=False) writes none."
+                    raise UserError(f"{shown}: the header {what}")
             yield header
             line = lines.line_num + 1  # where a row begins: a value in quotes may have several lines
             for row in lines:
@@ -150,6 +156,9 @@ def read_rows(path, delimiter, key="dataset.path", alone=None):
         raise UserError(f"{key}={shown}: there is no such file.") from None
     except UserError:
         raise
+    except UnicodeDecodeError as error:
+        what = f"it is not in UTF-8, and has the byte 0x{error.object[error.start]:02x}"
+        raise UserError(f"{key}={shown}: this is no table that can be read ({what}).\nSave it as UTF-8.") from None
     except (OSError, ValueError, CSVError) as error:
         raise UserError(f"{key}={shown}: this is no table that can be read ({printable(error)}).") from None
 
@@ -217,21 +226,35 @@ def warn(path, line, name, value):
     log.warning("%s, line %d: %r in the column %r %s.", printable(path), line, value[:50], name, what)
 
 
+def of_no_use(values, answers):
+    """Why a column says nothing, or all, of the answers; None for any other."""
+    if values == answers:
+        return "is the target once more, which a new row has not"
+    if len(set(values)) == 1:
+        return "has one value only, and says nothing"
+    return "counts the rows, and a number of that kind says nothing of a new row" if counts_rows(values) else None
+
+
 def counts_rows(values):
     """Whether a column of numbers is whole ones that never come twice: in the order of the rows, or with no gap."""
     numbers = _numbers(values)
-    if len(numbers) < FEWEST_ROWS or len(set(numbers)) < len(numbers) or not all(map(float.is_integer, numbers)):
+    if (
+        numbers is None
+        or len(numbers) < FEWEST_ROWS
+        or len(set(numbers)) < len(numbers)
+        or not all(map(float.is_integer, numbers))
+    ):
         return False  # nan is none either
     return numbers == sorted(numbers) or max(numbers) - min(numbers) == len(numbers) - 1
 
 
 def _number(value):
-    """The finite number that a text is, or None."""
+    """The number that a text is, of a size that can be used, or None."""
     try:
         number = float(value)
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST and "_" not in value else None  # Python reads 1_1 as 11
 
 
 def check_column(path, name, there):
@@ -284,16 +307,32 @@ def _without_missing(columns, lines, target, missing):
 
 
 def _numbers(values):
-    """The values as floats, NaN where one is missing; None if one is not a finite number, or none is there."""
-    try:
-        numbers = [math.nan if value is None else float(value) for value in values]
-    except ValueError:
-        return None
-    usable = all(math.isfinite(number) or value is None for number, value in zip(numbers, values, strict=True))
-    return numbers if usable and any(value is not None for value in values) else None
+    """The values as floats, NaN where one is missing; None if one is no number, or none is there."""
+    numbers = [math.nan if value is None else _number(value) for value in values]
+    return None if None in numbers or set(values) == {None} else numbers
 
 
-def _read_target(name, values, kind, trained=None):
+def _odd(values):
+    """The places of the values that are no numbers."""
+    return [i for i, value in enumerate(values) if value is not None and _number(value) is None]
+
+
+def _is_numeric(values, odd):
+    """Whether a column is one of numbers but for the odd ones: few of them, or among too many for categories."""
+    few = len(odd) <= max(1, len(values) / 20) or len(set(values)) > FEW_KINDS
+    return few and len(odd) < len(values) / 2
+
+
+def _told(values, lines, odd):
+    """'1 of 400 values is no number, '1O' in line 9': one may also be infinite, or of a size that cannot be used."""
+    first, count = odd[0], "is no number," if len(odd) == 1 else "are no numbers, the first"
+    return f"{len(odd)} of {len(values)} values {count} {values[first][:50]!r} in line {lines[first]}"
+
+
+CORRECT = "Write numbers as 1234.5, up to 1e38, and nothing where one is missing"
+
+
+def _read_target(name, values, lines, kind, trained=None):
     """(kind, class names or None, targets): int64 (N,), or float64 (N, 1) for a regression.
 
     The class names are those of a run where it was `trained`.
@@ -312,21 +351,26 @@ def _read_target(name, values, kind, trained=None):
             f"dataset.target={name}: all {len(values)} rows have the same value, {values[0]!r}. "
             "There is nothing to learn."
         )
+    odd = _odd(values) if numbers is None else []
+    if odd and (kind == "regression" or (kind == "auto" and _is_numeric(values, odd))):
+        other = "" if trained else ", or type dataset.kind=classification"
+        raise UserError(f"dataset.target={name}: {_told(values, lines, odd)}.\n{CORRECT}{other}.")
     if kind == "auto":
         few = (
             numbers is not None
-            and len(distinct) <= 20
+            and len(distinct) <= FEW_KINDS
             and len(distinct) < len(values) / 10
             and all(value.is_integer() for value in distinct)
         )
         kind = "classification" if numbers is None or few else "regression"
+    if kind == "classification" and len(distinct) > max(2, len(values) / 2):
+        what = f"{len(values)} rows have {len(distinct)} different values, too many for classes"
+        if not odd:
+            raise UserError(f"dataset.target={name}: {what}.\nType dataset.kind=regression, or choose another column.")
+        raise UserError(
+            f"dataset.target={name}: {what}, and {_told(values, lines, odd)}.\n{CORRECT}, or choose another."
+        )
     if kind == "regression":
-        if numbers is None:
-            wrong = next(value for value in values if _numbers([value]) is None)
-            raise UserError(
-                f"dataset.target={name}: {wrong!r} is not a number.\n"
-                "Type dataset.kind=classification, or choose another column."
-            )
         return kind, None, torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
     labels = {value: label for label, value in enumerate(distinct)}
     targets = torch.tensor([labels[value] for value in (values if numbers is None else numbers)])
@@ -338,21 +382,24 @@ def _class_name(value):
     return value if isinstance(value, str) else str(int(value)) if value.is_integer() else repr(value)
 
 
-def _describe(name, values, train, categorical):
+def _describe(name, values, lines, train, categorical):
     """{"name", "mean", "std"} of a numeric column, {"name", "categories"} of another; by the rows `train` alone."""
     kinds = sorted({values[i] for i in train.tolist()} - {None})
     if not kinds:
         raise UserError(f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}].")
-    numbers = None if categorical else _numbers(values)
-    if numbers is not None:
+    if categorical:
+        return {"name": name, "categories": kinds}
+    if (numbers := _numbers(values)) is not None:
         column = torch.tensor(numbers, dtype=torch.float64)
         mean, std = mean_and_std(column[train][~column[train].isnan()])
         return {"name": name, "mean": mean, "std": std}
-    if not categorical and len(kinds) > max(20, len(train) / 2):
-        odd = next(value for value in values if value is not None and _numbers([value]) is None)
+    odd = _odd(values)
+    numeric = _is_numeric(values, odd)
+    if numeric or len(kinds) > max(FEW_KINDS, len(train) / 2):
+        text = "" if numeric else "\nText wants a data set of your own, as in examples/own_data.py."
         raise UserError(
-            f"Column {name!r} has {len(kinds)} different values that are not all numbers ({odd!r}).\n"
-            f"Correct it, or type dataset.ignore=[{name}] or dataset.categorical=[{name}]."
+            f"Column {name!r} has {len(kinds)} different values, and {_told(values, lines, odd)}.\n"
+            f"{CORRECT}, or type dataset.ignore=[{name}] or dataset.categorical=[{name}].{text}"
         )
     return {"name": name, "categories": kinds}
 
@@ -362,7 +409,7 @@ def mean_and_std(numbers):
     return numbers.mean().item(), numbers.std(correction=0).item() if numbers.min() < numbers.max() else 1.0
 
 
-def _features(described, values, room):
+def _features(described, values, lines, room):
     """float32 (N, 1) of a numeric column, (N, categories) of another one.
 
     UserError where that would be more than `room` numbers, which a small file can ask for.
@@ -371,8 +418,8 @@ def _features(described, values, room):
     if kinds is None:
         numbers = _numbers(values) if set(values) != {None} else [math.nan] * len(values)
         if numbers is None:
-            odd = next(value for value in values if value is not None and _number(value) is None)
-            raise UserError(f"Column {name!r} has {odd!r}, and only numbers where the run was trained.")
+            told = _told(values, lines, _odd(values))
+            raise UserError(f"Column {name!r}, in which the run was trained on numbers: {told}.\n{CORRECT}.")
         column = (torch.tensor(numbers, dtype=torch.float64) - described["mean"]) / described["std"]
         return column.nan_to_num(0.0).float().unsqueeze(1)
     if len(values) * len(kinds) > room:

@@ -1,9 +1,11 @@
 """A GAN (Goodfellow 2014, arXiv 1406.2661): a Trainer with a step of its own, and two optimizers.
 
-python train.py model._target_=examples.gan.GAN trainer._target_=examples.gan.GANTrainer optimizer.lr=1e-3
+python train.py model._target_=examples.gan.GAN trainer._target_=examples.gan.GANTrainer \
+    optimizer=adam optimizer.lr=1e-3 'optimizer.betas=[0.5,0.99]' epochs=20
+Expect test/loss 1.00, deviation 0.16 over 5 seeds, of an energy distance that is 5 after the first epoch.
 """
 
-from torch import Size, nn, randn
+from torch import Size, cdist, nn, randn
 from torch.nn.functional import softplus
 
 from trainer import Trainer
@@ -31,10 +33,16 @@ class GANTrainer(Trainer):
         return {**super().stateful(), "judge_optimizer": self.judge_optimizer}
 
     def compute_loss(self, batch):
-        return softplus(-self.module.judge(fakes := self.model(batch[0]))).mean(), fakes
+        """Of an evaluation: how far the fakes are from the samples, 0 where they are alike (Székely 2013, eq. 2.1).
+
+        What the judge says of them would be best in the first epoch, when it knows least.
+        """
+        real, fakes = batch[0].flatten(1), self.model(batch[0]).flatten(1)
+        return 2 * cdist(real, fakes).mean() - cdist(real, real).mean() - cdist(fakes, fakes).mean(), fakes
 
     def train_step(self, batch):
-        loss, fakes = self.compute_loss(batch)
+        fakes = self.model(batch[0])
+        loss = softplus(-self.module.judge(fakes)).mean()
         loss.backward()
         self.optimizer.step()
         self.module.zero_grad()  # also what the generator's loss left at the judge

@@ -96,6 +96,12 @@ def test_the_site_needs_no_network_and_can_be_searched(site):
         assert f'"{page.relative_to(ROOT / "docs").with_suffix("").as_posix()}"' in index
 
 
+def test_the_page_of_settings_has_every_file_of_the_configs():
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```{literalinclude} \.\./(configs/.*)$", page, re.MULTILINE)
+    assert sorted(shown) == sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("configs/**/*.yaml"))
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_pages_and_a_search_open_from_the_disk_without_an_error(site, tmp_path):
     options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"

@@ -68,9 +68,12 @@ def test_its_commands_come_to_what_it_says(file, forks, tmp_path):
         own = [word for word in command if word.startswith("run_dir=")] or [f"run_dir=run{number}"]
         done = forks.run(tmp_path, *command[1:], *own, "report=false")
         assert done.code == 0, done.err
-        if file.stem != "gan" and own == [f"run_dir=run{number}"]:
+        if own == [f"run_dir=run{number}"]:
             name, value = expected(file, number)
             result = json.loads((tmp_path / f"run{number}" / "result.json").read_text(encoding="utf-8"))
+            if file.stem == "gan":  # of which no two machines have the same
+                assert result[name] < 2 * value and result["best"]["step"] > 0.7 * result["steps"]
+                continue
             tolerance = 0.035 if name.endswith(("acc", "balanced")) else 0.1 * value
             assert abs(result[name] - value) <= tolerance
             card = (tmp_path / f"run{number}" / "model.md").read_text(encoding="utf-8")

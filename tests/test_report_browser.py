@@ -124,6 +124,34 @@ def test_the_page_is_whole_and_asks_for_nothing(page, browser, scheme, width):
     assert lines == {"light": "rgb(10, 92, 196)", "dark": "rgb(108, 176, 255)"}[scheme]
 
 
+CONTRASTS = """(() => {
+  const dot = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const light = colour => {
+    dot.fillStyle = colour; dot.fillRect(0, 0, 1, 1);
+    const parts = [...dot.getImageData(0, 0, 1, 1).data].slice(0, 3).map(part => part / 255);
+    const [r, g, b] = parts.map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+  };
+  const contrast = (a, b) => Math.max(light(a) / light(b), light(b) / light(a));
+  const page = getComputedStyle(document.body), cell = document.querySelector("td.cell"), cells = [];
+  for (const kind of ["right", "wrong"]) for (let share = 0; share <= 100; share += 5) {
+    cell.className = `cell ${kind}`; cell.style.setProperty("--share", share);
+    cells.push(contrast(getComputedStyle(cell).color, getComputedStyle(cell).backgroundColor));
+  }
+  const drawn = ["train", "val", ...[0, 1, 2, 3, 4, 5, 6, 7].map(i => `c${i}`)];
+  return [Math.min(...cells), Math.min(...drawn.map(name =>
+    contrast(page.getPropertyValue(`--${name}`), page.backgroundColor)))];
+})()"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_is_drawn_and_written_stands_out(page, browser, scheme):
+    """By the measures of WCAG 2: 4.5 for text, here in the matrix's cells, and 3 for lines and bars."""
+    browser.open(page, 1000, scheme)
+    text, lines = browser.value(CONTRASTS)
+    assert text >= 4.5 and lines >= 3
+
+
 def test_a_request_would_be_noticed(page, browser, tmp_path):
     """What the test above looks for is found, and refused by the page's own policy."""
     text = page.read_text(encoding="utf-8").replace(

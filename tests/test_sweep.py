@@ -175,8 +175,8 @@ def test_the_page_has_a_line_for_each_job_and_stands_alone(swept):
     assert sorted(page.kinds("path")) == ["job"] * 5 + ["job best"] + ["job failed"] * 6
     assert page.kinds("text").count("key") == 4  # three keys and the result
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.seen}
-    [link] = [attributes["href"] for tag, attributes in page.seen if tag == "a"]
-    assert line_of(swept.out, "report") == f"all/{link}" and (swept.folder / link).is_file()
+    link, same = [attributes["href"] for tag, attributes in page.seen if tag == "a"]  # above, and in the row of the job
+    assert line_of(swept.out, "report") == f"all/{link}" and (swept.folder / link).is_file() and link == same
     assert "url(" not in text and re.findall(r"https?://\S+", text) == ['http://www.w3.org/2000/svg"']
     assert "prefers-color-scheme: dark" in text and line_of(swept.out, "best") in page.text
 
@@ -398,9 +398,43 @@ def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
     page = Page((runs / "sweep.html").read_text(encoding="utf-8"))
     text = (runs / "sweep.html").read_text(encoding="utf-8")
     assert "<h1>Runs in runs</h1>" in text and "3 runs: 2 done, 1 unfinished" in text
-    assert re.findall(r"<th.*?>(.*?)</th>", text)[:4] == ["runs", "settings", "n", "val/acc"]
+    assert re.findall(r"<th.*?>(.*?)</th>", text)[:4] == ["runs", "val/acc", "n", "settings"]
     assert len(page.kinds("path")) == 2  # a line for each that is done
     assert not list(runs.rglob("report.html"))
+
+
+def test_of_runs_on_different_data_none_is_the_best(tmp_path, capsys):
+    """Each is shown with the number that it has, what decides and what was tested before the loss, reports linked."""
+    bests = {"a": ("val/r2", 0.75, "acc"), "b": ("val/acc", 0.5, "acc"), "c d": ("val/acc", 0.25, "acc")}
+    for i, (name, (metric, value, test)) in enumerate(bests.items()):
+        typed = [f"dataset={['csv', 'mnist', 'digits'][i]}", "epochs=3"]
+        best = {"name": metric, "mode": "max", "value": value}
+        result = {"overrides": typed, "best": best, "seconds": 2.0, "test/loss": 0.5, f"test/{test}": 0.125}
+        rundir.write_json(tmp_path / name / "result.json", result)
+        (tmp_path / name / "config.yaml").touch()
+    rundir.write_json(tmp_path / "e" / "result.json", {"overrides": [], "error": "it is nan.\nType lr.", "code": 3})
+    (tmp_path / "e" / "config.yaml").touch()
+    (tmp_path / "c d" / "report.html").touch()
+    assert sweep.main([str(tmp_path)]) == 0
+    said = "3 done, 1 failed, on different data, so that none is the best"
+    *lines, end = capsys.readouterr().out.splitlines()
+    assert not any(line.startswith("best ") for line in lines) and end.startswith(f"runs     {tmp_path}: {said};")
+    assert [re.split(" {2,}", line)[:2] for line in lines[1:4]] == [
+        ["b", "0.5000"],
+        ["c d", "0.2500"],
+        ["a", "val/r2 0.7500"],
+    ]
+    text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
+    assert "best first" not in text and not {"path", "svg"} & {tag for tag, _ in Page(text).seen}
+    heads = re.findall(r"<th.*?>(.*?)</th>", text)
+    assert heads[:6] == ["runs", "val/acc", "settings", "test/acc", "test/loss", "seconds"] and heads[-1] == "note"
+    assert '<a href="c%20d/report.html">c d</a>' in text and text.count("<a ") == 1
+    assert "<td>it is nan. Type lr.</td>" in text and 'class="best"' not in text
+    for name in bests:
+        (tmp_path / name / "result.json").write_text((tmp_path / "b" / "result.json").read_text())
+    (tmp_path / "e" / "result.json").unlink()
+    assert sweep.main([str(tmp_path)]) == 0  # runs on the same data
+    assert "best first" in (tmp_path / "sweep.html").read_text(encoding="utf-8")
 
 
 def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):

@@ -1,10 +1,13 @@
 """Tables: what a column becomes, by the training part alone, and each mistake has its answer."""
 
+import re
+
 import pytest
 import torch
 
 from data import tables
 from data.datasets import split_indices
+from trainer import build
 from trainer.errors import UserError
 
 
@@ -182,20 +185,28 @@ def test_csv_missing_values(table):
         (HEADER + "\n".join(rows()), {"missing": "guess"}, "dataset.missing"),
         (HEADER + "\n".join(rows()), {"delimiter": ";;"}, "dataset.delimiter"),
         (HEADER + "\n".join(rows()), {"delimiter": ";"}, "one column only"),
-        (HEADER + "\n".join(rows()), {"target": "city", "kind": "regression"}, "'a' is not a number"),
+        (
+            HEADER + "\n".join(rows()),
+            {"target": "city", "kind": "regression"},
+            "100 of 100 values are no numbers, the first 'a' in line 2.\n.*dataset.kind=classification",
+        ),
         (HEADER, {}, "is empty"),
         ("", {}, "is empty"),
         (HEADER + "1,a,yes,2\n1,a,yes\n", {}, "line 3: 3 values for the 4 columns"),
         (HEADER + "1,a,yes,2\n" * 30, {}, "all 30 rows have the same value, 'yes'"),
         (HEADER + "1,a,yes,2\n" * 30, {"target": "price"}, "all 30 rows have the same value"),
         ("age,age,kind\n1,2,3\n", {}, "'age' 2 times"),
-        ("age,,kind\n1,2,3\n", {}, "a column without a name"),
+        ("age,,kind\n1,2,3\n", {}, r"column without a name, number 2. Give it one; to_csv\(index=False\)"),
         (
             HEADER + "\n".join(f"{i},{i}x,{i % 2},3" for i in range(100)),
             {},
             "'city' has .* different values.*dataset.ignore=.city.",
         ),
-        (b"age,kind\n\xff\xfe,1\n", {}, "no table that can be read"),
+        (
+            b"age,kind\n\xff\xfe,1\n",
+            {},
+            r"no table that can be read \(it is not in UTF-8, and has the byte 0xff\).\nSave it as UTF-8",
+        ),
         ("kind,id\n" + "\n".join(f"{i % 2},{i}" for i in range(50)), {"ignore": ["id"]}, "no column besides"),
         ("a,b,kind\n" + "\n".join(f",{i},{i % 2}" for i in range(50)), {"missing": "mean"}, "'a' has no value"),
         ("a,b,kind\n" + "\n".join(f",{i},{i % 2}" for i in range(50)), {"missing": "drop"}, "leaves no row"),
@@ -261,6 +272,72 @@ def test_a_column_that_counts_the_rows_is_named(table, caplog, values, counts):
     table("number,rooms,price\n" + "\n".join(lines), **options, ignore=["number"])
     table("number,rooms,price\n" + "\n".join(lines), **options, trained=data.description())
     assert not caplog.records
+
+
+@pytest.mark.parametrize("wrong", ["1O", "n.a.", "$1,234.50", "1_1", "inf", "-", "1e300"])
+def test_a_few_values_that_are_no_numbers_make_no_categories(table, wrong):
+    """Neither in the target nor in a column, however many others are there twice."""
+    lines = [f"{i % 30},{i % 40 + 0.5}" for i in range(400)]
+    for column, places, words in (
+        ("price", [7], r"dataset.target=price: 1 of 400 values is no number, {} in line 9\.\n.*=classification\.$"),
+        ("price", [7, 3], "dataset.target=price: 2 of 400 values are no numbers, the first {} in line 5"),
+        ("rooms", [7], r"Column 'rooms' has 31 .* 1 of 400 values is no number, {} in line 9.\n.*categorical=.rooms"),
+    ):
+        text = list(lines)
+        for i in places:
+            rooms, price = lines[i].split(",")
+            text[i] = f'"{wrong}",{price}' if column == "rooms" else f'{rooms},"{wrong}"'
+        text = "rooms,price\n" + "\n".join(text)
+        with pytest.raises(UserError, match=words.format(re.escape(repr(wrong)))) as caught:
+            table(text, target="price", val_fraction=0, test_fraction=0)
+        assert str(caught.value).count("\n") == 1 and "Write numbers as 1234.5" in str(caught.value)
+        changes = {"price": {"kind": "classification"}, "rooms": {"categorical": ["rooms"]}}[column]
+        assert table(text, target="price", val_fraction=0, test_fraction=0, **changes).table  # as it was typed
+        about = table("rooms,price\n" + "\n".join(lines), target="price").description()
+        with pytest.raises(UserError, match=f"no numbers?, .*{re.escape(repr(wrong))} in line"):
+            table(text, target="price", trained=about)
+
+
+def test_a_column_of_few_kinds_may_have_numbers_among_them(table):
+    text = "children,y\n" + "\n".join(f"{'3+' if i % 10 == 0 else i % 3},{i % 2}" for i in range(200))
+    assert [column["categories"] for column in table(text, target="y").table["columns"]] == [["0", "1", "2", "3+"]]
+    assert table(text, target="children").classes == ["0", "1", "2", "3+"]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "words"),
+    [
+        (lambda i: f"${i}.00", "auto", r"40 .* 40 different values, too many for classes, and 40 of 40 .* '\$0.00'"),
+        (lambda i: f"c{i % 35}", "classification", "40 rows have 35 different values, too many for classes, and 40 of"),
+        (lambda i: i / 2, "classification", "40 .* too many for classes.\nType dataset.kind=regression, or"),
+    ],
+)
+def test_a_target_of_too_many_classes_says_why(table, values, kind, words):
+    with pytest.raises(UserError, match=f"^dataset.target=y: {words}"):
+        table("x,y\n" + "\n".join(f"{i % 7},{values(i)}" for i in range(40)), target="y", kind=kind)
+
+
+def test_a_column_that_is_the_target_or_has_one_value_is_named(table, caplog):
+    lines = [f"{i % 7},{i * i % 11},{i * i % 11},2,same" for i in range(60)]
+    table("rooms,copy,price,floor,land\n" + "\n".join(lines), target="price", kind="regression")
+    said = [record.getMessage().partition("the column ")[2] for record in caplog.records]
+    assert said == [
+        "'copy' is the target once more, which a new row has not. Leave it out: dataset.ignore=[copy].",
+        "'floor' has one value only, and says nothing. Leave it out: dataset.ignore=[floor].",
+        "'land' has one value only, and says nothing. Leave it out: dataset.ignore=[land].",
+    ]
+
+
+def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):
+    text = "x,y\n" + "\n".join(f"{i % 7},{i % 3}" for i in range(90))
+    for kind, loss, words in (
+        ("auto", torch.nn.MSELoss(), "Type loss=cross_entropy, or dataset.kind=regression"),
+        ("regression", torch.nn.CrossEntropyLoss(), "Type loss=mse, l1 or huber, or dataset.kind=classification"),
+    ):
+        with pytest.raises(UserError, match=words):
+            build.check_fit(None, loss, table(text, target="y", kind=kind))
+    with pytest.raises(UserError, match="Type loss=cross_entropy.$"):
+        build.check_fit(None, torch.nn.MSELoss(), table(text.replace(",2", ",two"), target="y"))
 
 
 def test_what_is_constant_is_divided_by_one(table):

@@ -431,7 +431,9 @@ COPIES = {"transfer": 1.0, "step": 3.0}
             {},
             "loggers took 20 % of the time: leave out one of callbacks, or set a larger",
         ),
-        ({"evaluation": 1.9, "step": 8.1}, {}, "compute bound: 81 % of the time is forward, backward and optimizer"),
+        ({"evaluation": 1.9, "forward": 8.1}, {}, "compute bound: 81 % of the time is forward, backward and optimizer"),
+        ({"evaluation": 1.9, "step": 8.1}, {"captured": True}, "compute bound: 81 % of the time is forward, backward"),
+        ({"evaluation": 1.9, "step": 8.1}, {}, "the steps of this Trainer's own took 81 % of the time: profile=true"),
         (
             {"step": 9.0},
             {"idle": 0.9, "batch_size": 64},

@@ -363,13 +363,15 @@ def check_fit(model, loss, data):
     name = type(loss).__name__
     if isinstance(loss, (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)) and data.kind == "classification":
         there = f"{data.name} has {data.num_classes} classes"
-        raise UserError(f"loss={name} is for numbers, and {there}. Type loss=cross_entropy.")
+        whole = data.table is not None and all(name.removeprefix("-").isdigit() for name in data.classes)
+        other = ", or dataset.kind=regression" * whole  # of a column of few whole numbers
+        raise UserError(f"loss={name} is for numbers, and {there}. Type loss=cross_entropy{other}.")
     if isinstance(loss, nn.CrossEntropyLoss) and data.kind == "regression":
         there = f"{data.name} has numbers to predict"
-        raise UserError(
-            f"loss={name} is for classes, and {there}. Type loss=mse, l1 or huber.\n"
-            "Where they are several labels a sample, 0 or 1, type loss._target_=torch.nn.BCEWithLogitsLoss."
-        )
+        other = ".\nWhere they are several labels a sample, 0 or 1, type loss._target_=torch.nn.BCEWithLogitsLoss."
+        if data.table is not None:
+            other = ", or dataset.kind=classification."
+        raise UserError(f"loss={name} is for classes, and {there}. Type loss=mse, l1 or huber{other}")
     outputs, targets = outputs_for(model, data)
     try:
         loss(outputs, targets)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from markupsafe import Markup
 
@@ -48,7 +49,8 @@ def safe(text):
 def of_sweep(sweep, counts, best, again, report=None):
     """The page of a trainer.sweep.Sweep, with its `counts` in words, the commands of the best job and to go on, and
     the path of the best job's `report`."""
-    better = f", best first by {sweep.name} ({'higher' if sweep.high else 'lower'} is better)" if sweep.name else ""
+    ranked = sweep.name and sweep.compares
+    better = f", best first by {sweep.name} ({'higher' if sweep.high else 'lower'} is better)" if ranked else ""
     return render(
         "sweep.html",
         swept=sweep.swept,
@@ -57,7 +59,7 @@ def of_sweep(sweep, counts, best, again, report=None):
         best=best,
         again=again,
         report=report,
-        picture=picture(sweep),
+        picture=picture(sweep) if sweep.compares else "",
         groups=of_groups(sweep),
         jobs=of_jobs(sweep),
     )
@@ -66,42 +68,54 @@ def of_sweep(sweep, counts, best, again, report=None):
 def of_groups(sweep):
     """The table of the jobs that are done, those that differ only in their seed in one row.
 
-    Runs that are no sweep's may have little in common: their settings are one column.
+    Runs that are no sweep's may have little in common: their settings are one column. What decides stands first, where
+    a phone has room.
     """
-    from trainer.sweep import groups, typed_for
+    from trainer.sweep import groups, tests_of, typed_for
 
     grouped = any(len(group) > 1 for group in sweep.groups)
     keys = [key for key in sweep.keys if not grouped or key != "seed"]
-    tests = list(dict.fromkeys(name for group in sweep.groups for job in group for name in job.test))
-    numbers = [sweep.name] * bool(sweep.name) + tests + ["seconds"]
+    tests, decides = tests_of(sweep), [sweep.name] * bool(sweep.name)
     rows = []
     for (names, count, value, *others), group in zip(groups(sweep, tests, "±"), sweep.groups, strict=True):
-        values = [*[count] * grouped, *[value] * bool(sweep.name), *others]
+        first = [*[value] * bool(sweep.name), *[count] * grouped]
         if sweep.swept:
-            rows.append([*(group[0].settings.get(key, "") for key in keys), *values, names])
+            rows.append([*first, *(group[0].settings.get(key, "") for key in keys), *others, names])
         else:
-            rows.append([names, typed_for(group[0], keys), *values])
-    header = [*keys, *["n"] * grouped, *numbers, "jobs"]
-    header = header if sweep.swept else ["runs", "settings", *header[len(keys) : -1]]
-    return {"header": header, "rows": rows, "numbers": [*numbers, "n"], "best": bool(sweep.name)}
+            rows.append([names, *first, typed_for(group[0], keys), *others])
+    header = [*decides, *["n"] * grouped, *(keys if sweep.swept else ["settings"]), *tests, "seconds"]
+    header = [*header, "jobs"] if sweep.swept else ["runs", *header]
+    best = bool(sweep.name) and sweep.compares
+    return {"header": header, "rows": rows, "numbers": [*decides, *tests, "seconds", "n"], "best": best}
 
 
 def of_jobs(sweep):
-    """The table of all jobs, in their order."""
-    from trainer.sweep import typed_for
+    """The table of all jobs, in their order; with a column of notes where there is one."""
+    from trainer.sweep import tests_of, typed_for
 
     first, keys = ("job", sweep.keys) if sweep.swept else ("run", ["settings"])
-    tests = list(dict.fromkeys(name for job in sweep.jobs for name in job.test))
-    numbers = ["best" if not sweep.name else sweep.name, *tests, "seconds"]
-    rows = []
+    tests, rows, noted = tests_of(sweep), [], any(job.note for job in sweep.jobs)
+    numbers = [sweep.name or "best", *tests, "seconds"]
     for job in sweep.jobs:
         best = "" if not job.best else number(job.best["value"])
         other = job.best["name"] if job.best and sweep.value(job) is None else ""
         tested = [number(job.test[name]) if name in job.test else "" for name in tests]
         seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
         settings = [job.settings.get(key, "") for key in keys] if sweep.swept else [typed_for(job, sweep.keys)]
-        rows.append([job.name, job.status, *settings, f"{other} {best}".strip(), *tested, seconds, job.note])
-    return {"header": [first, "status", *keys, *numbers, "note"], "rows": rows, "numbers": numbers}
+        note = [" ".join(job.note.split())] * noted
+        rows.append([linked(sweep, job), job.status, f"{other} {best}".strip(), *settings, *tested, seconds, *note])
+    header = [first, "status", numbers[0], *keys, *numbers[1:], *["note"] * noted]
+    return {"header": header, "rows": rows, "numbers": numbers}
+
+
+def linked(sweep, job):
+    """The job's name, as a link to its report where there is one."""
+    from trainer.report import NAME
+
+    place = sweep.folder / job.name
+    if place.is_symlink() or not (place / NAME).is_file():  # a link may lead anywhere
+        return job.name
+    return Markup(f'<a href="{quote(job.name)}/{NAME}">{safe(job.name)}</a>')
 
 
 def picture(sweep):
@@ -151,7 +165,7 @@ def picture(sweep):
         lines.append(f'<text class="cross" x="{x[-1] + 8}" y="{TOP + HEIGHT + 30}">✕ failed</text>')
     size = f'width="{width}" height="{TOP + HEIGHT + BOTTOM}"' + ' class="many"' * (len(jobs) > 60)
     more = f" Of {len(sweep.keys)} keys the first {MOST_AXES} are drawn." if len(sweep.keys) > MOST_AXES else ""
-    what = f"A line for each job, through its settings to its {sweep.name or 'result'}"
+    what = f"A line for each {'job' if sweep.swept else 'run'}, through its settings to its {sweep.name or 'result'}"
     label = f"{what}: the stronger its colour, the better.{more}"
     return Markup(
         '<div class="wide">\n'

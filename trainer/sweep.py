@@ -32,6 +32,7 @@ STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 MOST_ROWS = 40  # of the table on a screen
 MOST_PROGRESS = 2**16  # bytes of a metrics.jsonl, from its end
 announced = False  # whether the sweep of this process goes with what is in its directory
+DATA = {"dataset", *(f"dataset.{key}" for key in ("_target_", "root", "path", "target"))}  # what says which data it is
 GRID = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
@@ -263,6 +264,11 @@ class Sweep:
         """Whether these are a sweep's jobs, and not runs that were started one by one."""
         return is_sweep(self.folder)
 
+    @functools.cached_property
+    def compares(self):
+        """Whether one can be the best: of single runs on different data that would be the one on the easiest."""
+        return self.swept or not DATA & set(swept([job.settings for job in self.of("done")]))
+
     def of(self, status):
         return [job for job in self.jobs if job.status == status]
 
@@ -326,13 +332,20 @@ def groups(sweep, tests, sign="+-"):
     for group in sweep.groups:
         means = [shown([job.test.get(test) for job in group], sign) for test in tests]
         seconds = f"{mean_of(job.seconds for job in group):.1f}"
-        yield [ranges(group), str(len(group)), shown(map(sweep.value, group), sign), *means, seconds]
+        value = shown(map(sweep.value, group), sign)
+        if not value and (other := group[0].best):
+            value = f"{other['name']} {shown([job.best['value'] for job in group if job.best], sign)}"
+        yield [ranges(group), str(len(group)), value, *means, seconds]
+
+
+def tests_of(sweep):
+    """The names of the test's numbers, the loss last: what was trained for says less."""
+    return sorted(dict.fromkeys(name for job in sweep.jobs for name in job.test), key="test/loss".__eq__)
 
 
 def test_name(sweep):
     """The test metric of the same name as the one that decides, or the first that there is; '' for none."""
-    names = dict.fromkeys(name for job in sweep.jobs for name in job.test)
-    wanted = f"test/{sweep.name.partition('/')[2]}"
+    names, wanted = tests_of(sweep), f"test/{sweep.name.partition('/')[2]}"
     return wanted if wanted in names else next(iter(names), "")
 
 
@@ -349,10 +362,7 @@ def table(sweep):
         ["jobs" if grouped else "job", *["n"] * grouped, sweep.name or "best", test or "test", "seconds", "settings"]
     ]
     for group, (names, count, *means) in zip(sweep.groups, groups(sweep, [test]), strict=True):
-        typed = typed_for(group[0], keys or all_keys)
-        if sweep.value(group[0]) is None and (other := group[0].best):
-            typed = f"{typed}: {other['name']} {number(other['value'])}"
-        rows.append([names, *[count] * grouped, *means, typed])
+        rows.append([names, *[count] * grouped, *means, typed_for(group[0], keys or all_keys)])
     others = [job for status in STATUSES[1:] for job in sweep.of(status)]
     for job in others:
         shown_keys, why = sweep.keys or job.settings, job.note.partition("\n")[0]
@@ -411,7 +421,7 @@ def cell(value):
 
 def best_command(sweep):
     """The command of the best configuration, without the seed where that is one of the settings swept; or None."""
-    if not sweep.groups or sweep.value(sweep.groups[0][0]) is None:
+    if not sweep.groups or sweep.value(sweep.groups[0][0]) is None or not sweep.compares:
         return None
     left_out = {"sweep", "run_dir", *["seed"] * ("seed" in sweep.keys)}
     typed = sweep.groups[0][0].overrides
@@ -436,6 +446,8 @@ def report(folder, jobs, draws=True):
     said = [f"{counts[status]} {status}" for status in STATUSES if counts[status]]
     if missing := sweep.missing():
         said.append(f"{missing} not begun")
+    if not sweep.compares:
+        said.append("on different data, so that none is the best")
     said = ", ".join(said)
     goes_on = sweep.swept and sweep.to_run() and not counts["running"]
     best, again = best_command(sweep), command(folder) if goes_on else None

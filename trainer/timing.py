@@ -278,6 +278,10 @@ def verdict(
     names = [name for name in WORTH if (name, loader) != ("data", "resident")]  # then it is work of the device's own
     worst = max(names, key=lambda name: (share[name] >= WORTH[name], share[name] - AIM.get(name, 0.0)))
     if share[worst] < WORTH[worst]:
+        if share["step"] > compute / 2 and not captured:  # how much of it is the device's work, nobody has measured
+            return (
+                f"the steps of this Trainer's own took {percent(compute)} of the time: profile=true says what in them"
+            )
         return f"compute bound: {percent(compute)} of the time is forward, backward and optimizer"
     aim = AIM.get(worst, 0.5)
     of, rest = f"{percent(share[worst])} of the time", max(0.01, 1 - share[worst])
