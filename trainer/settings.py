@@ -217,7 +217,8 @@ def check_all(config):
             check(key, values[key])
     for key in TEXTS:
         if not isinstance(values.get(key), (str, int, float, type(None))) or isinstance(values.get(key), bool):
-            raise UserError(f"{key}={as_typed(values[key])}: give a text.")
+            what = "auto, never, or a checkpoint file" if key == "resume" else "a text"
+            raise UserError(f"{key}={as_typed(values[key])}: give {what}.")
         if values.get(key) == "":
             raise UserError(f"{key}=: give a text after the =, or leave {key} out.")
     check_device(values.get("device"))
