@@ -88,6 +88,12 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("model.hiden=[3]", "error: model.hiden: there is no such key.", "Did you mean 'model.hidden'?"),
     ("hidden=[3]", "error: hidden: there is no such key.", "Did you mean 'model.hidden'?"),
     ("lr=0.1", "error: lr: there is no such key.", "Did you mean 'optimizer.lr'?"),
+    ("learning_rate=0.1", "error: learning_rate: there is no such key.", "Did you mean 'optimizer.lr'?"),
+    ("early_stopping=3", "error: early_stopping: there is no such key.", "Did you mean 'patience'?"),
+    ("path=a.csv", "error: path: there is no such key.", "type dataset=csv dataset.path=..."),
+    ("--model cnn", "error: --model: there is no such option.", "type model=cnn."),
+    ("resume=true", "error: resume=true: give auto, never, or a checkpoint file", ""),
+    ("checkpoint=false", "error: checkpoint=false: give a group of keys", "or one as checkpoint.every=..."),
     ("checkpoint.evry=3", "error: checkpoint.evry: there is no such key.", "Did you mean 'checkpoint.every'?"),
     ("+typo=1", "error: typo: there is no such key.", "python train.py --help"),
     (

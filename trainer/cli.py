@@ -34,6 +34,7 @@ PATHS = ("run_dir", "run", "input", "output", "resume", "dataset.path", "dataset
 codes = []  # of the errors reported so far
 in_place_of_typed = contextvars.ContextVar("in_place_of_typed", default=())  # where there is no command line
 composed = {}  # the defaults of this process's runs
+OTHER_NAMES = {"learning_rate": "optimizer.lr", "early_stopping": "patience", "max_epochs": "epochs"}
 LONGEST = 500  # letters of a line that a user sees: a value or a path may have any number
 # What a disk or a file system does to a training, as it were: everything else that it refuses is a mistake in a path.
 FAILING = {getattr(errno, name, None) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE", "ENOMEM")}
@@ -285,15 +286,18 @@ def no_such_key(key, config):
     nearby |= {name.split(".")[0]: name.split(".")[0] for name in names} if not group else {}
     anywhere = {name.rpartition(".")[2]: name for name in reversed(names)}
     folder = Path(sys.argv[0]).resolve().parent / "configs" / group
-    files = sorted(folder.glob("*.yaml")) if group else []
-    options = [path.stem for path in files if f"\n{last}:" in path.read_text(encoding="utf-8")]
+    files = sorted(folder.glob("*.yaml" if group else "*/*.yaml"))
+    options = [path for path in files if f"\n{last}:" in path.read_text(encoding="utf-8")]
     near = nearest(last, nearby) or nearest(last, anywhere)
     if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
         hint = f" Type +{key}=... for an argument of your own {group}."
-    elif options:
-        hint = f" It is a key of {group}={options[0]}."
-    elif last in anywhere:
-        hint = f" Did you mean {anywhere[last]!r}?"
+    elif group and options:
+        hint = f" It is a key of {group}={options[0].stem}."
+    elif options and anywhere.get(last, "callbacks.").startswith("callbacks."):  # hardly that of a callback is meant
+        choice, place = options[0].stem, options[0].parent.name
+        hint = f" It is a key of {place}={choice}: type {place}={choice} {place}.{last}=..."
+    elif last in anywhere or last in OTHER_NAMES:
+        hint = f" Did you mean {anywhere.get(last, OTHER_NAMES.get(last))!r}?"
     else:
         hint = f" Did you mean {nearby.get(near, anywhere.get(near))!r}?" if near else ""
     return f"{key}: there is no such key.{hint}\nType python train.py --help to see the keys."
@@ -368,7 +372,9 @@ def refuse_option(parser, message):
     for known in ("--help", "--multirun", "--cfg"):
         if is_one_slip(name, known):
             raise UserError(f"{option[1]}: there is no such option. Did you mean {known!r}?")
-    setting = f"{name.lstrip('-').replace('-', '_')}={value or '...'}"
+    after = sys.argv[sys.argv.index(name) + 1 :] if name in sys.argv else []  # as in --model cnn
+    value = value or (after[0] if after and not re.match("-|.*=", after[0]) else "...")
+    setting = f"{name.lstrip('-').replace('-', '_')}={value}"
     raise UserError(f"{option[1]}: there is no such option. Settings have no dashes: type {setting}.")
 
 
@@ -426,6 +432,13 @@ def put(config, values):
         place[last] = value
 
 
+def keep_texts(cfg):
+    """Has what is a text be what was typed: run_dir=1e3 is a folder of this name, and no number."""
+    for key, _, value in (override.partition("=") for override in typed()):
+        if key in settings.TEXTS and isinstance(cfg.get(key), (int, float)) and not isinstance(cfg[key], bool):
+            cfg[key] = value
+
+
 def check_config(cfg):
     """UserError for a config that cannot be run.
 
@@ -481,7 +494,8 @@ def check_types(prefix, given, defaults):
             continue
         if value is None:
             # null is no length where max_steps gives one, and leaves a callback out.
-            may_be = name == "epochs" or settings.NUMBERS.get(name, {}).get("optional")
+            top = name.removeprefix("trainer.")  # whose keys follow those of the top
+            may_be = top == "epochs" or settings.NUMBERS.get(top, {}).get("optional")
             if not may_be and not re.fullmatch(r"callbacks\.\w+", name):
                 raise UserError(f"{name}=null: give a value, as in {name}={as_typed(default)}.")
             continue
@@ -498,8 +512,9 @@ def check_types(prefix, given, defaults):
             expect(name, value, isinstance(value, list), "a list", default)
         elif isinstance(default, str):
             expect(name, value, isinstance(value, str), "a text", default)
-        else:
-            expect(name, value, isinstance(value, dict), "a group of keys", "{...}")
+        elif not isinstance(value, dict):
+            one = f"{name}.{next(iter(default), 'KEY')}=..."
+            raise UserError(f"{name}={as_typed(value)}: give a group of keys, {name}={{...}}, or one as {one}")
 
 
 def expect(name, value, ok, kind, default):
