@@ -55,6 +55,7 @@ def main(cfg):
                 print(f"\njob {job.job.num}    {' '.join(cli.typed())}", flush=True)
             if cfg.run_dir is not None:
                 raise UserError("run_dir names one run. For a sweep, type hydra.sweep.dir=DIR.")
+        cli.keep_texts(cfg)
         cli.check_config(cfg)
         check_choice("task", cfg.task, TASKS)
         settings.check_task(cfg)

@@ -37,7 +37,8 @@ def csv(
     """A table with a header line; one column is the target.
 
     Numbers are standardised, categories one-hot, both by the training part alone. A column in which every value is a
-    number is numeric, unless named in `categorical`. A category that the training part lacks is all zeros.
+    number is numeric, unless named in `categorical`; where all but a few are, it is an error. A category that the
+    training part lacks is all zeros.
     `missing`: error, drop (the rows), or mean (the training part's; a missing category is all zeros). `kind` auto:
     text, or at most 20 different whole numbers that are fewer than a tenth of the rows, are classes; other targets are
     a regression. `trained`: what a run's data set said of itself (Data.description), whose columns, classes and units

@@ -30,7 +30,7 @@ from data.loader import make_loaders, normalizer
 from data.tables import csv
 from models.mlp import MLP
 from trainer import Trainer, examine, page, plots, report, sweep
-from trainer.metrics import R2, Accuracy
+from trainer.metrics import Accuracy, default_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -243,7 +243,7 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     data = datasets.synthetic("regression", n=5000, num_classes=targets, val_fraction=0.7)
     data.target_mean, data.target_scale = 5.0, 2.0
     model = torch.nn.Linear(20, targets)
-    trainer = make_trainer(model, loss=torch.nn.MSELoss(), metrics={"r2": R2()})
+    trainer = make_trainer(model, loss=torch.nn.MSELoss(), metrics=default_metrics("regression", 2.0))
     (_, loader, _), _ = make_loaders(data, batch_size=64, eval_batch_size=99)
     results, seen = examine.evaluate(trainer, loader, "val", data)
     examine.write(tmp_path / "evaluation.json", seen, data)
@@ -807,7 +807,7 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
     data = csv(str(tmp_path / "a.csv"), "price", missing="mean")
     mean = f"{data.table['columns'][0]['mean']:.6g} (the mean)"
-    trainer = make_trainer(torch.nn.Linear(7, 1), loss=torch.nn.MSELoss())
+    trainer = make_trainer(torch.nn.Linear(7, 1), loss=torch.nn.MSELoss(), metrics=default_metrics("regression"))
     (_, _, loader), _ = make_loaders(data, batch_size=8)
     _, seen = examine.evaluate(trainer, loader, "test", data)
     examine.write(tmp_path / "evaluation.json", seen, data)

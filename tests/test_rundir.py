@@ -146,6 +146,14 @@ def test_a_damaged_best_does_not_hold_up_a_run_that_is_done(forks, whole, tmp_pa
     assert same(weights(tmp_path / "run"), {name: tensor.contiguous() for name, tensor in last.items()})
 
 
+@pytest.mark.parametrize("name", ["2024", "1e3", "nan"])
+def test_a_folder_may_be_named_by_a_number(forks, tmp_path, name):
+    done = forks.run(tmp_path, *JOB, "max_steps=2", "epochs=null", f"run_dir={name}")
+    assert done.code == 0 and f"task=evaluate run={name}" in done.out, done.err
+    done = forks.run(tmp_path, "task=evaluate", f"run={name}", "trusted=[test_rundir]")
+    assert done.code == 0 and "test" in done.out, done.err
+
+
 def test_a_result_outlives_a_command_that_is_refused_in_its_sweep(forks, tmp_path):
     sweep = ("-m", *JOB, "hydra.sweep.dir=all")
     assert forks.run(tmp_path, *sweep, "seed=0").code == 0

@@ -432,6 +432,13 @@ def put(config, values):
         place[last] = value
 
 
+def keep_texts(cfg):
+    """Has what is a text be what was typed: run_dir=1e3 is a folder of this name, and no number."""
+    for key, _, value in (override.partition("=") for override in typed()):
+        if key in settings.TEXTS and isinstance(cfg.get(key), (int, float)) and not isinstance(cfg[key], bool):
+            cfg[key] = value
+
+
 def check_config(cfg):
     """UserError for a config that cannot be run.
 
@@ -487,7 +494,8 @@ def check_types(prefix, given, defaults):
             continue
         if value is None:
             # null is no length where max_steps gives one, and leaves a callback out.
-            may_be = name == "epochs" or settings.NUMBERS.get(name, {}).get("optional")
+            top = name.removeprefix("trainer.")  # whose keys follow those of the top
+            may_be = top == "epochs" or settings.NUMBERS.get(top, {}).get("optional")
             if not may_be and not re.fullmatch(r"callbacks\.\w+", name):
                 raise UserError(f"{name}=null: give a value, as in {name}={as_typed(default)}.")
             continue

@@ -62,7 +62,7 @@ def check_loader(trainer, loader, use):
     """
     if trainer.module is None:
         raise UserError(f"{use}: this Trainer is closed. What it is to do comes before close(), or inside its `with`.")
-    several = isinstance(loader, (list, tuple)) and isinstance(next(iter(loader), None), LOADERS)
+    several = isinstance(loader, (list, tuple)) and loader and isinstance(loader[0], LOADERS)
     if several or isinstance(loader, Mapping):
         what = "Call trainer.evaluate(loader, name) for each of the others, after the fit or in a callback"
         raise UserError(f"{use}: give one loader, and not a {type(loader).__name__} of several.\n{what}.")

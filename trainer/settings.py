@@ -206,13 +206,16 @@ def check_resume(resume):
         )
 
 
+TEXTS = ("run", "run_dir", "resume", "monitor", "input", "output")
+
+
 def check_all(config):
     """UserError for the first of a config's settings that cannot be; null leaves one at what it is."""
     values = {**config, **{key: config[key.split(".")[0]].get(key.split(".")[1]) for key in KEYS if "." in key}}
     for key in KEYS:
         if values.get(key) is not None:
             check(key, values[key])
-    for key in ("run", "run_dir", "resume", "monitor", "input", "output"):
+    for key in TEXTS:
         if not isinstance(values.get(key), (str, int, float, type(None))) or isinstance(values.get(key), bool):
             what = "auto, never, or a checkpoint file" if key == "resume" else "a text"
             raise UserError(f"{key}={as_typed(values[key])}: give {what}.")
