@@ -43,7 +43,9 @@ KINDS = {
     "data.datasets": ["digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "synthetic"],
     "data.images": ["image_folder"],
     "data.tables": ["csv"],
-    "examples": ["torch.nn.Module", "trainer.Trainer"],
+    "examples.own_data": ["spirals", "tones"],
+    "examples.multilabel": ["chords", "trainer.metrics.Sums"],
+    "examples": ["torch.nn.Module", "trainer.Trainer", "trainer.metrics.Sums", "trainer.callbacks.Callback"],
 }
 # Of Hydra's own keys those that a node may have: the others change how Hydra builds, and what it allows.
 KEYS = ("_target_", "_partial_", "_args_")
@@ -62,7 +64,7 @@ GIVES = {
 }
 # And whose functions do so, as there is no telling of a function.
 MAKERS = {
-    "dataset": "data.",
+    "dataset": ("data.", "examples."),
     "model": "torchvision.models.",
     "optimizer": "trainer.optimizers.",
     "scheduler": "trainer.schedules.",
