@@ -112,7 +112,7 @@ class Trainer:
         """Trains until `epochs` or `max_steps` are done or a callback stops it.
 
         It begins at step 0 with the weights, and the optimizer's moments, as they are, or goes on from `resume`: a
-        checkpoint file, or its contents.
+        checkpoint file, its contents, or a folder of them, of which it takes the newest good one.
         """
         self.prepare(train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch
@@ -370,10 +370,9 @@ class Trainer:
 
     def log(self, numbers):
         """Gives a row of numbers to the callbacks."""
-        plain = {
-            k: misuse.number(k, value) if isinstance(value, torch.Tensor) else value for k, value in numbers.items()
-        }
-        self.call("on_log", {"step": self.step, "epoch": self.step / self.steps_per_epoch, **plain})
+        row = {"step": self.step, "epoch": self.step / self.steps_per_epoch, **numbers}
+        tensors = {name: misuse.number(name, value) for name, value in row.items() if isinstance(value, torch.Tensor)}
+        self.call("on_log", row | tensors)
 
     def log_training(self, batch):
         """Logs the window since the last row: the mean loss and how fast it went."""
@@ -437,9 +436,8 @@ class Trainer:
             self.load_state_dict(checkpoint.to_resume(resume))
         if self.execute is not graph.eagerly:
             optimizers.make_capturable(self.optimizer, self.device)  # the rates that were loaded are numbers
-            self.execute = graph.Captured(
-                self.optimizer, self.device
-            )  # anew: the optimizer's tensors may be others now
+            # Anew: the optimizer's tensors may be others now.
+            self.execute = graph.Captured(self.optimizer, self.device)
         misuse.warn_of_untrained(self)
         self.lr = self.scheduler.get_last_lr()[0]
         self.train_loader, self.val_loader, self.outer_error = loader, val_loader, sys.exc_info()[1]
