@@ -93,7 +93,7 @@ def moment_of_a_kill(draw, seconds, writing):
 def test_a_killed_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large, capsys):
     kills = writing = runs = 0
     failures, start = [], time.monotonic()
-    while kills < (500 if large else 12):
+    while kills < (500 if large else 8):
         folder, draw = tmp_path / str(runs), random.Random(f"kill {SEED} {runs}")
         for _ in range(draw.choice([1, 1, 1, 3])):
             moment = moment_of_a_kill(draw, whole.seconds, writing=2 * writing <= kills)
@@ -158,7 +158,7 @@ def assert_interrupted(done, folder, number, times):
 def test_an_interrupted_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large, capsys):
     """By one signal or two, to the process or to its workers as well."""
     runs, failures, start, kinds = 0, [], time.monotonic(), collections.Counter()
-    while sum(kinds.values()) < (100 if large else 8):
+    while sum(kinds.values()) < (100 if large else 6):
         folder, draw = tmp_path / str(runs), random.Random(f"signal {SEED} {runs}")
         more = WORKERS if draw.random() < 0.25 else []
         number, times = draw.choice([signal.SIGINT, signal.SIGTERM]), draw.choice([1, 1, 2])
