@@ -204,7 +204,8 @@ def fail(folder, error, code):
 
     A result stays one, and a reason given before.
     """
-    if finished(folder) is not None or has_failed(folder):
+    before = read_result(Path(folder) / "result.json") or {}
+    if is_finished(before) or "error" in before:
         return False
     try:
         write_json(Path(folder) / "result.json", {"overrides": cli.typed(), "error": cli.reason(error), "code": code})

@@ -339,8 +339,10 @@ def groups(sweep, tests, sign="+-"):
 
 
 def tests_of(sweep):
-    """The names of the test's numbers, the loss last: what was trained for says less."""
-    return sorted(dict.fromkeys(name for job in sweep.jobs for name in job.test), key="test/loss".__eq__)
+    """The names of the test's numbers of all jobs, as a report has them in order."""
+    from trainer import report
+
+    return report.tests_of({name: value for job in sweep.jobs for name, value in job.test.items()})
 
 
 def test_name(sweep):
