@@ -183,7 +183,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("dataset.augment=[flip,{shfit:2}]", "error: dataset.augment=shfit:", "Did you mean 'shift'?"),
     ("dataset.augment=[3]", "error: dataset.augment=3: there is no such augmentation.", "Type a list of flip"),
     ("channels_last=maybe", "channels_last=maybe", "auto, true, false"),
-    ("tune=[foo]", "tune=foo", "allocator, linear, threads"),
+    ("tune=[foo]", "tune=foo", "allocator, threads"),
     ("batch_size=0", "error: batch_size=0: give a whole number at least 1.", ""),
     ("eval_batch_size=0 max_steps=2", "error: eval_batch_size=0: give a whole number at least 1", ""),
     ("epochs=-1", "error: epochs=-1: give a whole number at least 1.", ""),

@@ -8,7 +8,7 @@ import time
 import torch
 
 from trainer import batch as batches
-from trainer import cpu, parallel
+from trainer import parallel
 from trainer import device as devices
 
 TRIES, ENOUGH = 5, 0.5  # of the product, of which the fastest one counts; seconds for all
@@ -20,7 +20,6 @@ def efficiency(trainer, in_shape, samples_per_second):
 
     The share of all devices where several processes train. Null is what is not known.
     """
-    cpu.use_torch(trainer.module)  # whose operators the counter knows
     flops = per_sample(trainer.module, in_shape)
     try:
         device = peak(trainer.device, trainer.dtype) * parallel.ranks()

@@ -13,7 +13,7 @@ CHOICES = {
     "debug": (False, True),
     "channels_last": ("auto", True, False),
     "monitor_mode": ("auto", "min", "max"),
-    "tune": ("allocator", "linear", "threads"),
+    "tune": ("allocator", "threads"),
     "dataset.resident": ("auto", True, False),
     "report": ("auto", True, False),
     "sweep.on_error": ("continue", "stop"),

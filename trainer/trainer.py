@@ -64,7 +64,7 @@ class Trainer:
         # The model itself: its state dict has the names that the user gave.
         self.module = devices.place(model, self.device, channels_last)
         self.layout_is_open = channels_last == "auto" and not compile
-        cpu.tune(tune, self.device, self.module, compile)
+        cpu.tune(tune, self.device)
         self.fits_threads = self.device.type == "cpu" and "threads" in tune
         if settings.check("compile", compile) == "graph":
             graph.check(type(self), Trainer, self.device, self.dtype, strategy, micro_batch)
@@ -279,7 +279,6 @@ class Trainer:
     def close(self):
         """Drops the model, the optimizer and all that hangs on them, and gives their memory back."""
         if self.module is not None:
-            cpu.use_torch(self.module)  # the model may live on
             parallel.unwrap(self.module)
         self.module = self.model = self.optimizer = self.scheduler = self.loss = self.execute = None
         self.metrics, self.callbacks = {}, []
