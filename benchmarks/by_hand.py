@@ -81,7 +81,9 @@ def replay(job, clock):
     clock.begin()
     epochs, test, clock.steps = resident(job)
     model = work.model(job).to(job.device, memory_format=layout(job))
-    options = {"capturable": True} if job.work == "cnn" else {}  # Adam counts its steps on the device then
+    options = (
+        {"capturable": True} if job.work == "cnn" else {}
+    )  # Adam counts its steps on the device then
     optimizer = work.optimizer(job)(model.parameters(), **options)
 
     def step(inputs, targets):
@@ -122,21 +124,27 @@ def replay(job, clock):
 
 def resident(job):
     """(a function: epoch -> its batches, the test batches, steps per epoch) of uint8 images that lie on the device."""
-    from data.loader import permutation
+    from stoker.data.loader import permutation
 
     train, test, *scale = work.arrays(job)
-    (inputs, targets), (test_inputs, test_targets) = ([t.to(job.device) for t in part] for part in (train, test))
+    (inputs, targets), (test_inputs, test_targets) = (
+        [t.to(job.device) for t in part] for part in (train, test)
+    )
     test_inputs = work.normalize(test_inputs, *scale).contiguous(memory_format=layout(job))
 
     def epochs(epoch):
-        for chunk in permutation(len(inputs), job.seed, epoch).to(job.device).split(16 * job.batch_size):
+        for chunk in (
+            permutation(len(inputs), job.seed, epoch).to(job.device).split(16 * job.batch_size)
+        ):
             images, labels = inputs.index_select(0, chunk), targets.index_select(0, chunk)
             if job.work in work.PHOTOGRAPHS:
                 images = crop_and_flip(images)
             images = work.normalize(images, *scale).contiguous(memory_format=layout(job))
             yield from zip(images.split(job.batch_size), labels.split(job.batch_size), strict=True)
 
-    test = list(zip(test_inputs.split(work.EVAL_BATCH), test_targets.split(work.EVAL_BATCH), strict=True))
+    test = list(
+        zip(test_inputs.split(work.EVAL_BATCH), test_targets.split(work.EVAL_BATCH), strict=True)
+    )
     return epochs, test, -(-len(inputs) // job.batch_size)
 
 
@@ -150,7 +158,9 @@ def crop_and_flip(images, margin=4):
     device = images.device
     offsets = torch.randint(0, 2 * margin + 1, (2, n, 1), device=device)
     columns = torch.arange(width, device=device).expand(n, width)
-    columns = torch.where(torch.rand(n, 1, device=device) < 0.5, columns.flip(1), columns) + offsets[0]
+    columns = (
+        torch.where(torch.rand(n, 1, device=device) < 0.5, columns.flip(1), columns) + offsets[0]
+    )
     rows = torch.arange(height, device=device) + offsets[1]
     samples = torch.arange(n, device=device).view(n, 1, 1)
     padded = F.pad(images, (margin,) * 4)
@@ -180,11 +190,15 @@ class OneDNNLinear(torch.autograd.Function):
     def backward(ctx, gradient):
         inputs, weight = ctx.saved_tensors
         linear = torch.ops.mkldnn._linear_pointwise
-        to_inputs = linear(gradient, weight.t(), None, "none", [], "") if ctx.needs_input_grad[0] else None
+        to_inputs = (
+            linear(gradient, weight.t(), None, "none", [], "") if ctx.needs_input_grad[0] else None
+        )
         return to_inputs, linear(gradient.t(), inputs.t(), None, "none", [], ""), gradient.sum(0)
 
 
 def use_onednn(model):
     for layer in model:
         if isinstance(layer, nn.Linear):
-            layer.forward = lambda inputs, layer=layer: OneDNNLinear.apply(inputs, layer.weight, layer.bias)
+            layer.forward = lambda inputs, layer=layer: OneDNNLinear.apply(
+                inputs, layer.weight, layer.bias
+            )

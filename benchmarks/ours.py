@@ -5,14 +5,14 @@ import os
 import time
 
 import torch
+from stoker.data.loader import make_loaders
+from stoker.trainer.callbacks import Callback, Checkpoint, NaNGuard, Progress
+from stoker.trainer.metrics import Accuracy
 
 from benchmarks import work
-from data.loader import make_loaders
-from trainer import Trainer
-from trainer.callbacks import Callback, Checkpoint, NaNGuard, Progress
-from trainer.loggers import JSONL
-from trainer.metrics import Accuracy
-from trainer.timing import Timing
+from stoker import Trainer
+from stoker.diagnostics.timing import Timing
+from stoker.runs.loggers import JSONL
 
 
 class Watch(Callback):
@@ -58,8 +58,13 @@ def ours(job, clock):
     clock.steps = len(train)
     if "streamed" not in job.variants:
         clock.data_mib = sum(getattr(loader, "nbytes", 0) for loader in (train, val)) / 2**20
-    writers = [JSONL(os.path.join(job.scratch, "metrics.jsonl")), Checkpoint(os.path.join(job.scratch, "checkpoints"))]
-    extras = (writers if "writing" in job.variants else []) + ([Timing()] if "timed" in job.variants else [])
+    writers = [
+        JSONL(os.path.join(job.scratch, "metrics.jsonl")),
+        Checkpoint(os.path.join(job.scratch, "checkpoints")),
+    ]
+    extras = (writers if "writing" in job.variants else []) + (
+        [Timing()] if "timed" in job.variants else []
+    )
     more = dict(variant.split("=") for variant in job.variants if "=" in variant)
     with Trainer(
         work.model(job),

@@ -131,7 +131,9 @@ def hf(job, clock):
         train_dataset=train.dataset,
         eval_dataset=test.dataset,
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
-        compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(1) == found.label_ids).mean().item()},
+        compute_metrics=lambda found: {
+            "accuracy": (found.predictions.argmax(1) == found.label_ids).mean().item()
+        },
     ).train()
 
 
@@ -190,12 +192,17 @@ def skorch(job, clock):
     clock.steps = len(train)
     factory = work.optimizer(job)
     # A list of batches would be taken for the columns of a table; the data itself comes from the iterators.
-    train_set, test_set = (torch.utils.data.Subset(part.dataset, range(len(part.dataset))) for part in (train, test))
+    train_set, test_set = (
+        torch.utils.data.Subset(part.dataset, range(len(part.dataset))) for part in (train, test)
+    )
     net = Timed(
         work.model(job),
         criterion=torch.nn.CrossEntropyLoss,
         optimizer=factory.func,
-        **{name if name == "lr" else f"optimizer__{name}": value for name, value in factory.keywords.items()},
+        **{
+            name if name == "lr" else f"optimizer__{name}": value
+            for name, value in factory.keywords.items()
+        },
         max_epochs=job.epochs,
         iterator_train=lambda *_, **__: train,
         iterator_valid=lambda *_, **__: test,
@@ -252,7 +259,9 @@ def keras(job, clock):
         model.fit(train, validation_data=test, epochs=job.epochs, callbacks=[Watch()])
         return
     (inputs, targets), (test_inputs, test_targets), *scale = work.arrays(job)
-    inputs, test_inputs = (work.normalize(images, *scale).numpy() for images in (inputs, test_inputs))
+    inputs, test_inputs = (
+        work.normalize(images, *scale).numpy() for images in (inputs, test_inputs)
+    )
     clock.steps = -(-len(inputs) // job.batch_size)
     model.fit(
         inputs,

@@ -27,7 +27,17 @@ DISTRIBUTIONS = {  # of the contestants that have to be installed
     "keras": "keras",
     "fastai": "fastai",
 }
-VARIANTS = ["ready", "one", "10x", "streamed", "writing", "channels_last", "mallopt", "onednn", "fused"]
+VARIANTS = [
+    "ready",
+    "one",
+    "10x",
+    "streamed",
+    "writing",
+    "channels_last",
+    "mallopt",
+    "onednn",
+    "fused",
+]
 VARIANTS += ["timed", "saving", "100mb", "1gb"]
 OURS = ("ours", "bare", "ideal", "replay", "default", "large")
 TITLES = {
@@ -58,7 +68,9 @@ class What(typing.NamedTuple):
 
     contestants: list  # before the peers
     base: str  # the one whose ratio is 1
-    peers: str | None  # the variants in which the peers come along, "" being none; None: they do not
+    peers: (
+        str | None
+    )  # the variants in which the peers come along, "" being none; None: they do not
     columns: list
     compared: str  # the column of which the ratios are
     work: str | None = None  # the only one, where there is no choice
@@ -67,20 +79,51 @@ class What(typing.NamedTuple):
 
 TIMES = ["train_s", "evaluation_s", "sum_s", "step_us", "first_step_s", "peak_mib", "accuracy"]
 WHATS = {
-    "epochs": What(["ours", "bare", "ideal", "ideal:mallopt+channels_last", "replay"], "ours", "", TIMES, "sum_s"),
+    "epochs": What(
+        ["ours", "bare", "ideal", "ideal:mallopt+channels_last", "replay"],
+        "ours",
+        "",
+        TIMES,
+        "sum_s",
+    ),
     "overhead": What(
-        ["ours:ready", "bare:ready"], "bare:ready", ":ready", ["step_us", "over_bare_us"], "step_us", "linear"
+        ["ours:ready", "bare:ready"],
+        "bare:ready",
+        ":ready",
+        ["step_us", "over_bare_us"],
+        "step_us",
+        "linear",
     ),
     "startup": What(
-        ["ours", "ours:one", "bare:one"], "bare:one", ":one", ["first_step_s"], "first_step_s", "linear", 1
+        ["ours", "ours:one", "bare:one"],
+        "bare:one",
+        ":one",
+        ["first_step_s"],
+        "first_step_s",
+        "linear",
+        1,
     ),
-    "scale": What(["ours", "ours:10x"], "ours", None, ["growth", "step_us", "peak_mib", "rest_mib"], "step_us"),
+    "scale": What(
+        ["ours", "ours:10x"], "ours", None, ["growth", "step_us", "peak_mib", "rest_mib"], "step_us"
+    ),
     "memory": What(["ours", "bare"], "bare + data", None, ["peak_mib"], "peak_mib", "mlp"),
     "folder": What(
-        ["ours", "bare"], "ours", None, ["first_epoch_s", "sum_s", "total_s", "accuracy"], "total_s", "folder", 10
+        ["ours", "bare"],
+        "ours",
+        None,
+        ["first_epoch_s", "sum_s", "total_s", "accuracy"],
+        "total_s",
+        "folder",
+        10,
     ),
     "checkpoints": What(
-        ["default", "default:saving"], "default", None, ["fit_s", "cpu_s", "step_us", "saves"], "fit_s", "digits", 50
+        ["default", "default:saving"],
+        "default",
+        None,
+        ["fit_s", "cpu_s", "step_us", "saves"],
+        "fit_s",
+        "digits",
+        50,
     ),
     "blocking": What(
         ["large:100mb", "large:1gb"],
@@ -124,9 +167,16 @@ def read_options():
         choices=("linear", "mlp", "cnn", "cifar", "folder", "digits", "ballast"),
         help="default: mlp, or --what's",
     )
-    parser.add_argument("--contestants", nargs="+", metavar="NAME[:VARIANT+VARIANT]", help="ideal:channels_last, ...")
+    parser.add_argument(
+        "--contestants",
+        nargs="+",
+        metavar="NAME[:VARIANT+VARIANT]",
+        help="ideal:channels_last, ...",
+    )
     parser.add_argument("--rounds", type=positive, default=3, help="each has a seed of its own")
-    parser.add_argument("--epochs", type=positive, help="of which the first is a warm-up (default 3; folder 10)")
+    parser.add_argument(
+        "--epochs", type=positive, help="of which the first is a warm-up (default 3; folder 10)"
+    )
     parser.add_argument("--threads", type=positive, default=os.cpu_count())
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -139,10 +189,14 @@ def read_options():
     options.epochs = options.epochs or what.epochs
     for name in options.contestants or []:
         if name.partition(":")[0] not in (*OURS, *DISTRIBUTIONS):
-            parser.error(f"--contestants {name}: give ours, bare, ideal, replay, {', '.join(DISTRIBUTIONS)}")
+            parser.error(
+                f"--contestants {name}: give ours, bare, ideal, replay, {', '.join(DISTRIBUTIONS)}"
+            )
         for variant in filter(None, name.partition(":")[2].split("+")):
             if variant not in VARIANTS and not (name.startswith("ours:") and "=" in variant):
-                parser.error(f"--contestants {name}: there is no variant {variant}; give {', '.join(VARIANTS)}")
+                parser.error(
+                    f"--contestants {name}: there is no variant {variant}; give {', '.join(VARIANTS)}"
+                )
     if options.output and not Path(options.output).absolute().parent.is_dir():
         parser.error(f"--output {options.output}: there is no such folder")
     if options.what not in ("startup", "checkpoints", "blocking"):
@@ -164,7 +218,9 @@ def contestants(options):
     what = WHATS[options.what]
     names = options.contestants
     if names is None:
-        names = what.contestants + [name + what.peers for name in DISTRIBUTIONS if what.peers is not None]
+        names = what.contestants + [
+            name + what.peers for name in DISTRIBUTIONS if what.peers is not None
+        ]
         if options.what == "scale" and options.work == "folder":
             names = [*names, "ours:streamed", "ours:streamed+10x"]
     needed = [what.base] if what.base in what.contestants else what.contestants
@@ -191,7 +247,13 @@ def run_one(label, seed, options, folder):
     """The numbers of one contestant, trained in a process of its own, or {"note": why there are none}."""
     name, _, variants = label.partition(":")
     variants = variants.split("+") if variants else []
-    job = {"name": name, "variants": variants, "work": options.work, "epochs": options.epochs, "seed": seed}
+    job = {
+        "name": name,
+        "variants": variants,
+        "work": options.work,
+        "epochs": options.epochs,
+        "seed": seed,
+    }
     job |= {"precision": options.precision, "device": options.device}
     job |= {"workers": 2 if options.what == "folder" and name == "bare" else 0}
     job |= {"images": str(Path(folder, "images-10x" if "10x" in variants else "images"))}
@@ -204,11 +266,20 @@ def run_one(label, seed, options, folder):
         command = [sys.executable, "-m", "benchmarks.contestant", json.dumps(job)]
         if label == "ours" and options.what == "startup":
             clock = "+callbacks.clock._target_=benchmarks.ours.FirstStep"
-            command = [sys.executable, "train.py", "max_steps=1", f"run_dir={scratch}/run", f"seed={seed}", clock]
+            command = [
+                sys.executable,
+                "train.py",
+                "max_steps=1",
+                f"run_dir={scratch}/run",
+                f"seed={seed}",
+                clock,
+            ]
             command.append(f"device={options.device}")
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     result = read_result(done, job["started"])
-    shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()}
+    shown = {
+        key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()
+    }
     print(f"round {seed} {label} {shown}", file=sys.stderr, flush=True)
     return result
 
@@ -216,12 +287,16 @@ def run_one(label, seed, options, folder):
 def read_result(done, started):
     """What the process printed, or why it did not."""
     for line in done.stdout.splitlines():
-        kind, _, value = line.rpartition(" ") if line.startswith("first step") else line.partition(" ")
+        kind, _, value = (
+            line.rpartition(" ") if line.startswith("first step") else line.partition(" ")
+        )
         if kind == "result":
             return json.loads(value)
         if kind == "first step":
             return {"first_step_s": float(value) - started}
-    errors = [line for line in done.stderr.splitlines() if "Error" in line]  # a progress bar may come after it
+    errors = [
+        line for line in done.stderr.splitlines() if "Error" in line
+    ]  # a progress bar may come after it
     return {"note": f"failed: {errors[-1] if errors else f'exit code {done.returncode}'}"}
 
 
@@ -231,13 +306,17 @@ def derive(results, what):
         if "note" in result:
             continue
         if what == "overhead":
-            result["over_bare_us"] = result["step_us"] - results["bare:ready"].get("step_us", math.nan)
+            result["over_bare_us"] = result["step_us"] - results["bare:ready"].get(
+                "step_us", math.nan
+            )
         if what == "scale":
             once = results.get(name.removesuffix("10x").rstrip(":+"), {})
             result["growth"] = result["step_us"] / once.get("step_us", math.nan)
             result["rest_mib"] = result["peak_mib"] - result["data_mib"]
     if what == "memory" and "note" not in results["ours"] | results["bare"]:
-        results["bare + data"] = {"peak_mib": results["bare"]["peak_mib"] + results["ours"]["data_mib"]}
+        results["bare + data"] = {
+            "peak_mib": results["bare"]["peak_mib"] + results["ours"]["data_mib"]
+        }
 
 
 def table(rounds, missing, columns, compared, base):
@@ -254,18 +333,30 @@ def table(rounds, missing, columns, compared, base):
         if reasons:
             notes[name] = reasons[0]
             continue
-        ratios = [result[compared] / one[compared] for result, one in zip(results, bases, strict=True)]
+        ratios = [
+            result[compared] / one[compared] for result, one in zip(results, bases, strict=True)
+        ]
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         cells = [cell(column, [result[column] for result in results]) for column in columns]
         rows.append((statistics.median(ratios), f"| {' | '.join([name, ratio, *cells])} |"))
-    titles = [f"n = {len(rounds)}", f"{TITLES[compared]} / {base}", *(TITLES[column] for column in columns)]
+    titles = [
+        f"n = {len(rounds)}",
+        f"{TITLES[compared]} / {base}",
+        *(TITLES[column] for column in columns),
+    ]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    return lines + [row for _, row in sorted(rows)] + [f"| {name} | {notes[name]} |" for name in sorted(notes)]
+    return (
+        lines
+        + [row for _, row in sorted(rows)]
+        + [f"| {name} | {notes[name]} |" for name in sorted(notes)]
+    )
 
 
 def cell(column, values):
     if column == "accuracy":
-        return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
+        return f"{statistics.mean(values):.4f}" + (
+            f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+        )
     return f"{statistics.median(values):,.{DIGITS[column.rpartition('_')[2]]}f}"
 
 
@@ -274,11 +365,17 @@ def machine(options):
     model = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
-    versions = [f"{name} {version(name)}" for name in ("torch", *DISTRIBUTIONS.values()) if version(name)]
+        model = next(
+            (line.split(":")[1].strip() for line in lines if line.startswith("model name")), model
+        )
+    versions = [
+        f"{name} {version(name)}" for name in ("torch", *DISTRIBUTIONS.values()) if version(name)
+    ]
     if options.device == "cuda" and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        model += ", " + subprocess.run(query, capture_output=True, text=True).stdout.strip().replace("\n", ", ")
+        model += ", " + subprocess.run(
+            query, capture_output=True, text=True
+        ).stdout.strip().replace("\n", ", ")
     threads = f"{os.cpu_count()} cores, {options.threads} thread{'s' * (options.threads != 1)}"
     return (
         f"{options.work}, {options.precision}, {options.epochs} epochs; {model}, {threads}; "

@@ -9,9 +9,9 @@ import sys
 import time
 
 import torch
+from stoker.trainer.callbacks import Callback, Checkpoint
 
-from trainer import Trainer
-from trainer.callbacks import Callback, Checkpoint
+from stoker import Trainer
 
 MIB = {"1mb": 1, "100mb": 100, "1gb": 1024}
 SAVES = 3  # of a large one
@@ -49,19 +49,28 @@ def default(job, clock):
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
-    import train
-    from trainer import cli
-    from trainer.build import TRUSTED
+    from stoker import tasks
+    from stoker.command import cli
+    from stoker.command.build import TRUSTED
+    from stoker.command.cli import CONFIGS
 
-    configs = os.path.join(os.path.dirname(train.__file__), "configs")
-    settings = [f"epochs={job.epochs}", f"seed={job.seed}", f"device={job.device}", f"run_dir={job.scratch}/run"]
-    with hydra.initialize_config_dir(configs), hydra.utils.execution_whitelist(cli.trusted(TRUSTED, [])):
+    configs = str(CONFIGS)
+    settings = [
+        f"epochs={job.epochs}",
+        f"seed={job.seed}",
+        f"device={job.device}",
+        f"run_dir={job.scratch}/run",
+    ]
+    with (
+        hydra.initialize_config_dir(configs),
+        hydra.utils.execution_whitelist(cli.trusted(TRUSTED, [])),
+    ):
         cfg = hydra.compose("train", settings, return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
         with open_dict(cfg):
             del cfg["hydra"]
         saver = Timed(os.path.join(job.scratch, "run", "checkpoints"), **cfg.checkpoint)
-        with train.building(cfg, [saver] if "saving" in job.variants else []) as (
+        with tasks.building(cfg, [saver] if "saving" in job.variants else []) as (
             trainer,
             _,
             (train_loader, val_loader, _),
@@ -69,7 +78,12 @@ def default(job, clock):
             start, start_cpu = time.perf_counter(), time.thread_time()
             trainer.fit(train_loader, val_loader)
             fit_s, cpu_s = time.perf_counter() - start, time.thread_time() - start_cpu
-            return {"fit_s": fit_s, "cpu_s": cpu_s, "step_us": 1e6 * fit_s / trainer.step, "saves": len(saver.begun)}
+            return {
+                "fit_s": fit_s,
+                "cpu_s": cpu_s,
+                "step_us": 1e6 * fit_s / trainer.step,
+                "saves": len(saver.begun),
+            }
 
 
 class Ballast(torch.nn.Module):
@@ -77,7 +91,9 @@ class Ballast(torch.nn.Module):
 
     def __init__(self, mib):
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10))
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)
+        )
         self.weights = torch.nn.ParameterList(
             torch.nn.Parameter(torch.randn(2**18), requires_grad=False) for _ in range(mib)
         )
@@ -91,7 +107,10 @@ def large(job, clock, every=1500):
     [mib] = [MIB[variant] for variant in job.variants if variant in MIB]
     torch.manual_seed(job.seed)
     batch = (torch.randn(256, 256), torch.randint(0, 10, (256,)))
-    ticks, saver = Ticks(), Timed(os.path.join(job.scratch, "checkpoints"), every=every, epochs=None)
+    ticks, saver = (
+        Ticks(),
+        Timed(os.path.join(job.scratch, "checkpoints"), every=every, epochs=None),
+    )
     with (
         Trainer(
             Ballast(mib),
@@ -122,6 +141,8 @@ def held_up(times, begun, written):
     return {
         "blocked_s": statistics.median(max(wait) for wait in waits),
         "delayed_s": statistics.median(sum(wait) for wait in waits),
-        "written_s": statistics.median(end - begin for begin, end in zip(begun, written, strict=True)),
+        "written_s": statistics.median(
+            end - begin for begin, end in zip(begun, written, strict=True)
+        ),
         "step_us": 1e6 * usual,
     }

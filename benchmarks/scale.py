@@ -70,20 +70,28 @@ def held(strategy, parameters, world, units, ema=False):
     numbers = 4 * (4 + ema) * parameters
     if strategy == "ddp" or world == 1:
         return numbers
-    return numbers / world + 3 * 4 * parameters / units  # the unit in work, the next one, and the gradients of one
+    return (
+        numbers / world + 3 * 4 * parameters / units
+    )  # the unit in work, the next one, and the gradients of one
 
 
 def seconds(strategy, model, world, cluster):
     """(seconds of computing, seconds of sending) of a step."""
     speed, latency = cluster.link(world)
     number = messages(strategy, model.parameters, world, model.units)
-    return model.flops / world / cluster.flops, sent(strategy, model.parameters, world) / speed + number * latency
+    return model.flops / world / cluster.flops, sent(
+        strategy, model.parameters, world
+    ) / speed + number * latency
 
 
 def table(model, cluster):
     """Markdown lines: for each number of devices what a step costs by the formulas."""
     titles = ["GB sent", "ms", "efficiency", "GB held"]
-    titles = ["devices", "compute ms", *(f"{strategy}: {title}" for strategy in ("ddp", "fsdp") for title in titles)]
+    titles = [
+        "devices",
+        "compute ms",
+        *(f"{strategy}: {title}" for strategy in ("ddp", "fsdp") for title in titles),
+    ]
     yield f"| {' | '.join(titles)} |"
     yield "|---" * len(titles) + "|"
     for world in WORLDS:
@@ -91,7 +99,10 @@ def table(model, cluster):
         for strategy in ("ddp", "fsdp"):
             computing, sending = seconds(strategy, model, world, cluster)
             worst, best = computing / (computing + sending), computing / max(computing, sending)
-            cells += [f"{sent(strategy, model.parameters, world) / 1e9:,.2f}", f"{1000 * sending:,.1f}"]
+            cells += [
+                f"{sent(strategy, model.parameters, world) / 1e9:,.2f}",
+                f"{1000 * sending:,.1f}",
+            ]
             cells += [f"{worst:.2f} to {best:.2f}"]
             cells += [f"{held(strategy, model.parameters, world, model.units) / 1e9:,.2f}"]
         yield f"| {' | '.join(cells)} |"
@@ -115,10 +126,16 @@ def measure(work, batch_size, steps, rounds):
         for name in random.Random(number).sample(list(RUNS), len(RUNS)):
             processes, threads, strategy = RUNS[name]
             job = json.dumps([work, strategy, batch_size, steps, number])
-            start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+            start = (
+                ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+                if processes > 1
+                else []
+            )
             command = [sys.executable, *start, str(Path(__file__)), "--job", job]
             environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=True
+            )
             results[name].append(json.loads(done.stdout.splitlines()[-1]))
             print(f"round {number} {name} {results[name][-1]}", file=sys.stderr, flush=True)
     base = [result["seconds"] for result in results["1 process, 1 thread"]]
@@ -139,13 +156,14 @@ def run_job(work, strategy, batch_size, steps, seed):
     import functools
 
     import torch
+    from stoker.data.datasets import synthetic
+    from stoker.data.loader import DeviceLoader
+    from stoker.models.cnn import CNN
+    from stoker.models.mlp import MLP
+    from stoker.trainer import launch, parallel
+    from stoker.trainer.callbacks import Callback
 
-    from data.datasets import synthetic
-    from data.loader import DeviceLoader
-    from models.cnn import CNN
-    from models.mlp import MLP
-    from trainer import Trainer, launch, parallel
-    from trainer.callbacks import Callback
+    from stoker import Trainer
 
     marks = []
 
@@ -165,7 +183,11 @@ def run_job(work, strategy, batch_size, steps, seed):
     (start, before), (end, after) = marks
     counted = steps - steps // 4
     if launch.is_first():
-        result = {"seconds": (end - start) / counted, "bytes": (after - before) / counted, "parameters": parameters}
+        result = {
+            "seconds": (end - start) / counted,
+            "bytes": (after - before) / counted,
+            "parameters": parameters,
+        }
         print(json.dumps(result))
     parallel.leave()
 
@@ -173,12 +195,16 @@ def run_job(work, strategy, batch_size, steps, seed):
 def bytes_sent():
     """Bytes that have gone through the loopback interface, which is what gloo sends over on one machine; Linux."""
     lines = Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
+    return next(
+        int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")
+    )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--measure", action="store_true", help="2 processes on this machine, against one; Linux")
+    parser.add_argument(
+        "--measure", action="store_true", help="2 processes on this machine, against one; Linux"
+    )
     parser.add_argument("--work", choices=("mlp", "cnn"), default="mlp")
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--steps", type=int, default=400)
@@ -192,7 +218,9 @@ def main():
             print(f"{name}: {model.parameters:,.0f} parameters, a batch of {model.batch}\n")
             print("\n".join([*table(model, Cluster()), ""]))
         return None
-    print(f"{options.work}, batch {options.batch_size}; {platform.machine()}, {os.cpu_count()} cores\n")
+    print(
+        f"{options.work}, batch {options.batch_size}; {platform.machine()}, {os.cpu_count()} cores\n"
+    )
     for line in measure(options.work, options.batch_size, options.steps, options.rounds):
         print(line)
     return None

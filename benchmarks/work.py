@@ -13,7 +13,9 @@ from torch import nn
 
 BATCH = {"linear": 64, "mlp": 128, "cnn": 128, "cifar": 256, "folder": 256}
 EVAL_BATCH = 1000
-CNN_SAMPLES = 20_000  # of the 60,000 MNIST images; the linear model and the MLP train on all of them
+CNN_SAMPLES = (
+    20_000  # of the 60,000 MNIST images; the linear model and the MLP train on all of them
+)
 PHOTOGRAPHS = ("cifar", "folder")  # CIFAR-10 from JPEG files, with random crops and flips
 MNIST_MEAN, MNIST_STD = (0.1307,), (0.3081,)
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2452, 0.2428, 0.2606)
@@ -78,12 +80,14 @@ def autocast(job):
 
 def read(job):
     """The data set as this project reads it, with the test images as the validation part."""
-    from data import datasets, images
+    from stoker.data import datasets, images
 
     if job.work in PHOTOGRAPHS:
         data = images.image_folder(job.images, val_fraction=0, mean=CIFAR_MEAN, std=CIFAR_STD)
     else:
-        data = datasets.mnist(os.environ["DATA_ROOT"], val_fraction=0, mean=MNIST_MEAN, std=MNIST_STD)
+        data = datasets.mnist(
+            os.environ["DATA_ROOT"], val_fraction=0, mean=MNIST_MEAN, std=MNIST_STD
+        )
     train = data.train
     if job.work == "cnn":
         train = datasets.TensorSplit(train.inputs[:CNN_SAMPLES], train.targets[:CNN_SAMPLES])
@@ -100,7 +104,9 @@ def arrays(job):
 
 def normalize(inputs, mean, std):
     """uint8 -> float32, a new tensor."""
-    mean, std = (torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (mean, std))
+    mean, std = (
+        torch.tensor(values, device=inputs.device).view(-1, 1, 1) for values in (mean, std)
+    )
     return inputs.float().div_(255).sub_(mean).div_(std)
 
 
@@ -108,13 +114,18 @@ def loaders(job):
     """(train, test) DataLoaders as the tutorials have them, or over batches that are ready."""
     if "one" in job.variants:
         generator = torch.Generator().manual_seed(job.seed)
-        images, labels = torch.randn(job.batch_size, 1, 28, 28, generator=generator), torch.arange(job.batch_size) % 10
+        images, labels = (
+            torch.randn(job.batch_size, 1, 28, 28, generator=generator),
+            torch.arange(job.batch_size) % 10,
+        )
         return ready([(images, labels)]), ready([(images, labels)])
     if "ready" in job.variants:
         train, test, *scale = arrays(job)
         cut = ((train, job.batch_size), (test, EVAL_BATCH))
         return tuple(
-            ready(list(zip(normalize(inputs, *scale).split(size), targets.split(size), strict=True)))
+            ready(
+                list(zip(normalize(inputs, *scale).split(size), targets.split(size), strict=True))
+            )
             for (inputs, targets), size in cut
         )
     train, test = tutorial_datasets(job)
@@ -139,14 +150,24 @@ def tutorial_datasets(job):
     from torchvision import datasets, transforms
 
     if job.work not in PHOTOGRAPHS:
-        steps = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MNIST_MEAN, MNIST_STD)])
-        train, test = (datasets.MNIST(os.environ["DATA_ROOT"], part, steps) for part in (True, False))
-        return (torch.utils.data.Subset(train, range(CNN_SAMPLES)) if job.work == "cnn" else train), test
+        steps = transforms.Compose(
+            [transforms.ToTensor(), transforms.Normalize(MNIST_MEAN, MNIST_STD)]
+        )
+        train, test = (
+            datasets.MNIST(os.environ["DATA_ROOT"], part, steps) for part in (True, False)
+        )
+        return (
+            torch.utils.data.Subset(train, range(CNN_SAMPLES)) if job.work == "cnn" else train
+        ), test
     steps = [transforms.ToTensor(), transforms.Normalize(CIFAR_MEAN, CIFAR_STD)]
-    augmented = transforms.Compose([transforms.RandomCrop(32, 4), transforms.RandomHorizontalFlip(), *steps])
+    augmented = transforms.Compose(
+        [transforms.RandomCrop(32, 4), transforms.RandomHorizontalFlip(), *steps]
+    )
     if job.work == "folder":
         parts = (("train", augmented), ("test", transforms.Compose(steps)))
-        return tuple(datasets.ImageFolder(os.path.join(job.images, part), each) for part, each in parts)
+        return tuple(
+            datasets.ImageFolder(os.path.join(job.images, part), each) for part, each in parts
+        )
     train, test, _, _ = arrays(job)
     return Photographs(*train, augmented), Photographs(*test, transforms.Compose(steps))
 
@@ -171,7 +192,11 @@ class Clock:
     """The moments of a training, from which its numbers come."""
 
     def __init__(self, job):
-        self.job, self.first_step, self.steps = job, None, None  # the contestant says how many steps an epoch has
+        self.job, self.first_step, self.steps = (
+            job,
+            None,
+            None,
+        )  # the contestant says how many steps an epoch has
         self.data_mib = 0.0  # where it has the data set in memory
         self.ends, self.evaluation_starts, self.accuracies = [], [], []
 
@@ -207,9 +232,16 @@ class Clock:
 
     def results(self):
         """Seconds and microseconds; the medians leave out the first epoch, a warm-up that also reads the data."""
-        train = [start - end for start, end in zip(self.evaluation_starts, self.ends[:-1], strict=True)]
-        evaluation = [end - start for start, end in zip(self.evaluation_starts, self.ends[1:], strict=True)]
-        train_s, evaluation_s = statistics.median(train[1:] or train), statistics.median(evaluation[1:] or evaluation)
+        train = [
+            start - end for start, end in zip(self.evaluation_starts, self.ends[:-1], strict=True)
+        ]
+        evaluation = [
+            end - start for start, end in zip(self.evaluation_starts, self.ends[1:], strict=True)
+        ]
+        train_s, evaluation_s = (
+            statistics.median(train[1:] or train),
+            statistics.median(evaluation[1:] or evaluation),
+        )
         return {
             "train_s": train_s,
             "evaluation_s": evaluation_s,
@@ -232,4 +264,6 @@ def peak_mib(device):
         import resource
     except ImportError:  # Windows has no such module
         return float("nan")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        2**20 if sys.platform == "darwin" else 2**10
+    )

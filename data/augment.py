@@ -5,10 +5,9 @@ import math
 from collections.abc import Mapping
 
 import torch
-
-from trainer import settings
-from trainer.device import to_device
-from trainer.errors import UserError, check_number
+from stoker.trainer import settings
+from stoker.trainer.device import to_device
+from stoker.trainer.errors import UserError, check_number
 
 # The geometric ones in the order in which they are applied, whatever the order of the list.
 # `flip` takes no value, the others this one unless told.
@@ -59,7 +58,9 @@ class Augment:
         elif value is True or value == "alternate":
             self.geometric[item] = value
         else:
-            raise UserError(f"{key}={value}: there is no such flip. Type flip or {{flip: alternate}}.")
+            raise UserError(
+                f"{key}={value}: there is no such flip. Type flip or {{flip: alternate}}."
+            )
 
     def check(self, in_shape):
         """UserError where these augmentations cannot work on inputs of this shape."""
@@ -90,9 +91,14 @@ class Augment:
         draws, (n, sizes) = {}, (shape[0], shape[2:])
         if "flip" in self.geometric:
             alternates = self.geometric["flip"] == "alternate" and flips is not None
-            draws["flip"] = flips.view(n, 1) if alternates else torch.rand((n, 1), generator=generator) < 0.5
+            draws["flip"] = (
+                flips.view(n, 1) if alternates else torch.rand((n, 1), generator=generator) < 0.5
+            )
         sliding = [
-            (f"{name} {axis}", self.geometric[name]) for axis in (0, 1) for name in SLIDING if name in self.geometric
+            (f"{name} {axis}", self.geometric[name])
+            for axis in (0, 1)
+            for name in SLIDING
+            if name in self.geometric
         ]
         for name, k in sliding:
             draws[name] = torch.randint(-k, k + 1, (n, 1), generator=generator)
@@ -139,7 +145,11 @@ class Augment:
         if "flip" in self.geometric:
             columns = torch.where(draws["flip"], width - 1 - columns, columns)
         index = (rows.unsqueeze(2) * width + columns.unsqueeze(1)).view(n, 1, height * width)
-        moved = inputs.flatten(2).gather(2, index.expand(n, channels, height * width)).view(inputs.shape)
+        moved = (
+            inputs.flatten(2)
+            .gather(2, index.expand(n, channels, height * width))
+            .view(inputs.shape)
+        )
         if visible:
             moved *= (visible[0].unsqueeze(2) & visible[1].unsqueeze(1)).unsqueeze(1)
         if "cutout" in self.geometric:
@@ -179,11 +189,15 @@ def _mixup(inputs, targets, generator, *, a, num_classes):
     targets = _soft(targets, num_classes, inputs.dtype)
     share = sample_beta(a, generator)
     # The neighbour is as random a partner as a permutation's, since the batch itself was drawn at random.
-    return inputs * share + inputs.roll(1, 0) * (1 - share), targets * share + targets.roll(1, 0) * (1 - share)
+    return inputs * share + inputs.roll(1, 0) * (1 - share), targets * share + targets.roll(
+        1, 0
+    ) * (1 - share)
 
 
 def _cutmix(inputs, targets, generator, *, a, num_classes):
-    targets = _soft(targets, num_classes, inputs.dtype if inputs.is_floating_point() else torch.float32)
+    targets = _soft(
+        targets, num_classes, inputs.dtype if inputs.is_floating_point() else torch.float32
+    )
     side = (1 - sample_beta(a, generator)).sqrt()
     inside = []
     middles = torch.rand(2, generator=generator).unbind()
@@ -192,5 +206,9 @@ def _cutmix(inputs, targets, generator, *, a, num_classes):
         start, stop = ((middle - side / 2) * size).round(), ((middle + side / 2) * size).round()
         inside.append((place >= start) & (place < stop))
     pasted = inside[0].unsqueeze(1) & inside[1]
-    share = 1 - pasted.to(targets.dtype).mean()  # what is left of each image, after the border has cut the rectangle
-    return torch.where(pasted, inputs.roll(1, 0), inputs), targets * share + targets.roll(1, 0) * (1 - share)
+    share = (
+        1 - pasted.to(targets.dtype).mean()
+    )  # what is left of each image, after the border has cut the rectangle
+    return torch.where(pasted, inputs.roll(1, 0), inputs), targets * share + targets.roll(1, 0) * (
+        1 - share
+    )

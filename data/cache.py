@@ -12,14 +12,15 @@ import zlib
 from math import prod
 
 import torch
-
-from trainer.device import MIB
-from trainer.errors import UserError
-from trainer.files import open_plain
+from stoker.trainer.device import MIB
+from stoker.trainer.errors import UserError
+from stoker.trainer.files import open_plain
 
 VERSION = 2  # of the files; a part of every key
 PIXELS, SUMS, ABOUT = FILES = ("pixels.u8", "crc32.u32", "about.json")
-MAPPED = 64 * MIB  # so much of the file is mapped in at most, or all of it would count as this process's memory
+MAPPED = (
+    64 * MIB
+)  # so much of the file is mapped in at most, or all of it would count as this process's memory
 
 
 def open_cache(place, key, about):
@@ -41,7 +42,11 @@ def open_cache(place, key, about):
             create(folder, about)
         cache = PixelCache(folder, about["images"], about["shape"])
     except (OSError, ValueError) as error:
-        reason = f"{error.strerror}: {error.filename}" if getattr(error, "filename", None) else str(error)
+        reason = (
+            f"{error.strerror}: {error.filename}"
+            if getattr(error, "filename", None)
+            else str(error)
+        )
         if place != "auto":
             raise UserError(
                 f"dataset.cache={place}: no decoded images can be kept there ({reason}).\n"
@@ -73,7 +78,9 @@ class PixelCache:
         sums = map_file(os.path.join(folder, SUMS), images * 4)
         self.bytes, self.sums = memoryview(self.map), memoryview(sums).cast("I")
         self.pixels = torch.frombuffer(self.map, dtype=torch.uint8).view(images, self.size)
-        self.present = torch.frombuffer(sums, dtype=torch.int32)  # the same numbers, for a look at many of them
+        self.present = torch.frombuffer(
+            sums, dtype=torch.int32
+        )  # the same numbers, for a look at many of them
         self.nbytes = images * (self.size + 4)
         self.touched, self.warned = 0, False
 
@@ -90,7 +97,10 @@ class PixelCache:
         What is not there is left undefined.
         """
         buffer = bytearray(len(slots) * self.size)
-        pixels, rows = torch.frombuffer(buffer, dtype=torch.uint8).view(-1, self.size), memoryview(buffer)
+        pixels, rows = (
+            torch.frombuffer(buffer, dtype=torch.uint8).view(-1, self.size),
+            memoryview(buffer),
+        )
         sums = [self.sums[slot] for slot in slots]
         if all(sums):
             torch.index_select(self.pixels, 0, torch.tensor(slots), out=pixels)
@@ -171,7 +181,9 @@ def create(folder, about):
     base, key = os.path.split(folder)
     need, free = sum(sizes(about).values()), shutil.disk_usage(base).free
     if need > free / 2:
-        raise OSError(f"{need / MIB:,.0f} MiB are more than half of the {free / MIB:,.0f} that are free in {base}")
+        raise OSError(
+            f"{need / MIB:,.0f} MiB are more than half of the {free / MIB:,.0f} that are free in {base}"
+        )
     temporary = tempfile.mkdtemp(prefix=f"{key}.", dir=base)
     try:
         with open(os.path.join(temporary, ABOUT), "x") as file:
@@ -189,7 +201,9 @@ def create(folder, about):
 
 def reserve(path, size):
     """A new file of `size` zeros with its room on the disk: a hole would be a SIGBUS when a full disk is written to."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+    descriptor = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600
+    )
     with os.fdopen(descriptor, "r+b", buffering=0) as file:
         if hasattr(os, "posix_fallocate"):
             try:

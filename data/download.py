@@ -13,8 +13,8 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.errors import TrainingError, UserError, printable
-from trainer.files import replacing
+from stoker.trainer.errors import TrainingError, UserError, printable
+from stoker.trainer.files import replacing
 
 SILENCE = 30  # seconds without a byte
 SLOWEST = 20_000  # bytes a second, of a whole file
@@ -44,7 +44,9 @@ def idx(*sizes_and_sums):
     names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
     unpacked = (16 + 60000 * 784, 8 + 60000, 16 + 10000 * 784, 8 + 10000)
     rows = zip(names, sizes_and_sums, unpacked, strict=True)
-    return tuple(File(f"{name}-ubyte.gz", size, sha256, most) for name, (size, sha256), most in rows)
+    return tuple(
+        File(f"{name}-ubyte.gz", size, sha256, most) for name, (size, sha256), most in rows
+    )
 
 
 # The folders are torchvision's. Sizes and sums: MNIST, Fashion-MNIST and KMNIST as in tensorflow/datasets
@@ -128,8 +130,19 @@ def fetch(name, root):
                 with replacing(target / file.name.removesuffix(".gz")) as partial:
                     gunzip(packed, partial, file.unpacked)
     # What a server or an archive can do wrong; RecursionError: headers in headers of a tar file.
-    except (OSError, ValueError, EOFError, HTTPException, RecursionError, tarfile.TarError, zlib.error) as error:
-        full = getattr(error, "errno", None) in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        HTTPException,
+        RecursionError,
+        tarfile.TarError,
+        zlib.error,
+    ) as error:
+        full = getattr(error, "errno", None) in (
+            errno.ENOSPC,
+            getattr(errno, "EDQUOT", errno.ENOSPC),
+        )
         reason = printable(getattr(error, "reason", None) or str(error) or type(error).__name__)
         raise (TrainingError if full else UserError)(
             f"{name} could not be downloaded to {printable(root)} ({reason}).\n"
@@ -189,7 +202,11 @@ def untar(path, folder):
         members, total = [], 0
         for member in archive:
             top, _, name = member.name.partition("/")
-            regular = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and name not in ("", ".", "..")
+            regular = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and name not in (
+                "",
+                ".",
+                "..",
+            )
             plain = top == folder.name and not set(name) & set("/\\:\0")
             if not plain or not (regular or (member.isdir() and not name)):
                 raise ValueError(f"{member.name!r} should not be in it")

@@ -11,12 +11,18 @@ from array import array
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-
-from data.cache import VERSION, open_cache
-from data.datasets import Data, check_fractions, is_description, split_indices
-from trainer.device import MIB, mix_seed
-from trainer.errors import UserError, check_choice, check_number, did_you_mean, log, printable
-from trainer.files import open_plain
+from stoker.data.cache import VERSION, open_cache
+from stoker.data.datasets import Data, check_fractions, is_description, split_indices
+from stoker.trainer.device import MIB, mix_seed
+from stoker.trainer.errors import (
+    UserError,
+    check_choice,
+    check_number,
+    did_you_mean,
+    log,
+    printable,
+)
+from stoker.trainer.files import open_plain
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif")
 # What a file may hold, whatever its name says: Pillow knows many more, and starts a program for some of them.
@@ -88,9 +94,12 @@ def image_folder(
         if os.path.isdir(folder):
             listed[name] = _list_images(folder, classes, state)
             if not len(listed[name][0]):
-                raise UserError(f"{printable(folder)}: there is no image in this folder.\nAdd some, or remove it.")
+                raise UserError(
+                    f"{printable(folder)}: there is no image in this folder.\nAdd some, or remove it."
+                )
     fractions = check_fractions(
-        val_fraction=0 if "val" in listed else val_fraction, test_fraction=0 if "test" in listed else test_fraction
+        val_fraction=0 if "val" in listed else val_fraction,
+        test_fraction=0 if "test" in listed else test_fraction,
     )
     count = sum(len(files) for files, _ in listed.values())
     pixels, place = _open_cache(cache, root, size, channels, count, state)
@@ -99,7 +108,9 @@ def image_folder(
         slots = torch.arange(used, used + len(files))
         if name == "train":
             # Files come class by class: neighbours in the cache are to be strangers, so that a block is a fair sample.
-            slots = torch.randperm(len(files), generator=torch.Generator().manual_seed(mix_seed("slots")))
+            slots = torch.randperm(
+                len(files), generator=torch.Generator().manual_seed(mix_seed("slots"))
+            )
         given[name] = ImageSplit(files, targets, size, channels, pixels, slots, place)
         used += len(files)
     if on_bad_sample == "skip":
@@ -111,13 +122,17 @@ def image_folder(
         measured = _mean_and_std(train, split_seed)
         mean, std = (measured[0] if mean is None else mean), (measured[1] if std is None else std)
     name = os.path.basename(os.path.abspath(root))
-    return Data(name, train, val, test, train.shape, len(classes), classes=classes, mean=mean, std=std)
+    return Data(
+        name, train, val, test, train.shape, len(classes), classes=classes, mean=mean, std=std
+    )
 
 
 def _folders(top):
     """The names of the class folders, sorted; UserError where they may not be read."""
     with _readable(top), os.scandir(top) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(
+            entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
+        )
 
 
 @contextlib.contextmanager
@@ -129,7 +144,9 @@ def _readable(top):
         what = f"this folder may not be read. Type chmod -R u+rX {printable(top)}."
         raise UserError(f"{printable(error.filename)}: {what}") from None
     except OSError as error:
-        raise UserError(f"{printable(error.filename or top)}: this cannot be read ({error.strerror}).") from None
+        raise UserError(
+            f"{printable(error.filename or top)}: this cannot be read ({error.strerror})."
+        ) from None
 
 
 def _first_size(files, skip):
@@ -156,15 +173,23 @@ def _without_broken(given, classes):
     count, total = sum(map(len, broken.values())), sum(map(len, given.values()))
     if not count:
         return given
-    names = [printable(given[name].files[i]) for name, indices in broken.items() for i in indices[:3]][:3]
+    names = [
+        printable(given[name].files[i]) for name, indices in broken.items() for i in indices[:3]
+    ][:3]
     shown = ", ".join(names) + ", ..." * (count > len(names))
     for name, split in given.items():
         keep = torch.ones(len(split), dtype=torch.bool)
         keep[broken[name]] = False
         left[name] = split.take(keep.nonzero().view(-1))
-        missing = set(range(len(classes))).difference(left[name].targets.tolist() if left[name] else ())
+        missing = set(range(len(classes))).difference(
+            left[name].targets.tolist() if left[name] else ()
+        )
         if left[name] is None or (name == "train" and missing):
-            what = f"the {name} images" if left[name] is None else f"the class {printable(classes[min(missing)])}"
+            what = (
+                f"the {name} images"
+                if left[name] is None
+                else f"the class {printable(classes[min(missing)])}"
+            )
             raise UserError(
                 f"dataset.on_bad_sample=skip: all of {what} cannot be read ({shown}).\nReplace or remove these files."
             )
@@ -203,7 +228,9 @@ def _list_images(top, classes, state):
             found = sorted(
                 f"{e.name}\0{e.stat().st_size}\0{e.stat().st_mtime_ns}"
                 for e in entries
-                if e.name.lower().endswith(IMAGE_ENDINGS) and not e.name.startswith(".") and e.is_file()
+                if e.name.lower().endswith(IMAGE_ENDINGS)
+                and not e.name.startswith(".")
+                and e.is_file()
             )
         state.update(os.fsencode("\0".join([name, *found])))
         for line in found:
@@ -273,7 +300,11 @@ class ImageSplit:
 
     def __init__(self, files, targets, size, channels, cache=None, slots=None, place=""):
         self.files, self.targets, self.size, self.channels = files, targets, size, channels
-        self.cache, self.slots, self.place = cache, torch.arange(len(files)) if slots is None else slots, place
+        self.cache, self.slots, self.place = (
+            cache,
+            torch.arange(len(files)) if slots is None else slots,
+            place,
+        )
         self.shape = (channels, size, size) if isinstance(size, int) else (channels, *size)
         self.nbytes = len(files) * math.prod(self.shape)
         # Small images are decoded faster than threads can hand the GIL over:
@@ -296,7 +327,11 @@ class ImageSplit:
         """The ImageSplit of these samples, or None for none."""
         if not len(indices):
             return None
-        files, targets, slots = self.files.take(indices.tolist()), self.targets[indices], self.slots[indices]
+        files, targets, slots = (
+            self.files.take(indices.tolist()),
+            self.targets[indices],
+            self.slots[indices],
+        )
         return ImageSplit(files, targets, self.size, self.channels, self.cache, slots, self.place)
 
     def broken(self):
@@ -313,7 +348,9 @@ class ImageSplit:
         with ThreadPoolExecutor(self.threads) as pool:
             for part in self.missing().split(1024):
                 part = part.tolist()
-                found += [i for i, failed in zip(part, pool.map(fails, part), strict=True) if failed]
+                found += [
+                    i for i, failed in zip(part, pool.map(fails, part), strict=True) if failed
+                ]
         return found
 
     def tensors(self):
@@ -344,7 +381,10 @@ class ImageSplit:
     def read(self, index, map=map):
         """The pixels of a list of samples, (N, channels, H, W); `map` is called with what decodes one of them."""
         if self.cache is None:
-            pixels, todo = torch.empty(len(index), *self.shape, dtype=torch.uint8), range(len(index))
+            pixels, todo = (
+                torch.empty(len(index), *self.shape, dtype=torch.uint8),
+                range(len(index)),
+            )
         else:
             slots = self.slots[index].tolist()
             if self.block > 1:
@@ -366,7 +406,11 @@ class ImageSplit:
 
     def _warn(self, file):
         if not self.cache.warned:
-            log.warning("%s: its pixels in %s are damaged; decoded again.", printable(file), self.cache.folder)
+            log.warning(
+                "%s: its pixels in %s are damaged; decoded again.",
+                printable(file),
+                self.cache.folder,
+            )
         self.cache.warned = True
 
 
@@ -386,9 +430,13 @@ def decode_image(file, size, channels, resize=False):
     resize = resize or isinstance(size, int)
     with open_image(file) as image:
         if resize:
-            image.draft(None, (2 * width, 2 * height))  # a large JPEG is decoded at the nearest scale above
+            image.draft(
+                None, (2 * width, 2 * height)
+            )  # a large JPEG is decoded at the nearest scale above
         ImageOps.exif_transpose(image, in_place=True)
-        if image.mode.startswith("I"):  # 16 bits, of which `convert` would take all above 255 for white
+        if image.mode.startswith(
+            "I"
+        ):  # 16 bits, of which `convert` would take all above 255 for white
             image = image.point(lambda level: level * (1 / 256))
         image = image.convert("L" if channels == 1 else "RGB")
         if resize and image.size != (width, height):
@@ -411,16 +459,23 @@ def open_image(file):
 
     ignore_bomb_warnings()
     try:
-        with open_plain(file, links=True) as raw, Image.open(io.BufferedReader(raw), formats=IMAGE_FORMATS) as image:
+        with (
+            open_plain(file, links=True) as raw,
+            Image.open(io.BufferedReader(raw), formats=IMAGE_FORMATS) as image,
+        ):
             pixels, most = image.width * image.height, Image.MAX_IMAGE_PIXELS
             if most is not None and pixels > most:
-                raise ValueError(f"its {pixels:,} pixels are more than the {most:,} that Pillow thinks safe")
+                raise ValueError(
+                    f"its {pixels:,} pixels are more than the {most:,} that Pillow thinks safe"
+                )
             yield image
     except MemoryError:
         raise
     except UnidentifiedImageError:
         raise broken(file, f"it is none of {', '.join(IMAGE_FORMATS)}, or damaged") from None
-    except Exception as error:  # Pillow's decoders raise what they like for what they do not understand
+    except (
+        Exception
+    ) as error:  # Pillow's decoders raise what they like for what they do not understand
         raise broken(file, str(error) or type(error).__name__) from None
 
 

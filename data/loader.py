@@ -3,12 +3,17 @@
 import functools
 
 import torch
-
-from data.augment import Augment
-from data.workers import Reader, Workers, children_do_not_interrupt, choose_workers, decode_seconds
-from trainer import launch, parallel, settings
-from trainer.device import MIB, free_memory, mix_seed, move, random_stream, to_device
-from trainer.errors import TrainingError, UserError, cause, check_number
+from stoker.data.augment import Augment
+from stoker.data.workers import (
+    Reader,
+    Workers,
+    children_do_not_interrupt,
+    choose_workers,
+    decode_seconds,
+)
+from stoker.trainer import launch, parallel, settings
+from stoker.trainer.device import MIB, free_memory, mix_seed, move, random_stream, to_device
+from stoker.trainer.errors import TrainingError, UserError, cause, check_number
 
 # So many numbers are gathered and normalised at once, at most. On a CPU they stay in its cache: an epoch of MNIST takes
 # 19 ms at 4 batches of 128, 30 ms at 16 (one thread of an Intel Xeon at 2.6 GHz); a GPU wants few large kernels.
@@ -31,7 +36,9 @@ def permutation(n, seed, epoch, block=1):
     blocks = torch.randperm(-(-n // block), generator=generator)
     order = (blocks.unsqueeze(1) * block + torch.arange(block)).view(-1)
     windows = order[order < n].split(WINDOW * block)
-    return torch.cat([window[torch.randperm(len(window), generator=generator)] for window in windows])
+    return torch.cat(
+        [window[torch.randperm(len(window), generator=generator)] for window in windows]
+    )
 
 
 def make_loaders(
@@ -71,11 +78,15 @@ def make_loaders(
     sharing = launch.local_world_size() if device.type == "cpu" else 1  # a GPU is one process's own
     apart = {type(split).__name__ for split in splits.values() if not hasattr(split, "tensors")}
     fits = size <= free / 2 / sharing and not apart
-    reason = f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free" if resident == "auto" else "as asked"
+    reason = (
+        f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free" if resident == "auto" else "as asked"
+    )
     if apart and resident is not False:
         reason = f"{' and '.join(sorted(apart))} without tensors(), which would give all of a part"
         if resident != "auto":
-            raise UserError(f"dataset.resident=true: this is {reason}.\nAdd it, or type dataset.resident=false.")
+            raise UserError(
+                f"dataset.resident=true: this is {reason}.\nAdd it, or type dataset.resident=false."
+            )
     # A cache is filled once: that workers are of no use afterwards is no mistake of who asked for them.
     cached = all(getattr(split, "cache", None) is not None for split in splits.values())
     if fits if resident == "auto" else resident:
@@ -85,7 +96,11 @@ def make_loaders(
             if timeout != TIMEOUT:
                 refuse_unused("timeout", timeout, TIMEOUT)
         kind, options, why = DeviceLoader, {}, f"resident on {device}, {reason}"
-        if resident == "auto" and cached and sum(map(decode_seconds, splits.values())) > FEW_SECONDS:
+        if (
+            resident == "auto"
+            and cached
+            and sum(map(decode_seconds, splits.values())) > FEW_SECONDS
+        ):
             kind, why = StreamedOnce, f"then {why}"
     else:
         kind, options, why = HostLoader, {}, reason
@@ -97,7 +112,11 @@ def make_loaders(
         why += f"; {place}"
     options |= {"device": device, "seed": seed}
     evaluated = batch_size if eval_batch_size is None else eval_batch_size
-    loaders = {name: kind(data, name, evaluated, **options) for name in splits if name in (only, "val", "test")}
+    loaders = {
+        name: kind(data, name, evaluated, **options)
+        for name in splits
+        if name in (only, "val", "test")
+    }
     if only is None:
         loaders["train"] = kind(
             data, "train", batch_size, shuffle=True, augment=augment, drop_last=drop_last, **options
@@ -123,7 +142,11 @@ def check_first(data, name, split):
     batch = Reader(split, part, 0)[0, [0]]
     if isinstance(batch, (UserError, TrainingError)):
         raise batch
-    pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, torch.Tensor) for x in batch)
+    pair = (
+        isinstance(batch, (tuple, list))
+        and len(batch) == 2
+        and all(isinstance(x, torch.Tensor) for x in batch)
+    )
     if not pair or tuple(batch[0].shape) != (1, *data.in_shape) or len(batch[1]) != 1:
         given = " and ".join(str(tuple(x.shape)) for x in batch) if pair else type(batch).__name__
         raise UserError(
@@ -134,7 +157,9 @@ def check_first(data, name, split):
 
 def resident_bytes(*loaders):
     """Bytes of the data that these loaders have, or will have, on the device: not of what is streamed."""
-    return sum(loader.nbytes for loader in loaders if isinstance(loader, (DeviceLoader, StreamedOnce)))
+    return sum(
+        loader.nbytes for loader in loaders if isinstance(loader, (DeviceLoader, StreamedOnce))
+    )
 
 
 def seekable(loader, seed):
@@ -164,7 +189,9 @@ def normalizer(mean, std, device):
     scale, offset = 1 / (255 * std), -mean / std
     if scale.ndim:  # one a channel, in front of rows and columns
         scale, offset = scale.view(-1, 1, 1), offset.view(-1, 1, 1)
-    return lambda inputs: inputs.float().mul_(scale).add_(offset) if inputs.dtype == torch.uint8 else inputs
+    return lambda inputs: (
+        inputs.float().mul_(scale).add_(offset) if inputs.dtype == torch.uint8 else inputs
+    )
 
 
 class Seekable:
@@ -199,7 +226,18 @@ class Loader(Seekable):
 
     global_size = None  # samples of the batch given last, over all processes
 
-    def __init__(self, data, split, batch_size, *, device="cpu", seed=0, shuffle=False, augment=(), drop_last=False):
+    def __init__(
+        self,
+        data,
+        split,
+        batch_size,
+        *,
+        device="cpu",
+        seed=0,
+        shuffle=False,
+        augment=(),
+        drop_last=False,
+    ):
         self.split = getattr(data, split)
         self.samples, self.nbytes = len(self.split), self.split.nbytes
         self.block = getattr(self.split, "block", 1)
@@ -210,14 +248,24 @@ class Loader(Seekable):
                 f"batch_size={batch_size}: {data.name} has only {self.samples} training samples. "
                 "Type a batch_size of at most that."
             )
-        self.device, self.seed, self.shuffle, self.drop_last = torch.device(device), seed, shuffle, drop_last
+        self.device, self.seed, self.shuffle, self.drop_last = (
+            torch.device(device),
+            seed,
+            shuffle,
+            drop_last,
+        )
         # A function and no method: a cycle self -> augment -> self would leave the loader to the garbage collector,
         # which ends a DataLoader's workers in the wrong order and waits 5 s for each.
-        self.augment = Augment(augment, data.num_classes, normalizer(data.mean, data.std, self.device))
+        self.augment = Augment(
+            augment, data.num_classes, normalizer(data.mean, data.std, self.device)
+        )
         self.augment.check(data.in_shape)
         self.in_shape = data.in_shape
         # What mixes samples of a batch has to have all of them: they are dealt out after it.
-        self.mine, self.dealt_late = slice(launch.rank(), None, launch.world_size()), bool(self.augment.rest)
+        self.mine, self.dealt_late = (
+            slice(launch.rank(), None, launch.world_size()),
+            bool(self.augment.rest),
+        )
         self.share = batch_size if self.dealt_late else len(range(batch_size)[self.mine])
         if shuffle:
             self.check_share(launch.world_size())
@@ -226,7 +274,11 @@ class Loader(Seekable):
         self.flip_parity = torch.rand(self.samples, generator=self.seeded("flip")) < 0.5
 
     def __len__(self):
-        return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
+        return (
+            self.samples // self.batch_size
+            if self.drop_last
+            else -(-self.samples // self.batch_size)
+        )
 
     def check_share(self, ranks):
         """UserError where a training batch has fewer samples than there are processes."""
@@ -235,8 +287,12 @@ class Loader(Seekable):
             what = f"{ranks} processes cannot share such a batch. Type batch_size={ranks} or more, or start fewer."
             raise UserError(f"batch_size={self.batch_size}: {what}")
         if 0 < last < ranks:
-            what = f"the last batch of an epoch has {last}, fewer samples than the {ranks} processes"
-            raise UserError(f"batch_size={self.batch_size}: {what}.\nType drop_last=true, or another batch_size.")
+            what = (
+                f"the last batch of an epoch has {last}, fewer samples than the {ranks} processes"
+            )
+            raise UserError(
+                f"batch_size={self.batch_size}: {what}.\nType drop_last=true, or another batch_size."
+            )
 
     def seeded(self, *parts):
         """The loader's generator, at the beginning of the stream that the parts name."""
@@ -254,7 +310,9 @@ class Loader(Seekable):
         whole, done = order.split(self.batch_size) if len(order) else (), 0
         for inputs, targets in self.read(self.dealt(whole), epoch):
             now = whole[done : done - (-len(inputs) // self.share)]
-            inputs = self.augment.images(inputs, self.draws(epoch, position + done, now, inputs.shape[1:]))
+            inputs = self.augment.images(
+                inputs, self.draws(epoch, position + done, now, inputs.shape[1:])
+            )
             for batch in zip(inputs.split(self.share), targets.split(self.share), strict=True):
                 if self.augment.rest:
                     batch = self.augment.mix(*batch, self.seeded("mix", epoch, position + done))
@@ -263,10 +321,15 @@ class Loader(Seekable):
                 self.global_size = len(whole[done])
                 done += 1
                 yield batch
-        for samples in whole[done:]:  # of which this process has none: the others may wait for it all the same
+        for samples in whole[
+            done:
+        ]:  # of which this process has none: the others may wait for it all the same
             inputs, targets = next(iter(self.read([samples[:1]], epoch)))
             self.global_size = len(samples)
-            yield self.augment.images(inputs, {}), targets  # lent: parallel.counts says that it does not count
+            yield (
+                self.augment.images(inputs, {}),
+                targets,
+            )  # lent: parallel.counts says that it does not count
 
     def dealt(self, whole):
         """This process's part of each of the whole batches, where there is any of it."""
@@ -301,12 +364,16 @@ class DeviceLoader(Loader):
         super().__init__(data, split, batch_size, **options)
         try:
             with random_stream("read", self.seed, split):
-                self.inputs, self.targets = (tensor.to(self.device) for tensor in self.split.tensors())
+                self.inputs, self.targets = (
+                    tensor.to(self.device) for tensor in self.split.tensors()
+                )
         except UserError:
             raise
         except Exception as error:
             what = f"The {split} part of {data.name}"
-            if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+            if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(
+                error
+            ):
                 there = f"{what} ({self.nbytes / MIB:,.0f} MiB) does not fit in the memory of {self.device}"
                 raise TrainingError(f"{there}.\nType dataset.resident=false.") from error
             raise TrainingError(f"{what} cannot be read: {cause(error)}.") from error
@@ -341,7 +408,8 @@ class HostLoader(Loader):
             workers,
             timeout=check_number("dataset.timeout", timeout, least=0),
             ahead=AHEAD * self.samples // (self.nbytes * self.batch_size * max(workers, 1)),
-            pin_memory=self.device.type not in ("cpu", "mps"),  # on mps the memory is one and the same
+            pin_memory=self.device.type
+            not in ("cpu", "mps"),  # on mps the memory is one and the same
         )
 
     def read(self, batches, epoch):
@@ -363,9 +431,15 @@ class StreamedOnce(Seekable):
     """A HostLoader until the split's images are decoded, and a DeviceLoader from the epoch after."""
 
     def __init__(self, data, split, batch_size, *, workers=0, timeout=TIMEOUT, **options):
-        self.loader = HostLoader(data, split, batch_size, workers=workers, timeout=timeout, **options)
+        self.loader = HostLoader(
+            data, split, batch_size, workers=workers, timeout=timeout, **options
+        )
         self.make_resident = functools.partial(DeviceLoader, data, split, batch_size, **options)
-        self.samples, self.nbytes, self.batch_size = self.loader.samples, self.loader.nbytes, self.loader.batch_size
+        self.samples, self.nbytes, self.batch_size = (
+            self.loader.samples,
+            self.loader.nbytes,
+            self.loader.batch_size,
+        )
         self.in_shape = data.in_shape
 
     @property
@@ -399,7 +473,9 @@ class IterableLoader(Seekable):
 
     def __init__(self, loader, seed=0):
         if not hasattr(loader, "__iter__"):
-            raise UserError(f"{type(loader).__name__} is no loader: give an iterable of batches, with a length.")
+            raise UserError(
+                f"{type(loader).__name__} is no loader: give an iterable of batches, with a length."
+            )
         try:
             len(loader)
         except TypeError:
@@ -422,7 +498,11 @@ class IterableLoader(Seekable):
         seed = mix_seed(self.seed, "order", epoch)
         own = torch.Generator().manual_seed(seed).get_state()
         # A generator given to the DataLoader (or its sampler) goes on from epoch to epoch: it must be set back as well.
-        for owner in (self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "batch_sampler", None)):
+        for owner in (
+            self.loader,
+            getattr(self.loader, "sampler", None),
+            getattr(self.loader, "batch_sampler", None),
+        ):
             if isinstance(getattr(owner, "generator", None), torch.Generator):
                 owner.generator.manual_seed(seed)
         iterator, number, end = None, 0, object()
@@ -438,7 +518,9 @@ class IterableLoader(Seekable):
             except (UserError, TrainingError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                raise TrainingError(f"The loader has no batch {number} of epoch {epoch}: {cause(error)}.") from error
+                raise TrainingError(
+                    f"The loader has no batch {number} of epoch {epoch}: {cause(error)}."
+                ) from error
             finally:
                 torch.default_generator.set_state(outside)
             if batch is end:

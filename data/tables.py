@@ -9,10 +9,16 @@ from csv import reader as read_csv
 from pathlib import Path
 
 import torch
-
-from data.datasets import Data, TensorSplit, check_fractions, is_description, split_indices, unknown_class
-from trainer.errors import UserError, check_choice, did_you_mean, log, printable
-from trainer.files import open_plain
+from stoker.data.datasets import (
+    Data,
+    TensorSplit,
+    check_fractions,
+    is_description,
+    split_indices,
+    unknown_class,
+)
+from stoker.trainer.errors import UserError, check_choice, did_you_mean, log, printable
+from stoker.trainer.files import open_plain
 
 MOST_NUMBERS = 2**28  # that a table may become
 FEWEST_ROWS = 20  # in which a column that counts them is no accident
@@ -48,9 +54,13 @@ def csv(
     check_choice("dataset.missing", missing, ("error", "mean", "drop"))
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
     path, target = str(path), str(target)  # a bare 2024 on the command line is a number
-    columns, lines = _read_table(os.path.expanduser(path), "\t" if delimiter == "tab" else delimiter)
+    columns, lines = _read_table(
+        os.path.expanduser(path), "\t" if delimiter == "tab" else delimiter
+    )
     used = (("target", [target]), ("categorical", categorical), ("ignore", ignore))
-    for key, names in used[:1] if trained is not None else used:  # the other two are the run's own table's
+    for key, names in (
+        used[:1] if trained is not None else used
+    ):  # the other two are the run's own table's
         for name in [names] if isinstance(names, str) else names:
             if name not in columns:
                 raise UserError(
@@ -63,27 +73,40 @@ def csv(
         for name in there:
             check_column(path, name, columns)
         ignore, kind = set(columns) - set(there), trained["kind"]
-    columns = {name: values for name, values in columns.items() if name not in ignore or name == target}
+    columns = {
+        name: values for name, values in columns.items() if name not in ignore or name == target
+    }
     columns, lines = _without_missing(columns, lines, target, missing)
     answers = columns.pop(target)
     if not columns:
         raise UserError(f"{printable(path)} has no column besides the target {target}.")
 
     kind, classes, targets = _read_target(target, answers, lines, kind, trained)
-    parts = split_indices(targets if classes else len(targets), fractions, split_seed, stratified=classes is not None)
+    parts = split_indices(
+        targets if classes else len(targets), fractions, split_seed, stratified=classes is not None
+    )
     categorical = {categorical} if isinstance(categorical, str) else set(categorical)
     if trained is None:
-        described = [_describe(name, values, lines, parts[0], name in categorical) for name, values in columns.items()]
+        described = [
+            _describe(name, values, lines, parts[0], name in categorical)
+            for name, values in columns.items()
+        ]
         for name, values in columns.items():
             if what := of_no_use(values, answers):
                 log.warning(
-                    "%s: the column %r %s. Leave it out: dataset.ignore=[%s].", printable(path), name, what, name
+                    "%s: the column %r %s. Leave it out: dataset.ignore=[%s].",
+                    printable(path),
+                    name,
+                    what,
+                    name,
                 )
     else:
         described = trained["table"]["columns"]
         for column in described:
             if kinds := column.get("categories"):
-                warn_of_unknown(path, column["name"], {None, *kinds}, columns[column["name"]], lines)
+                warn_of_unknown(
+                    path, column["name"], {None, *kinds}, columns[column["name"]], lines
+                )
     blocks = []
     for column in described:
         room = MOST_NUMBERS - sum(map(torch.numel, blocks))
@@ -96,7 +119,9 @@ def csv(
             center, scale = trained["target_mean"], trained["target_scale"]
         targets = ((targets - center) / scale).float()
     tensors = (inputs, targets, torch.tensor(lines))
-    train, val, test = (TensorSplit(*(tensor[part] for tensor in tensors)) if len(part) else None for part in parts)
+    train, val, test = (
+        TensorSplit(*(tensor[part] for tensor in tensors)) if len(part) else None for part in parts
+    )
     name, shape, outputs = Path(path).stem, inputs.shape[1:], len(classes) if classes else 1
     table = {"target": target, "columns": described, "missing": missing, "delimiter": delimiter}
     units = {"target_mean": center, "target_scale": scale}
@@ -122,7 +147,9 @@ def read_rows(path, delimiter, key="dataset.path", alone=None):
     Two columns are the least that one has, but that of the name `alone` may be so.
     """
     if not isinstance(delimiter, str) or len(delimiter) != 1:
-        raise UserError(f"dataset.delimiter={delimiter!r}: give one character, such as ',' or ';', or tab.")
+        raise UserError(
+            f"dataset.delimiter={delimiter!r}: give one character, such as ',' or ';', or tab."
+        )
     shown = printable(path)
     try:
         with open_plain(path, links=True) as raw, io.BufferedReader(raw) as buffered:
@@ -144,7 +171,9 @@ def read_rows(path, delimiter, key="dataset.path", alone=None):
                         what = f"{place}. Give it one; to_csv(index=False) writes none."
                     raise UserError(f"{shown}: the header {what}")
             yield header
-            line = lines.line_num + 1  # where a row begins: a value in quotes may have several lines
+            line = (
+                lines.line_num + 1
+            )  # where a row begins: a value in quotes may have several lines
             for row in lines:
                 there = len(row) > 1 or "".join(row).strip()  # a blank line is no row
                 if len(row) != len(header) and there:
@@ -159,9 +188,13 @@ def read_rows(path, delimiter, key="dataset.path", alone=None):
         raise
     except UnicodeDecodeError as error:
         what = f"it is not in UTF-8, and has the byte 0x{error.object[error.start]:02x}"
-        raise UserError(f"{key}={shown}: this is no table that can be read ({what}).\nSave it as UTF-8.") from None
+        raise UserError(
+            f"{key}={shown}: this is no table that can be read ({what}).\nSave it as UTF-8."
+        ) from None
     except (OSError, ValueError, CSVError) as error:
-        raise UserError(f"{key}={shown}: this is no table that can be read ({printable(error)}).") from None
+        raise UserError(
+            f"{key}={shown}: this is no table that can be read ({printable(error)})."
+        ) from None
 
 
 def empty(path):
@@ -199,7 +232,9 @@ def row_encoder(table, header, path, missing):
             if places is None:
                 number = filled if gone else _number(value)
                 if number is None:
-                    raise UserError(f"{shown}, line {line}: {value[:50]!r} in the column {name!r} is no number.")
+                    raise UserError(
+                        f"{shown}, line {line}: {value[:50]!r} in the column {name!r} is no number."
+                    )
                 row.append(number)
             else:
                 block = [0.0] * len(places)
@@ -216,7 +251,9 @@ def row_encoder(table, header, path, missing):
 
 def warn_of_unknown(path, name, known, values, lines):
     """The warning for the first of the values of the column `name` that is not one of the `known`."""
-    line, value = next((pair for pair in zip(lines, values, strict=True) if pair[1] not in known), (None, None))
+    line, value = next(
+        (pair for pair in zip(lines, values, strict=True) if pair[1] not in known), (None, None)
+    )
     if line is not None:
         warn(path, line, name, value)
 
@@ -224,7 +261,9 @@ def warn_of_unknown(path, name, known, values, lines):
 def warn(path, line, name, value):
     """The warning for a category that a run was not trained on."""
     what = "is none of those trained on; such values count as none of them"
-    log.warning("%s, line %d: %r in the column %r %s.", printable(path), line, value[:50], name, what)
+    log.warning(
+        "%s, line %d: %r in the column %r %s.", printable(path), line, value[:50], name, what
+    )
 
 
 def of_no_use(values, answers):
@@ -233,7 +272,11 @@ def of_no_use(values, answers):
         return "is the target once more, which a new row has not"
     if len(set(values)) == 1:
         return "has one value only, and says nothing"
-    return "counts the rows, and a number of that kind says nothing of a new row" if counts_rows(values) else None
+    return (
+        "counts the rows, and a number of that kind says nothing of a new row"
+        if counts_rows(values)
+        else None
+    )
 
 
 def counts_rows(values):
@@ -279,7 +322,8 @@ def check_table(trained):
 def _without_missing(columns, lines, target, missing):
     """The columns with None for each missing value, or without the rows that have one; and the rows' lines."""
     columns = {
-        name: [None if value.lower() in MISSING else value for value in values] for name, values in columns.items()
+        name: [None if value.lower() in MISSING else value for value in values]
+        for name, values in columns.items()
     }
     counts = {name: values.count(None) for name, values in columns.items() if None in values}
     rows = len(columns[target])
@@ -303,7 +347,10 @@ def _without_missing(columns, lines, target, missing):
                 "dataset.missing=drop leaves no row: each has a missing value. "
                 "Type dataset.missing=mean, or dataset.ignore=[COLUMN]."
             )
-        columns, lines = {name: [values[i] for i in keep] for name, values in columns.items()}, [lines[i] for i in keep]
+        columns, lines = (
+            {name: [values[i] for i in keep] for name, values in columns.items()},
+            [lines[i] for i in keep],
+        )
     return columns, lines
 
 
@@ -327,7 +374,9 @@ def _is_numeric(values, odd):
 def _told(values, lines, odd):
     """'1 of 400 values is no number, '1O' in line 9': one may also be infinite, or of a size that cannot be used."""
     first, count = odd[0], "is no number," if len(odd) == 1 else "are no numbers, the first"
-    return f"{len(odd)} of {len(values)} values {count} {values[first][:50]!r} in line {lines[first]}"
+    return (
+        f"{len(odd)} of {len(values)} values {count} {values[first][:50]!r} in line {lines[first]}"
+    )
 
 
 CORRECT = "Write numbers as 1234.5, up to 1e38, and nothing where one is missing"
@@ -341,7 +390,9 @@ def _read_target(name, values, lines, kind, trained=None):
     if (known := trained and trained["classes"]) is not None:
         labels = {name: label for label, name in enumerate(known)}
         unlike = {value: _number(value) for value in set(values).difference(labels)}
-        names = [value if unlike.get(value) is None else _class_name(unlike[value]) for value in values]
+        names = [
+            value if unlike.get(value) is None else _class_name(unlike[value]) for value in values
+        ]
         if other := next((name for name in names if name not in labels), None):
             raise unknown_class(other, known)
         return kind, known, torch.tensor([labels[name] for name in names])
@@ -367,7 +418,9 @@ def _read_target(name, values, lines, kind, trained=None):
     if kind == "classification" and len(distinct) > max(2, len(values) / 2):
         what = f"{len(values)} rows have {len(distinct)} different values, too many for classes"
         if not odd:
-            raise UserError(f"dataset.target={name}: {what}.\nType dataset.kind=regression, or choose another column.")
+            raise UserError(
+                f"dataset.target={name}: {what}.\nType dataset.kind=regression, or choose another column."
+            )
         raise UserError(
             f"dataset.target={name}: {what}, and {_told(values, lines, odd)}.\n{CORRECT}, or choose another."
         )
@@ -380,14 +433,18 @@ def _read_target(name, values, lines, kind, trained=None):
 
 def _class_name(value):
     """The name of a class: a text as it is, a number with all its digits, 2.0 and 2 alike."""
-    return value if isinstance(value, str) else str(int(value)) if value.is_integer() else repr(value)
+    return (
+        value if isinstance(value, str) else str(int(value)) if value.is_integer() else repr(value)
+    )
 
 
 def _describe(name, values, lines, train, categorical):
     """{"name", "mean", "std"} of a numeric column, {"name", "categories"} of another; by the rows `train` alone."""
     kinds = sorted({values[i] for i in train.tolist()} - {None})
     if not kinds:
-        raise UserError(f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}].")
+        raise UserError(
+            f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}]."
+        )
     if categorical:
         return {"name": name, "categories": kinds}
     if (numbers := _numbers(values)) is not None:
@@ -407,7 +464,9 @@ def _describe(name, values, lines, train, categorical):
 
 def mean_and_std(numbers):
     """The mean and the standard deviation of a tensor, the latter 1 where all are equal: 900 times 0.1 have 1e-17."""
-    return numbers.mean().item(), numbers.std(correction=0).item() if numbers.min() < numbers.max() else 1.0
+    return numbers.mean().item(), numbers.std(
+        correction=0
+    ).item() if numbers.min() < numbers.max() else 1.0
 
 
 def _features(described, values, lines, room):
@@ -420,7 +479,9 @@ def _features(described, values, lines, room):
         numbers = _numbers(values) if set(values) != {None} else [math.nan] * len(values)
         if numbers is None:
             told = _told(values, lines, _odd(values))
-            raise UserError(f"Column {name!r}, in which the run was trained on numbers: {told}.\n{CORRECT}.")
+            raise UserError(
+                f"Column {name!r}, in which the run was trained on numbers: {told}.\n{CORRECT}."
+            )
         column = (torch.tensor(numbers, dtype=torch.float64) - described["mean"]) / described["std"]
         return column.nan_to_num(0.0).float().unsqueeze(1)
     if len(values) * len(kinds) > room:

@@ -13,13 +13,12 @@ import time
 import weakref
 
 import torch
-
-from data.datasets import TensorSplit
-from data.images import ImageSplit
-from trainer import launch
-from trainer.device import MIB, random_stream
-from trainer.errors import TrainingError, UserError, cause, printable
-from trainer.stopping import SIGNALS
+from stoker.data.datasets import TensorSplit
+from stoker.data.images import ImageSplit
+from stoker.trainer import launch
+from stoker.trainer.device import MIB, random_stream
+from stoker.trainer.errors import TrainingError, UserError, cause, printable
+from stoker.trainer.stopping import SIGNALS
 
 # What it costs to take a batch from a worker: 1.4 ms of 64 or 256 x 3 x 32 x 32 bytes, and of this process's own time
 # 0.06 ms for each MiB (2.6 ms of 37 MiB). Two workers that only copy, 2 cores of an Intel Xeon at 2.6 GHz, median of 3.
@@ -83,7 +82,9 @@ class Workers:
             pin_memory=pin_memory,
             persistent_workers=count > 0,
             prefetch_factor=max(1, min(ahead, 4)) if count else None,  # batches
-            generator=torch.Generator().manual_seed(0),  # its own, or each epoch would draw from the global one
+            generator=torch.Generator().manual_seed(
+                0
+            ),  # its own, or each epoch would draw from the global one
             worker_init_fn=functools.partial(begin_worker, parent=os.getpid()),
         )
         self.processes = []  # from the first batch on
@@ -119,7 +120,9 @@ class Workers:
         except Exception as error:
             if self.processes:
                 raise self.lost(error) from None
-            kind = TrainingError if isinstance(error, OSError) else UserError  # too little memory, or not to be pickled
+            kind = (
+                TrainingError if isinstance(error, OSError) else UserError
+            )  # too little memory, or not to be pickled
             raise kind(
                 f"dataset.workers={self.loader.num_workers}: the workers could not be started, {cause(error)}.\n"
                 "Type dataset.workers=0 to have the samples read by this process."
@@ -156,12 +159,21 @@ class Workers:
         pids = [worker.pid for worker in self.processes]
         kill(self.processes)
         if dead:
-            code, hint = codes[0], "Type dataset.workers=0 to have the samples read by this process."
-            end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            code, hint = (
+                codes[0],
+                "Type dataset.workers=0 to have the samples read by this process.",
+            )
+            end = (
+                f"was ended by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with exit code {code}"
+            )
             if end.endswith("SIGKILL"):
                 hint = f"Type a lower dataset.workers than {len(pids)} if too little memory was the reason."
             elif end.endswith("SIGBUS"):
-                hint = "Give more shared memory (docker run --shm-size=8g), or type dataset.workers=0."
+                hint = (
+                    "Give more shared memory (docker run --shm-size=8g), or type dataset.workers=0."
+                )
             what = f" while it read {readings[0]}" if readings[0] else ""
             return TrainingError(f"The loader's worker {pids[dead[0]]} {end}{what}.\n{hint}")
         if not str(error).startswith("DataLoader timed out"):
@@ -169,7 +181,11 @@ class Workers:
                 f"The loader's workers could not hand over {self.reader.part}: {cause(error)}.\n"
                 f"Type a lower dataset.workers than {len(pids)}, or 0."
             )
-        busy = [f"; worker {pid} is reading {what}" for pid, what in zip(pids, readings, strict=True) if what]
+        busy = [
+            f"; worker {pid} is reading {what}"
+            for pid, what in zip(pids, readings, strict=True)
+            if what
+        ]
         return TrainingError(
             f"dataset.timeout={self.timeout:g}: no batch came within so many seconds{busy[0] if busy else ''}.\n"
             "Type a higher dataset.timeout if that may take so long (0: no limit)."
@@ -202,9 +218,13 @@ class Reader(torch.utils.data.Dataset):
 
     def __init__(self, split, part, workers, stream=()):
         self.split, self.part = split, part
-        self.stream = None if type(split) in (TensorSplit, ImageSplit) else stream  # those draw nothing
+        self.stream = (
+            None if type(split) in (TensorSplit, ImageSplit) else stream
+        )  # those draw nothing
         # Of each worker: how many samples it is reading, and the first three of them.
-        self.reading = torch.zeros(workers, 4, dtype=torch.int64).share_memory_() if workers else None
+        self.reading = (
+            torch.zeros(workers, 4, dtype=torch.int64).share_memory_() if workers else None
+        )
 
     def __getitem__(self, place):
         epoch, indices = place
@@ -236,7 +256,9 @@ class Reader(torch.utils.data.Dataset):
             except UserError as alone:
                 return alone
             except (Exception, SystemExit) as alone:
-                return TrainingError(f"Sample {self.name(index)} of {self.part} cannot be read: {cause(alone)}.")
+                return TrainingError(
+                    f"Sample {self.name(index)} of {self.part} cannot be read: {cause(alone)}."
+                )
         names = ", ".join(map(self.name, indices[:3])) + ", ..." * (len(indices) > 3)
         return TrainingError(f"Samples {names} of {self.part} cannot be read: {cause(error)}.")
 
@@ -291,7 +313,9 @@ def kill(workers):
 def stops_wait():
     """Processes that are started within get no SIGINT and SIGTERM before `begin_worker` has them ignored."""
     # A fork server would hand the mask on to other processes than ours.
-    masks = hasattr(signal, "pthread_sigmask") and multiprocessing.get_start_method() != "forkserver"
+    masks = (
+        hasattr(signal, "pthread_sigmask") and multiprocessing.get_start_method() != "forkserver"
+    )
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if masks else None
     try:
         yield

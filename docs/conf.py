@@ -45,7 +45,9 @@ def as_plain_text(app, what, name, obj, options, lines):
     """Docstrings are plain sentences: a star in them is a star, and begins no emphasis."""
     for i, line in enumerate(lines):
         parts = re.split(r"(`[^`]*`)", line)
-        lines[i] = "".join(part if part.startswith("`") else part.replace("*", r"\*") for part in parts)
+        lines[i] = "".join(
+            part if part.startswith("`") else part.replace("*", r"\*") for part in parts
+        )
 
 
 def setup(app):

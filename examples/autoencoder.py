@@ -9,7 +9,7 @@ import math
 
 from torch import nn
 
-from trainer import Trainer
+from stoker import Trainer
 
 
 class Autoencoder(nn.Module):
@@ -18,7 +18,9 @@ class Autoencoder(nn.Module):
     def __init__(self, in_shape, code=16, width=128):
         super().__init__()
         size = math.prod(in_shape)
-        self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(size, width), nn.ReLU(), nn.Linear(width, code))
+        self.encoder = nn.Sequential(
+            nn.Flatten(), nn.Linear(size, width), nn.ReLU(), nn.Linear(width, code)
+        )
         self.decoder = nn.Sequential(
             nn.Linear(code, width), nn.ReLU(), nn.Linear(width, size), nn.Unflatten(1, in_shape)
         )

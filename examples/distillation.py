@@ -7,11 +7,11 @@ Expect test/acc 0.973, deviation 0.007 over 3 seeds; without a teacher 0.970, as
 """
 
 import torch
+from stoker.trainer.errors import check_number
 from torch.nn.functional import kl_div
 
-import trainer
-from trainer import Trainer
-from trainer.errors import check_number
+import stoker
+from stoker import Trainer
 
 
 class Distiller(Trainer):
@@ -29,7 +29,7 @@ class Distiller(Trainer):
 
     def fit(self, *loaders, **more):
         # Here, since an evaluation needs no teacher. Its module alone: the loader has normalised the inputs already.
-        self.teacher = trainer.load(self.folder, self.device).module
+        self.teacher = stoker.load(self.folder, self.device).module
         super().fit(*loaders, **more)
 
     def compute_loss(self, batch):

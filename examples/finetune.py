@@ -9,11 +9,11 @@ python train.py dataset=image_folder dataset.root=DIR dataset.size=224 epochs=5 
 torchvision fetches the weights (45 MB) when they are first asked for; +model.body.weights=null begins with random ones.
 """
 
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.errors import UserError, check_number
 from torch import nn
 
-from trainer import Trainer
-from trainer.callbacks import Callback
-from trainer.errors import UserError, check_number
+from stoker import Trainer
 
 
 class FineTuned(nn.Module):
@@ -28,7 +28,9 @@ class FineTuned(nn.Module):
     def __init__(self, body, num_classes):
         super().__init__()
         if not isinstance(getattr(body, "fc", None), nn.Linear):
-            raise UserError(f"model.body: {type(body).__name__} does not end in a linear layer fc. Type a resnet.")
+            raise UserError(
+                f"model.body: {type(body).__name__} does not end in a linear layer fc. Type a resnet."
+            )
         self.head = nn.Linear(body.fc.in_features, num_classes)
         self.body = body
         self.body.fc = nn.Identity()
@@ -56,7 +58,11 @@ class FineTuner(Trainer):
         for group in super().parameter_groups(decay_all):
             head = {id(parameter) for parameter in self.module.head.parameters()}
             for part in ("head", "body"):
-                chosen = [parameter for parameter in group["params"] if (id(parameter) in head) == (part == "head")]
+                chosen = [
+                    parameter
+                    for parameter in group["params"]
+                    if (id(parameter) in head) == (part == "head")
+                ]
                 groups.append({**group, "params": chosen, "part": part})
         return groups
 

@@ -8,7 +8,7 @@ Expect test/loss 1.00, deviation 0.16 over 5 seeds, of an energy distance that i
 from torch import Size, cdist, nn, randn
 from torch.nn.functional import softplus
 
-from trainer import Trainer
+from stoker import Trainer
 
 
 class GAN(nn.Module):
@@ -17,8 +17,12 @@ class GAN(nn.Module):
     def __init__(self, in_shape):
         super().__init__()
         size = Size(in_shape).numel()
-        self.generator = nn.Sequential(nn.Linear(16, 99), nn.ReLU(), nn.Linear(99, size), nn.Unflatten(1, in_shape))
-        self.judge = nn.Sequential(nn.Flatten(), nn.Linear(size, 99), nn.LeakyReLU(0.2), nn.Linear(99, 1))
+        self.generator = nn.Sequential(
+            nn.Linear(16, 99), nn.ReLU(), nn.Linear(99, size), nn.Unflatten(1, in_shape)
+        )
+        self.judge = nn.Sequential(
+            nn.Flatten(), nn.Linear(size, 99), nn.LeakyReLU(0.2), nn.Linear(99, 1)
+        )
 
     def forward(self, inputs):
         return self.generator(randn(inputs.shape[0], 16, device=inputs.device))
@@ -26,7 +30,9 @@ class GAN(nn.Module):
 
 class GANTrainer(Trainer):
     def __init__(self, model, *, optimizer, **settings):
-        super().__init__(model, optimizer=lambda _: optimizer(model.generator.parameters()), **settings)
+        super().__init__(
+            model, optimizer=lambda _: optimizer(model.generator.parameters()), **settings
+        )
         self.judge_optimizer = optimizer(model.judge.parameters())
 
     def stateful(self):  # a checkpoint holds the second optimizer too
@@ -38,7 +44,9 @@ class GANTrainer(Trainer):
         What the judge says of them would be best in the first epoch, when it knows least.
         """
         real, fakes = batch[0].flatten(1), self.model(batch[0]).flatten(1)
-        return 2 * cdist(real, fakes).mean() - cdist(real, real).mean() - cdist(fakes, fakes).mean(), fakes
+        return 2 * cdist(real, fakes).mean() - cdist(real, real).mean() - cdist(
+            fakes, fakes
+        ).mean(), fakes
 
     def train_step(self, batch):
         fakes = self.model(batch[0])
@@ -46,7 +54,9 @@ class GANTrainer(Trainer):
         loss.backward()
         self.optimizer.step()
         self.module.zero_grad()  # also what the generator's loss left at the judge
-        (softplus(-self.module.judge(batch[0])) + softplus(self.module.judge(fakes.detach()))).mean().backward()
+        (
+            softplus(-self.module.judge(batch[0])) + softplus(self.module.judge(fakes.detach()))
+        ).mean().backward()
         self.judge_optimizer.step()
         self.module.zero_grad()
         self.scheduler.step()

@@ -8,11 +8,11 @@ Expect test/acc 0.974 and 0.972, deviation 0.004 and 0.007 over 3 seeds.
 """
 
 import torch
+from stoker.data.augment import sample_beta
+from stoker.trainer.errors import check_number
 from torch.nn.functional import one_hot
 
-from data.augment import sample_beta
-from trainer import Trainer
-from trainer.errors import check_number
+from stoker import Trainer
 
 
 class MixupTrainer(Trainer):
@@ -26,8 +26,12 @@ class MixupTrainer(Trainer):
         inputs, targets = batch
         if not self.model.training:
             return super().compute_loss(batch)
-        a = sample_beta(self.mixup, torch.default_generator)  # which the Trainer has seeded for this step
+        a = sample_beta(
+            self.mixup, torch.default_generator
+        )  # which the Trainer has seeded for this step
         inputs = a * inputs + (1 - a) * inputs.roll(1, 0)
         outputs = self.model(inputs)
-        labels = one_hot(targets, outputs.shape[-1]).to(outputs.dtype)  # soft labels: cross-entropy takes them
+        labels = one_hot(targets, outputs.shape[-1]).to(
+            outputs.dtype
+        )  # soft labels: cross-entropy takes them
         return self.loss(outputs, a * labels + (1 - a) * labels.roll(1, 0)), outputs

@@ -6,9 +6,8 @@ Expect test/f1 0.965, deviation 0.003 over 3 seeds.
 """
 
 import torch
-
-from data.datasets import Data, TensorSplit
-from trainer.metrics import Sums, check_same_shape
+from stoker.data.datasets import Data, TensorSplit
+from stoker.trainer.metrics import Sums, check_same_shape
 
 NOTES = 8
 
@@ -24,10 +23,14 @@ def chords(n=3000, length=64, noise=1.0):
     pitch = 0.2 + 0.1 * torch.arange(NOTES)
     phase = 6.3 * torch.rand(n, NOTES, 1, generator=generator)
     sounds = torch.sin(pitch.unsqueeze(1) * torch.arange(length) + phase)
-    inputs = (labels.unsqueeze(2) * sounds).sum(1) + noise * torch.randn(n, length, generator=generator)
+    inputs = (labels.unsqueeze(2) * sounds).sum(1) + noise * torch.randn(
+        n, length, generator=generator
+    )
     cuts = (slice(0, 7 * n // 10), slice(7 * n // 10, 8 * n // 10), slice(8 * n // 10, n))
     train, val, test = (TensorSplit(inputs[cut], labels[cut]) for cut in cuts)
-    return Data("chords", train, val, test, in_shape=(length,), num_classes=NOTES, kind="regression")
+    return Data(
+        "chords", train, val, test, in_shape=(length,), num_classes=NOTES, kind="regression"
+    )
 
 
 class F1(Sums):

@@ -5,10 +5,10 @@ python train.py scheduler=constant epochs=20 +callbacks.plateau._target_=example
 Expect test/acc 0.973, deviation 0.006 over 3 seeds.
 """
 
-from trainer import launch
-from trainer.callbacks import Monitor
-from trainer.errors import UserError, check_number
-from trainer.schedules import Schedule
+from stoker.trainer import launch
+from stoker.trainer.callbacks import Monitor
+from stoker.trainer.errors import UserError, check_number
+from stoker.trainer.schedules import Schedule
 
 
 class Plateau(Monitor):
@@ -28,7 +28,9 @@ class Plateau(Monitor):
         super().on_fit_start(trainer)
         if not isinstance(trainer.scheduler, Schedule):
             what = f"{type(trainer.scheduler).__name__} sets the rates by itself"
-            raise UserError(f"callbacks.plateau: {what}. Type scheduler=constant, or another one of trainer.schedules.")
+            raise UserError(
+                f"callbacks.plateau: {what}. Type scheduler=constant, or another one of trainer.schedules."
+            )
 
     def on_log(self, trainer, row):
         better = self.improved(trainer, row)
@@ -38,10 +40,14 @@ class Plateau(Monitor):
         if self.waited == self.patience:
             self.waited = 0
             for group in trainer.optimizer.param_groups:
-                group["initial_lr"] *= self.factor  # what the schedule multiplies; a checkpoint has it
+                group["initial_lr"] *= (
+                    self.factor
+                )  # what the schedule multiplies; a checkpoint has it
             trainer.scheduler.set_rates()
             if launch.is_first():  # of several processes one prints
-                print(f"lr       {trainer.scheduler.get_last_lr()[0]:.2g} from step {trainer.step} on")
+                print(
+                    f"lr       {trainer.scheduler.get_last_lr()[0]:.2g} from step {trainer.step} on"
+                )
 
     def state_dict(self):
         """What a run that was stopped goes on with."""

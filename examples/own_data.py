@@ -8,8 +8,7 @@ Expect test/acc 0.978 and 0.722, deviation 0.005 and 0.015 over 3 seeds.
 import math
 
 import torch
-
-from data.datasets import Data, TensorSplit
+from stoker.data.datasets import Data, TensorSplit
 
 
 def spirals(n=1500, noise=0.2):
@@ -49,7 +48,9 @@ class Tones:
         return self[list(range(len(self)))]
 
     def tone(self, i):
-        generator = torch.Generator().manual_seed(self.numbers[i].item())  # each sample is always the same
+        generator = torch.Generator().manual_seed(
+            self.numbers[i].item()
+        )  # each sample is always the same
         noise = torch.randn(self.length, generator=generator)
         return torch.sin(torch.arange(self.length) * (0.2 + 0.1 * self.targets[i])) + 3 * noise
 

@@ -5,8 +5,7 @@ Expect test/balanced 0.972, deviation 0.016 over 3 seeds.
 """
 
 import torch
-
-from trainer.metrics import Sums, class_of
+from stoker.trainer.metrics import Sums, class_of
 
 
 class BalancedAccuracy(Sums):
@@ -16,7 +15,9 @@ class BalancedAccuracy(Sums):
     and what the sums come to: they stay on the device, and are added up over several processes.
     """
 
-    higher_is_better = True  # for monitor=val/balanced: the checkpoint of the highest value is the best one
+    higher_is_better = (
+        True  # for monitor=val/balanced: the checkpoint of the highest value is the best one
+    )
 
     def __init__(self, num_classes):
         self.num_classes = num_classes

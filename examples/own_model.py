@@ -4,9 +4,8 @@ python train.py model._target_=examples.own_model.Mixer +model.width=64
 Expect test/acc 0.966, deviation 0.013 over 3 seeds, on the digits; 3 s on 2 cores of an Intel Xeon, torch 2.15.
 """
 
+from stoker.trainer.errors import UserError
 from torch import nn
-
-from trainer.errors import UserError
 
 
 class Mixer(nn.Module):
@@ -19,7 +18,9 @@ class Mixer(nn.Module):
         super().__init__()
         channels, height, columns = in_shape
         if height % patch or columns % patch:
-            raise UserError(f"model.patch={patch}: give a divisor of the image's {height} rows and {columns} columns.")
+            raise UserError(
+                f"model.patch={patch}: give a divisor of the image's {height} rows and {columns} columns."
+            )
         patches = (height // patch) * (columns // patch)
         self.cut = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
         self.layers = nn.Sequential(*(Layer(patches, width) for _ in range(depth)))

@@ -5,10 +5,10 @@ Expect test/acc 0.968, deviation 0.006 over 3 seeds.
 """
 
 import torch
+from stoker.trainer.errors import check_number
 from torch.nn.functional import kl_div
 
-from trainer import Trainer
-from trainer.errors import check_number
+from stoker import Trainer
 
 
 class RDrop(Trainer):
@@ -26,9 +26,13 @@ class RDrop(Trainer):
         # One call for both, since a step of several processes calls the model once.
         first, second = self.model(torch.cat([inputs, inputs])).chunk(2)
         loss = (self.loss(first, targets) + self.loss(second, targets)) / 2
-        return loss + self.alpha * (divergence(first, second) + divergence(second, first)) / 2, first
+        return loss + self.alpha * (
+            divergence(first, second) + divergence(second, first)
+        ) / 2, first
 
 
 def divergence(outputs, others):
     """The Kullback-Leibler divergence of the classes' probabilities, a mean over the samples."""
-    return kl_div(others.log_softmax(-1), outputs.log_softmax(-1), reduction="batchmean", log_target=True)
+    return kl_div(
+        others.log_softmax(-1), outputs.log_softmax(-1), reduction="batchmean", log_target=True
+    )

@@ -22,7 +22,9 @@ class RowReader(nn.Module):
         # With the device and the type of the inputs: torch.zeros alone is on the CPU, whatever the model is on, and a
         # tensor made in __init__ does not move with the model unless it is a buffer (self.register_buffer).
         # rows.shape[0], for an export: len(rows) would make a constant of the number of samples.
-        hidden = torch.zeros(rows.shape[0], self.cell.hidden_size, device=rows.device, dtype=rows.dtype)
+        hidden = torch.zeros(
+            rows.shape[0], self.cell.hidden_size, device=rows.device, dtype=rows.dtype
+        )
         for row in rows.unbind(1):
             hidden = self.cell(row, hidden)
         return self.head(hidden)

@@ -1,6 +1,6 @@
 """What the models ask of their arguments: lists of sizes, and an image to look at."""
 
-from trainer.errors import UserError, check_number
+from stoker.trainer.errors import UserError, check_number
 
 
 def check_sizes(key, sizes, *, empty=False):

@@ -1,9 +1,8 @@
 """CNN: convolution blocks, global pooling and one linear layer; any image from 1x8x8 up."""
 
+from stoker.models.checks import check_image, check_sizes
+from stoker.trainer.errors import UserError, check_number
 from torch import nn
-
-from models.checks import check_image, check_sizes
-from trainer.errors import UserError, check_number
 
 
 class CNN(nn.Module):
@@ -17,7 +16,9 @@ class CNN(nn.Module):
         inputs, height, width = check_image("cnn", in_shape)
         channels = check_sizes("model.channels", channels)
         if check_number("model.kernel", kernel, whole=True, least=1) % 2 == 0:
-            raise UserError(f"model.kernel={kernel}: give an odd whole number, so that the map keeps its size.")
+            raise UserError(
+                f"model.kernel={kernel}: give an odd whole number, so that the map keeps its size."
+            )
         check_number("model.dropout", dropout, least=0, most=0.95)
         blocks = []
         for outputs in channels:

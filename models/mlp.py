@@ -3,10 +3,9 @@
 import itertools
 import math
 
+from stoker.models.checks import check_sizes
+from stoker.trainer.errors import check_choice, check_number
 from torch import nn
-
-from models.checks import check_sizes
-from trainer.errors import check_choice, check_number
 
 ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
 NORMS = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
@@ -18,7 +17,9 @@ class MLP(nn.Module):
     norm="batch" needs two samples a batch to train.
     """
 
-    def __init__(self, in_shape, num_classes, hidden=(256, 256), activation="relu", dropout=0.0, norm="none"):
+    def __init__(
+        self, in_shape, num_classes, hidden=(256, 256), activation="relu", dropout=0.0, norm="none"
+    ):
         super().__init__()
         sizes = [math.prod(in_shape), *check_sizes("model.hidden", hidden, empty=True)]
         activation = ACTIVATIONS[check_choice("model.activation", activation, ACTIVATIONS)]

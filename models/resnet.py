@@ -1,10 +1,9 @@
 """ResNet: ResNet-18 in its CIFAR form (He et al. 2016, arXiv 1512.03385): a 3x3 stem of stride 1 and no pooling."""
 
 import torch
+from stoker.models.checks import check_image, check_sizes
+from stoker.trainer.errors import UserError
 from torch import nn
-
-from models.checks import check_image, check_sizes
-from trainer.errors import UserError
 
 
 class Block(nn.Module):
@@ -18,7 +17,9 @@ class Block(nn.Module):
         self.norm2 = nn.BatchNorm2d(outputs)
         self.shortcut = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, inputs):
         hidden = torch.relu(self.norm1(self.conv1(inputs)))
@@ -36,16 +37,22 @@ class ResNet(nn.Module):
         channels, *size = check_image("resnet", in_shape)
         widths, blocks = check_sizes("model.widths", widths), check_sizes("model.blocks", blocks)
         if len(widths) != len(blocks):
-            raise UserError(f"model.widths={widths} and model.blocks={blocks}: give both lists one number a stage.")
+            raise UserError(
+                f"model.widths={widths} and model.blocks={blocks}: give both lists one number a stage."
+            )
         self.stem = nn.Sequential(
-            nn.Conv2d(channels, widths[0], 3, padding=1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True)
+            nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
+            nn.BatchNorm2d(widths[0]),
+            nn.ReLU(inplace=True),
         )
         stages, inputs, smallest = [], widths[0], min(size)
         for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
             # A 1x1 map would leave the norms one value a channel when the last batch of an epoch has one sample.
             stride = 2 if stage and smallest >= 3 else 1
             smallest = -(-smallest // stride)
-            stages += [Block(width if i else inputs, width, 1 if i else stride) for i in range(count)]
+            stages += [
+                Block(width if i else inputs, width, 1 if i else stride) for i in range(count)
+            ]
             inputs = width
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(inputs, num_classes)

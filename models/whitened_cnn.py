@@ -1,12 +1,11 @@
 """WhitenedCNN: a whitened 2x2 convolution and three blocks, for a short training; and the callback that whitens it."""
 
 import torch
+from stoker.models.checks import check_image, check_sizes
+from stoker.trainer import launch, parallel
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.errors import UserError, check_choice, check_number
 from torch import nn
-
-from models.checks import check_image, check_sizes
-from trainer import launch, parallel
-from trainer.callbacks import Callback
-from trainer.errors import UserError, check_choice, check_number
 
 VIEWS = ("none", "mirror", "mirror_shift")
 
@@ -21,7 +20,13 @@ class WhitenedCNN(nn.Module):
     """
 
     def __init__(
-        self, in_shape, num_classes, widths=(64, 256, 256), norm_momentum=0.4, logit_scale=0.111, views="mirror_shift"
+        self,
+        in_shape,
+        num_classes,
+        widths=(64, 256, 256),
+        norm_momentum=0.4,
+        logit_scale=0.111,
+        views="mirror_shift",
     ):
         super().__init__()
         channels, height, width = check_image("whitened_cnn", in_shape)
@@ -30,7 +35,9 @@ class WhitenedCNN(nn.Module):
         self.logit_scale = check_number("model.logit_scale", logit_scale, above=0)
         self.views = check_choice("model.views", views, VIEWS)
         if min(height, width) < 3:
-            raise UserError(f"model=whitened_cnn wants images from 3x3 up, and these have {height}x{width}.")
+            raise UserError(
+                f"model=whitened_cnn wants images from 3x3 up, and these have {height}x{width}."
+            )
         inputs = 2 * channels * 2 * 2  # each direction of a patch's pixels, and its negative
         self.first = nn.Conv2d(channels, inputs, 2)
         height, width = height - 1, width - 1
@@ -41,7 +48,11 @@ class WhitenedCNN(nn.Module):
                 layers.append(nn.MaxPool2d(2))
                 height, width = height // 2, width // 2
             layers += [offset_norm(outputs, norm_momentum), nn.GELU()]
-            layers += [convolution(outputs, outputs), offset_norm(outputs, norm_momentum), nn.GELU()]
+            layers += [
+                convolution(outputs, outputs),
+                offset_norm(outputs, norm_momentum),
+                nn.GELU(),
+            ]
             inputs = outputs
         self.blocks = nn.Sequential(*layers)
         self.head = nn.Linear(inputs, num_classes, bias=False)
@@ -54,7 +65,9 @@ class WhitenedCNN(nn.Module):
     def logits(self, inputs):
         """The logits of the images as they are."""
         features = self.blocks(self.first(inputs)).amax((2, 3))
-        with torch.autocast(inputs.device.type, enabled=False):  # in bf16, two near logits would often be equal
+        with torch.autocast(
+            inputs.device.type, enabled=False
+        ):  # in bf16, two near logits would often be equal
             return self.head(features.to(self.head.weight.dtype)) * self.logit_scale
 
     @torch.no_grad()
@@ -66,12 +79,16 @@ class WhitenedCNN(nn.Module):
         """
         moments, patches_seen = 0.0, 0
         for images in batches:
-            patches = nn.functional.unfold(images, 2).transpose(0, 1).flatten(1)  # (4 C, number of patches)
+            patches = (
+                nn.functional.unfold(images, 2).transpose(0, 1).flatten(1)
+            )  # (4 C, number of patches)
             moments = moments + patches @ patches.T
             patches_seen += patches.shape[1]
         moments, patches_seen = parallel.add_up(moments), parallel.add_up(patches_seen)
         values, vectors = torch.linalg.eigh((moments / patches_seen).double().cpu())
-        filters = (vectors / (values.clamp_min(0) + eps).sqrt()).T.view(-1, *self.first.weight.shape[1:])
+        filters = (vectors / (values.clamp_min(0) + eps).sqrt()).T.view(
+            -1, *self.first.weight.shape[1:]
+        )
         filters = torch.cat((filters, -filters)).to(self.first.weight.dtype)
         self.first.weight.copy_(parallel.like(filters, self.first.weight))
 
@@ -115,14 +132,18 @@ class Whiten(Callback):
     def on_fit_start(self, trainer):
         if not isinstance(trainer.module, WhitenedCNN):
             name = type(trainer.module).__name__
-            raise UserError(f"callbacks.whiten: {name} has no layer to whiten. Type model=whitened_cnn.")
+            raise UserError(
+                f"callbacks.whiten: {name} has no layer to whiten. Type model=whitened_cnn."
+            )
         if trainer.step == 0:  # a run that is continued has its filters
             trainer.module.whiten(first_images(trainer.train_loader, self.images))
         trainer.module.first.weight.requires_grad_(False)
         self.on_step_end(trainer)
 
     def on_step_end(self, trainer):
-        trainer.module.first.bias.requires_grad_(trainer.step < self.bias_epochs * trainer.steps_per_epoch)
+        trainer.module.first.bias.requires_grad_(
+            trainer.step < self.bias_epochs * trainer.steps_per_epoch
+        )
 
 
 def first_images(loader, count):

@@ -8,18 +8,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from stoker.data.datasets import Data, TensorSplit
+from stoker.trainer import schedules
 
-from data.datasets import Data, TensorSplit
-from trainer import Trainer, schedules
+from stoker import Trainer
 
 
 def make_data(train=60, val=25, features=6, classes=3, dtype=torch.float32, seed=0):
     """A Data with a train and a val split of random inputs (features,), and classes that can be learnt in part."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(train + val, features, generator=generator, dtype=dtype)
-    targets = (inputs[:, :classes] + 0.5 * torch.randn(train + val, classes, generator=generator, dtype=dtype)).argmax(
-        1
-    )
+    targets = (
+        inputs[:, :classes]
+        + 0.5 * torch.randn(train + val, classes, generator=generator, dtype=dtype)
+    ).argmax(1)
     return Data(
         "small",
         TensorSplit(inputs[:train], targets[:train]),
@@ -32,7 +34,12 @@ def make_data(train=60, val=25, features=6, classes=3, dtype=torch.float32, seed
 
 def make_model(features=6, classes=3, dropout=0.0, dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
-    layers = [torch.nn.Linear(features, 16), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(16, classes)]
+    layers = [
+        torch.nn.Linear(features, 16),
+        torch.nn.Tanh(),
+        torch.nn.Dropout(dropout),
+        torch.nn.Linear(16, classes),
+    ]
     return torch.nn.Sequential(*layers).to(dtype)
 
 
@@ -67,7 +74,9 @@ def assert_same(state, other, where="state"):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--large", action="store_true", help="the large counts: 500 kills, 2,000 mutations, ...")
+    parser.addoption(
+        "--large", action="store_true", help="the large counts: 500 kills, 2,000 mutations, ..."
+    )
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,17 @@ import sys
 
 import torch
 from conftest import make_data, make_model
+from stoker.data.datasets import Data, TensorSplit
+from stoker.data.loader import DeviceLoader
+from stoker.models.whitened_cnn import Whiten, WhitenedCNN
+from stoker.trainer import checkpoint, launch, optimizers, parallel, schedules
+from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
+from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.metrics import Accuracy
 from torch import nn, optim
 
-from data.datasets import Data, TensorSplit
-from data.loader import DeviceLoader
 from examples.gan import GAN, GANTrainer
-from models.whitened_cnn import Whiten, WhitenedCNN
-from trainer import Trainer, checkpoint, launch, optimizers, parallel, schedules
-from trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
-from trainer.errors import TrainingError, UserError
-from trainer.metrics import Accuracy
+from stoker import Trainer
 
 DOUBLE = torch.float64  # in which a sum in another order makes no difference of 1e-9
 partial = functools.partial
@@ -75,7 +76,9 @@ class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.inputs, self.head = nn.Linear(1, 8), nn.Linear(8, 3)
-        layers = (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2))
+        layers = (
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)
+        )
         self.blocks = nn.ModuleList(layers)
 
     def forward(self, inputs):
@@ -134,7 +137,9 @@ class Reshaping(nn.Module):
         self.inputs, self.norm, self.head = nn.Linear(6, 8, bias=False), OwnNorm(8), nn.Linear(8, 3)
 
     def forward(self, inputs):
-        return self.head(self.norm(self.inputs(inputs).view(len(inputs), 2, -1).view(len(inputs), -1)).tanh())
+        return self.head(
+            self.norm(self.inputs(inputs).view(len(inputs), 2, -1).view(len(inputs), -1)).tanh()
+        )
 
 
 class Scaled(nn.Module):
@@ -208,10 +213,21 @@ def shuffled(data):
 
 
 def make(strategy, make_model=make_model, kind=Trainer, dtype=DOUBLE, block=2**20, **settings):
-    torch.manual_seed(launch.rank())  # each process has weights of its own, and gets those of rank 0
+    torch.manual_seed(
+        launch.rank()
+    )  # each process has weights of its own, and gets those of rank 0
     parallel.BLOCK = block
-    usual = {"loss": nn.CrossEntropyLoss(), "optimizer": partial(optim.AdamW, lr=1e-2), "metrics": {"acc": Accuracy()}}
-    usual |= {"scheduler": partial(schedules.cosine, warmup=3), "device": "cpu", "epochs": 2, "log_every": 4}
+    usual = {
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(optim.AdamW, lr=1e-2),
+        "metrics": {"acc": Accuracy()},
+    }
+    usual |= {
+        "scheduler": partial(schedules.cosine, warmup=3),
+        "device": "cpu",
+        "epochs": 2,
+        "log_every": 4,
+    }
     return kind(make_model().to(dtype), strategy=strategy, **usual | settings)
 
 
@@ -222,7 +238,9 @@ def trained(strategy, make_model=make_model, data=None, dtype=DOUBLE, loaders=lo
 
     def look(trainer):
         if trainer.step == 5:
-            middle.update(checkpoint.copy(trainer.state_dict()) if launch.is_first() else copied(trainer))
+            middle.update(
+                checkpoint.copy(trainer.state_dict()) if launch.is_first() else copied(trainer)
+            )
 
     for resumes in (False, True):
         callbacks = settings.get("callbacks", list)()
@@ -303,7 +321,9 @@ SAME = {
 def skipped_steps(strategy):
     """(scale, rate) after each step in fp16, where only the last shard has a gradient that is too large."""
     watching = Watching(lambda trainer: [trainer.scaler.get_scale(), trainer.lr])
-    with make(strategy, Steep, dtype=torch.float32, precision="fp16", callbacks=[watching]) as trainer:
+    with make(
+        strategy, Steep, dtype=torch.float32, precision="fp16", callbacks=[watching]
+    ) as trainer:
         trainer.fit(*loaders(small_data()))
     return watching.seen
 
@@ -338,7 +358,9 @@ def memory(strategy):
     """MiB of parameters, gradients and optimizer state in a step, with 4 blocks of 1 MiB."""
     parts = []
     with make(
-        strategy, lambda: nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), dtype=torch.float32
+        strategy,
+        lambda: nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]),
+        dtype=torch.float32,
     ) as trainer:
         step = trainer.optimizer.step
 
@@ -351,7 +373,12 @@ def memory(strategy):
     return [round(parts[-1][name], 3) for name in ("parameters", "gradients", "optimizer")]
 
 
-ALIKE = {"skipped steps": skipped_steps, "buffers": buffers, "predicted first": predicted_first, "twice": twice}
+ALIKE = {
+    "skipped steps": skipped_steps,
+    "buffers": buffers,
+    "predicted first": predicted_first,
+    "twice": twice,
+}
 
 
 # what is refused
@@ -363,7 +390,12 @@ def fitted(strategy, *arguments, data=None, **settings):
 
 
 def gan(strategy):
-    options = {"optimizer": partial(optim.AdamW, lr=1e-3), "device": "cpu", "strategy": strategy, "log_every": 2}
+    options = {
+        "optimizer": partial(optim.AdamW, lr=1e-3),
+        "device": "cpu",
+        "strategy": strategy,
+        "log_every": 2,
+    }
     GANTrainer(GAN((6,)), loss=None, **options).fit(loaders(small_data())[0])
 
 
@@ -383,7 +415,9 @@ REFUSED = {
     "bypassing": partial(fitted, kind=Bypassing),
     "gan": gan,
     "lazy": lambda strategy: fitted(strategy, lambda: nn.Sequential(nn.LazyLinear(3))),
-    "diverging": partial(fitted, optimizer=partial(optim.SGD, lr=1e38), callbacks=[NaNGuard()], log_every=3),
+    "diverging": partial(
+        fitted, optimizer=partial(optim.SGD, lr=1e38), callbacks=[NaNGuard()], log_every=3
+    ),
     "two types": two_types,
     "0-dim": lambda strategy: fitted(strategy, lambda: Scaled(torch.tensor(1.0))),
     "sparse": lambda strategy: fitted(strategy, partial(Words, sparse=True), optimizer=SGD),

@@ -5,9 +5,9 @@ import signal
 import time
 from pathlib import Path
 
-from trainer import launch
-from trainer.callbacks import Callback
-from trainer.errors import TrainingError, UserError
+from stoker.trainer import launch
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.errors import TrainingError, UserError
 
 
 class Fault(Callback):
@@ -44,7 +44,9 @@ class Fault(Callback):
 
     def children(self):
         try:
-            Path("children").write_text(str(os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)))
+            Path("children").write_text(
+                str(os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+            )
         except ChildProcessError:
             Path("children").write_text("none")
 
@@ -55,7 +57,7 @@ class Fault(Callback):
 
 def other():
     """A data set that is another one on each rank."""
-    from data.datasets import synthetic
+    from stoker.data.datasets import synthetic
 
     data = synthetic(n=190, split_seed=launch.rank())
     data.name = "other"

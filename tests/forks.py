@@ -26,19 +26,24 @@ MODULES = (
     "safetensors.torch",
     "torch.utils.flop_counter",
     "sympy",
-    "trainer.trainer",
-    "trainer.sweep",
-    "trainer.launchers",
-    "trainer.card",
-    "trainer.doctor",
-    "trainer.examine",
-    "trainer.flops",
-    "trainer.timing",
-    "data.loader",
-    "models.mlp",
+    "stoker.trainer.trainer",
+    "stoker.sweeps.sweep",
+    "stoker.sweeps.launchers",
+    "stoker.runs.card",
+    "stoker.diagnostics.doctor",
+    "stoker.runs.examine",
+    "stoker.diagnostics.flops",
+    "stoker.diagnostics.timing",
+    "stoker.data.loader",
+    "stoker.models.mlp",
 )
 # DistributedDataParallel and fully_shard import torch._dynamo themselves.
-DISTRIBUTED = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.nn.parallel", "torch._dynamo")
+DISTRIBUTED = (
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "torch._dynamo",
+)
 LIMIT = 120  # seconds for one run: for a hang, no limit to be near to
 GRACE = 30  # seconds that the other ranks have where one has failed
 
@@ -48,10 +53,22 @@ class Forks:
 
     def __init__(self, *paths, distributed=False, modules=()):
         path = os.pathsep.join(map(str, (*paths, TRAIN.parent)))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as train.py sets it for ranks, before it imports torch
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": path,
+        }
+        environment["TORCH_CPP_LOG_LEVEL"] = (
+            "ERROR"  # as train.py sets it for ranks, before it imports torch
+        )
         environment["PYTHONFAULTHANDLER"] = "1"  # a crash says where
-        command = [sys.executable, __file__, *MODULES, *(DISTRIBUTED if distributed else ()), *modules]
+        command = [
+            sys.executable,
+            __file__,
+            *MODULES,
+            *(DISTRIBUTED if distributed else ()),
+            *modules,
+        ]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
         )
@@ -66,7 +83,12 @@ class Forks:
         too.
         """
         done = self.ask(folder, script, arguments, [{}], ["out", "err"], signals, limits)
-        done.pid, done.code, (done.out,), (done.err,) = done.pids[0], done.codes[0], done.outs, done.errs
+        done.pid, done.code, (done.out,), (done.err,) = (
+            done.pids[0],
+            done.codes[0],
+            done.outs,
+            done.errs,
+        )
         return done
 
     def ranks(self, folder, world, *arguments, signals=(), script=TRAIN, environment=()):
@@ -79,8 +101,18 @@ class Forks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        same = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        same |= {"GROUP_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": port, **dict(environment)}
+        same = {
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        same |= {
+            "GROUP_RANK": 0,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_RUN_ID": port,
+            **dict(environment),
+        }
         environments = [same | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
         names = [f"{name}.{rank}" for name in ("out", "err") for rank in range(world)]
         return self.ask(folder, script, arguments, environments, names, signals, {})
@@ -88,7 +120,12 @@ class Forks:
     def ask(self, folder, script, arguments, environments, names, signals, limits):
         """One job for the process that forks; `names` of the files for what is printed: first all out, then all err."""
         folder.mkdir(parents=True, exist_ok=True)
-        job = {"folder": str(folder), "script": str(script), "arguments": arguments, "environments": environments}
+        job = {
+            "folder": str(folder),
+            "script": str(script),
+            "arguments": arguments,
+            "environments": environments,
+        }
         job |= {"names": names, "signals": list(signals), "limits": limits}
         print(json.dumps(job), file=self.process.stdin, flush=True)
         done = SimpleNamespace(**json.loads(self.process.stdout.readline()))
@@ -125,16 +162,27 @@ class Child:
 
 def serve(modules):
     """Answers one line of JSON after the other."""
-    sys.modules["triton"] = None  # torch._dynamo can do without, and it complains at the end of what gc has frozen
+    sys.modules["triton"] = (
+        None  # torch._dynamo can do without, and it complains at the end of what gc has frozen
+    )
     for module in modules:
         importlib.import_module(module)
     import hydra
 
-    with hydra.initialize_config_dir(str(TRAIN.parent / "configs")):  # finds its plugins, and learns to parse
-        hydra.compose("train", ["model=mlp", "model.hidden=[16]", "+metrics.top2._target_=trainer.metrics.TopK"])
+    with hydra.initialize_config_dir(
+        str(TRAIN.parent / "configs")
+    ):  # finds its plugins, and learns to parse
+        hydra.compose(
+            "train",
+            [
+                "model=mlp",
+                "model.hidden=[16]",
+                "+metrics.top2._target_=stoker.trainer.metrics.TopK",
+            ],
+        )
     import torch
 
-    from trainer import flops
+    from stoker.diagnostics import flops
 
     flops.peak(torch.device("cpu"), None)  # 0.2 s, which each fork has then
     gc.freeze()
@@ -147,7 +195,9 @@ def run(folder, script, arguments, environments, names, signals, limits):
         Path(folder, name).write_bytes(b"")
     start, children = time.perf_counter(), []
     for environment, *files in zip(environments, names, names[len(environments) :], strict=False):
-        begin = functools.partial(be_a_run, folder, script, arguments, environment, files, bool(signals), **limits)
+        begin = functools.partial(
+            be_a_run, folder, script, arguments, environment, files, bool(signals), **limits
+        )
         children.append(Child(begin))
     sent = 0
     for plan in signals:
@@ -158,7 +208,11 @@ def run(folder, script, arguments, environments, names, signals, limits):
             child.send(plan["signal"], group)
         sent += 1
     wait(children, start)
-    done = {"pids": [child.pid for child in children], "codes": [child.code for child in children], "sent": sent}
+    done = {
+        "pids": [child.pid for child in children],
+        "codes": [child.code for child in children],
+        "sent": sent,
+    }
     done |= {"late": [rank for rank, child in enumerate(children) if child.late]}
     writing = bool(glob.glob(f"{folder}/*/checkpoints/.step_*.part"))
     return {**done, "seconds": time.perf_counter() - start, "writing": writing}
@@ -167,7 +221,9 @@ def run(folder, script, arguments, environments, names, signals, limits):
 def be_a_run(folder, script, arguments, environment, files, watched, file=None, bound=False):
     """What `python train.py` is from its first line on; does not return."""
     os.setpgid(0, 0)
-    if sys.platform == "linux":  # where the tests are killed, no rank waits for the others for minutes
+    if (
+        sys.platform == "linux"
+    ):  # where the tests are killed, no rank waits for the others for minutes
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.chdir(folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -177,16 +233,20 @@ def be_a_run(folder, script, arguments, environment, files, watched, file=None, 
         import resource
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (file, file))
-    if bound and os.getuid() == 0:  # root without its capabilities, to which permissions say nothing otherwise
+    if (
+        bound and os.getuid() == 0
+    ):  # root without its capabilities, to which permissions say nothing otherwise
         header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         if ctypes.CDLL(None).capset(header, none):
             os._exit(98)
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have them ignored
         signal.signal(number, signal.SIG_DFL)
     os.environ.update({name: str(value) for name, value in environment.items()})
-    from trainer import report
+    from stoker.runs import report
 
-    report.html = lambda folder: ""  # half a second of drawing, of which tests/test_report.py has enough
+    report.html = lambda folder: (
+        ""
+    )  # half a second of drawing, of which tests/test_report.py has enough
     sys.argv = [script, *arguments]
     try:
         runpy.run_path(script, run_name="__main__")

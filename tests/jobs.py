@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from stoker.data.datasets import Data, TensorSplit, synthetic
+from stoker.data.loader import DeviceLoader, HostLoader
+from stoker.models.cnn import CNN
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint
+from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, TopK
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from data.datasets import Data, TensorSplit, synthetic
-from data.loader import DeviceLoader, HostLoader
-from models.cnn import CNN
-from trainer import Trainer, load
-from trainer.callbacks import EMA, Callback, Checkpoint
-from trainer.errors import TrainingError, UserError
-from trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, TopK
+from stoker import Trainer, load
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -72,7 +72,9 @@ class Scaled(Recording):
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
-        self.scaler.load_state_dict(self.scaler.state_dict() | {"scale": 2.0**22, "growth_interval": 2})
+        self.scaler.load_state_dict(
+            self.scaler.state_dict() | {"scale": 2.0**22, "growth_interval": 2}
+        )
 
 
 class StopAt(Callback):
@@ -83,7 +85,9 @@ class StopAt(Callback):
 
     def on_step_end(self, trainer):
         if trainer.step == self.step and self.rank in (-1, RANK):
-            (trainer.stop if self.rank == -1 else trainer.interrupt)(f"{self.step} steps are enough")
+            (trainer.stop if self.rank == -1 else trainer.interrupt)(
+                f"{self.step} steps are enough"
+            )
 
 
 class Slow(Callback):
@@ -102,7 +106,9 @@ class Slow(Callback):
 
 def make_trainer(strategy, model=None, **settings):
     torch.manual_seed(0)
-    model = model or torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    model = model or torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
+    )
     defaults = {
         "loss": torch.nn.CrossEntropyLoss(),
         "device": "cpu",
@@ -121,9 +127,24 @@ def evaluate(strategy):
     results = {}
     metrics = {"acc": Accuracy(), "top2": TopK(2), "confusion": Confusion(4)}
     with make_trainer(strategy, metrics=metrics) as trainer:
-        for samples, size in [(1, 1), (2, 1), (3, 2), (4, 3), (5, 4), (6, 9), (7, 3), (8, 5), (9, 4), (9, 2), (9, 1)]:
+        for samples, size in [
+            (1, 1),
+            (2, 1),
+            (3, 2),
+            (4, 3),
+            (5, 4),
+            (6, 9),
+            (7, 3),
+            (8, 5),
+            (9, 4),
+            (9, 2),
+            (9, 1),
+        ]:
             loader = DeviceLoader(numbered(val=samples), "val", size)
-            results[f"{samples} in {size}"] = [trainer.evaluate(loader), trainer.predict(loader).tolist()]
+            results[f"{samples} in {size}"] = [
+                trainer.evaluate(loader),
+                trainer.predict(loader).tolist(),
+            ]
         loader = HostLoader(numbered(val=9), "val", 4, workers=2)
         results["workers"] = [trainer.evaluate(loader), trainer.predict(loader).tolist()]
         loader.close()
@@ -132,7 +153,9 @@ def evaluate(strategy):
         results["DataLoader"] = [trainer.evaluate(loader), trainer.predict(loader).tolist()]
         loader = DataLoader(data.inputs, batch_size=2)
         results["inputs alone"] = trainer.predict(loader).tolist()
-        results["a list of batches"] = trainer.predict([data.inputs[:1], data.inputs[1:7], data.inputs[7:]]).tolist()
+        results["a list of batches"] = trainer.predict(
+            [data.inputs[:1], data.inputs[1:7], data.inputs[7:]]
+        ).tolist()
     metrics = {"r2": R2(), "mse": MSE(2.0), "mae": MAE(2.0)}
     with make_trainer(strategy, loss=torch.nn.MSELoss(), metrics=metrics) as trainer:
         for samples, size in [(1, 1), (2, 2), (3, 1), (5, 2), (7, 7), (9, 5)]:
@@ -146,9 +169,15 @@ def plain(strategy):
     data = numbered()
     train, val = (TensorDataset(*part.tensors()) for part in (data.train, data.val))
     loaders = DataLoader(train, batch_size=10, shuffle=True), DataLoader(val, batch_size=9)
-    for folder, steps, resume in [("whole", None, None), ("cut", 8, None), ("cut", None, "cut/step_00000008.ckpt")]:
+    for folder, steps, resume in [
+        ("whole", None, None),
+        ("cut", 8, None),
+        ("cut", None, "cut/step_00000008.ckpt"),
+    ]:
         callbacks = [EMA(0.9), *([StopAt(steps)] if steps else []), Checkpoint(folder, every=8)]
-        with make_trainer(strategy, callbacks=callbacks, metrics={"acc": Accuracy()}, epochs=3, log_every=4) as trainer:
+        with make_trainer(
+            strategy, callbacks=callbacks, metrics={"acc": Accuracy()}, epochs=3, log_every=4
+        ) as trainer:
             trainer.fit(*loaders, resume=resume)
 
 
@@ -172,7 +201,9 @@ class Median:
 
 
 def with_a_median(strategy):
-    make_trainer(strategy, metrics={"median": Median()}).evaluate(DeviceLoader(numbered(), "val", 9))
+    make_trainer(strategy, metrics={"median": Median()}).evaluate(
+        DeviceLoader(numbered(), "val", 9)
+    )
 
 
 def small_batches(strategy):

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from trainer.callbacks import Callback
+from stoker.trainer.callbacks import Callback
 
 
 class Marks(Callback):

@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-
-from data.augment import Augment, sample_beta
-from trainer.errors import UserError
+from stoker.data.augment import Augment, sample_beta
+from stoker.trainer.errors import UserError
 
 
 def generator(seed=0):
@@ -20,7 +19,9 @@ def reference(inputs, spec, seed):
     def draw(low, high):
         return torch.randint(low, high + 1, (n, 1), generator=g).view(-1).tolist()
 
-    flips = (torch.rand((n, 1), generator=g) < 0.5).view(-1).tolist() if "flip" in spec else [False] * n
+    flips = (
+        (torch.rand((n, 1), generator=g) < 0.5).view(-1).tolist() if "flip" in spec else [False] * n
+    )
     crops, shifts = [], []
     for _ in range(2):
         crops.append(draw(-spec["crop"], spec["crop"]) if "crop" in spec else [0] * n)
@@ -37,15 +38,21 @@ def reference(inputs, spec, seed):
                     moved[:, y, x] = image[:, from_y, from_x]
         if "crop" in spec:
             k = spec["crop"]
-            padded = torch.nn.functional.pad(moved.double().unsqueeze(0), (k, k, k, k), mode="reflect")[0].to(
-                image.dtype
-            )
+            padded = torch.nn.functional.pad(
+                moved.double().unsqueeze(0), (k, k, k, k), mode="reflect"
+            )[0].to(image.dtype)
             moved = padded[
-                :, k + crops[0][i] : k + crops[0][i] + height, k + crops[1][i] : k + crops[1][i] + width
+                :,
+                k + crops[0][i] : k + crops[0][i] + height,
+                k + crops[1][i] : k + crops[1][i] + width,
             ].clone()
         if squares:
             top, left = (square[i] - spec["cutout"] // 2 for square in squares)
-            moved[:, max(top, 0) : max(top + spec["cutout"], 0), max(left, 0) : max(left + spec["cutout"], 0)] = 0
+            moved[
+                :,
+                max(top, 0) : max(top + spec["cutout"], 0),
+                max(left, 0) : max(left + spec["cutout"], 0),
+            ] = 0
         results.append(moved)
     return torch.stack(results)
 
@@ -64,13 +71,20 @@ SPECS = [
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 7, 10)])
 @pytest.mark.parametrize("spec", SPECS)
 def test_geometry_equals_the_slow_reference(spec, shape, dtype):
-    inputs, targets = torch.randint(1, 256, (16, *shape), generator=generator(9)).to(dtype), torch.arange(16)
+    inputs, targets = (
+        torch.randint(1, 256, (16, *shape), generator=generator(9)).to(dtype),
+        torch.arange(16),
+    )
     before = inputs.clone()
     for seed in range(3):
         outputs, same = Augment([{name: value} for name, value in reversed(spec.items())])(
             inputs, targets, generator(seed)
         )
-        assert outputs.dtype == dtype and torch.equal(outputs, reference(inputs, spec, seed)) and same is targets
+        assert (
+            outputs.dtype == dtype
+            and torch.equal(outputs, reference(inputs, spec, seed))
+            and same is targets
+        )
     assert torch.equal(inputs, before)
 
 
@@ -88,7 +102,9 @@ def test_samples_differ_and_seeds_repeat():
 
 def test_nothing_is_drawn_from_the_global_generator():
     inputs, state = torch.rand(8, 3, 16, 16), torch.get_rng_state()
-    Augment(["flip", "shift", "crop", "cutout", "mixup", "cutmix"], 10)(inputs, torch.arange(8), generator())
+    Augment(["flip", "shift", "crop", "cutout", "mixup", "cutmix"], 10)(
+        inputs, torch.arange(8), generator()
+    )
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -99,9 +115,14 @@ def test_geometry_then_normalize_then_the_rest_in_the_order_of_the_list():
         seen.append(inputs.clone())
         return inputs * 2, targets + 1
 
-    inputs, targets = torch.randint(1, 256, (6, 1, 8, 8), dtype=torch.uint8), torch.zeros(6, dtype=torch.int64)
+    inputs, targets = (
+        torch.randint(1, 256, (6, 1, 8, 8), dtype=torch.uint8),
+        torch.zeros(6, dtype=torch.int64),
+    )
     augment = Augment(
-        [double, {"shift": 1}, lambda inputs, targets, generator: (inputs + 1, targets)], 3, lambda x: x.float() / 255
+        [double, {"shift": 1}, lambda inputs, targets, generator: (inputs + 1, targets)],
+        3,
+        lambda x: x.float() / 255,
     )
     outputs, labels = augment(inputs, targets, generator(4))
     assert torch.equal(seen[0], reference(inputs, {"shift": 1}, 4).float() / 255)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stoker.trainer import batch as batches
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-
-from trainer import batch as batches
 
 
 class Pair(typing.NamedTuple):
@@ -74,7 +73,8 @@ def equal(first, second):
         return len(first) == len(second) and all(map(equal, first, second))
     if dataclasses.is_dataclass(first):
         return all(
-            equal(getattr(first, field.name), getattr(second, field.name)) for field in dataclasses.fields(first)
+            equal(getattr(first, field.name), getattr(second, field.name))
+            for field in dataclasses.fields(first)
         )
     return first == second
 
@@ -91,12 +91,18 @@ def ones(*shape):
     [
         (ones(2), ones(2) + 1),
         ([ones(2), (ones(1), "a")], [ones(2) + 1, (ones(1) + 1, "a")]),
-        ({"x": ones(2), "y": {"z": [ones(1), 3]}}, {"x": ones(2) + 1, "y": {"z": [ones(1) + 1, 3]}}),
+        (
+            {"x": ones(2), "y": {"z": [ones(1), 3]}},
+            {"x": ones(2) + 1, "y": {"z": [ones(1) + 1, 3]}},
+        ),
         (Pair(ones(2), "a"), Pair(ones(2) + 1, "a")),
         (Pair(ones(2), Pair(ones(1), None)), Pair(ones(2) + 1, Pair(ones(1) + 1, None))),
         (Plain(ones(2), [ones(1)]), Plain(ones(2) + 1, [ones(1) + 1])),
         (Slotted(ones(2)), Slotted(ones(2) + 1)),
-        (collections.OrderedDict(b=ones(1), a=ones(2)), collections.OrderedDict(b=ones(1) + 1, a=ones(2) + 1)),
+        (
+            collections.OrderedDict(b=ones(1), a=ones(2)),
+            collections.OrderedDict(b=ones(1) + 1, a=ones(2) + 1),
+        ),
         ([], []),
         ((), ()),
         ({}, {}),
@@ -108,7 +114,9 @@ def test_walk_keeps_the_structure(batch, expected):
     assert equal(batch, before)  # and leaves the batch that it was given alone
 
 
-@pytest.mark.parametrize("value", ["text", b"bytes", 3, 2.5, True, None, {1, 2}, range(3), object(), Frozen, int])
+@pytest.mark.parametrize(
+    "value", ["text", b"bytes", 3, 2.5, True, None, {1, 2}, range(3), object(), Frozen, int]
+)
 def test_anything_else_comes_through_as_it_is(value):
     assert plus_one(value) is value
     assert plus_one([value, {"x": value}, Pair(ones(1), value)])[0] is value
@@ -137,9 +145,17 @@ def test_a_defaultdict_stays_one():
 def test_an_object_with_to_is_one_leaf():
     packed, own = pack_sequence([torch.arange(3.0), torch.arange(2.0)]), Movable(7)
     assert [leaf for _, leaf in leaves({"packed": packed, "own": [own]})] == [packed, own]
-    moved = batches.walk(lambda _, leaf: leaf.to("meta"), {"packed": packed, "own": [own], "tensor": ones(2)})
-    assert isinstance(moved["packed"], PackedSequence) and moved["packed"].data.device.type == "meta"
-    assert moved["own"][0].device == "meta" and moved["own"][0].value == 7 and moved["tensor"].device.type == "meta"
+    moved = batches.walk(
+        lambda _, leaf: leaf.to("meta"), {"packed": packed, "own": [own], "tensor": ones(2)}
+    )
+    assert (
+        isinstance(moved["packed"], PackedSequence) and moved["packed"].data.device.type == "meta"
+    )
+    assert (
+        moved["own"][0].device == "meta"
+        and moved["own"][0].value == 7
+        and moved["tensor"].device.type == "meta"
+    )
 
 
 def test_the_names_read_like_code():
@@ -160,9 +176,19 @@ def test_the_names_read_like_code():
 
 def eval_name(name, batch):
     """What the code `name` reaches, by hand."""
-    steps = name.removeprefix("batch").replace("]", "").replace("'", "").replace(".", "[.").split("[")[1:]
+    steps = (
+        name.removeprefix("batch")
+        .replace("]", "")
+        .replace("'", "")
+        .replace(".", "[.")
+        .split("[")[1:]
+    )
     for step in steps:
-        batch = getattr(batch, step[1:]) if step.startswith(".") else batch[int(step) if step.isdigit() else step]
+        batch = (
+            getattr(batch, step[1:])
+            if step.startswith(".")
+            else batch[int(step) if step.isdigit() else step]
+        )
     return batch
 
 
@@ -172,7 +198,10 @@ def eval_name(name, batch):
 def test_entries_are_the_tensors_only():
     x, y = ones(2), ones(3)
     found = batches.entries({"x": x, "own": Movable(1), "name": "a", "more": [y]})
-    assert [(name, id(tensor)) for name, tensor in found] == [("batch['x']", id(x)), ("batch['more'][0]", id(y))]
+    assert [(name, id(tensor)) for name, tensor in found] == [
+        ("batch['x']", id(x)),
+        ("batch['more'][0]", id(y)),
+    ]
     assert batches.entries("text") == []
 
 
@@ -287,23 +316,37 @@ def test_every_nesting_is_cut(wrap):
 def test_a_defaultdict_is_cut_into_defaultdicts():
     pieces = batches.split(collections.defaultdict(int, x=rows(4)), 2)
     assert all(
-        type(piece) is collections.defaultdict and piece["new"] == 0 and len(piece["x"]) == 2 for piece, _ in pieces
+        type(piece) is collections.defaultdict and piece["new"] == 0 and len(piece["x"]) == 2
+        for piece, _ in pieces
     )
 
 
 @pytest.mark.parametrize(
     "wrap",
-    [lambda names: Pair(rows(4), names), lambda names: Plain(rows(4), names), lambda names: [Plain(rows(4), names)]],
+    [
+        lambda names: Pair(rows(4), names),
+        lambda names: Plain(rows(4), names),
+        lambda names: [Plain(rows(4), names)],
+    ],
 )
 def test_lists_of_plain_values_are_cut_in_named_tuples_and_dataclasses_too(wrap):
-    pieces = [piece[0] if isinstance(piece, list) else piece for piece, _ in batches.split(wrap(list("abcd")), 2)]
-    assert [piece[1] if isinstance(piece, Pair) else piece.seen for piece in pieces] == [list("ab"), list("cd")]
+    pieces = [
+        piece[0] if isinstance(piece, list) else piece
+        for piece, _ in batches.split(wrap(list("abcd")), 2)
+    ]
+    assert [piece[1] if isinstance(piece, Pair) else piece.seen for piece in pieces] == [
+        list("ab"),
+        list("cd"),
+    ]
 
 
 def test_a_named_tuple_of_plain_values_is_no_list_of_samples():
     """Two fields in a batch of two samples: the fields are not samples."""
     size = collections.namedtuple("Size", "height width")(8, 9)
-    assert [piece["size"] for piece, _ in batches.split({"x": rows(2), "size": size}, 2)] == [size, size]
+    assert [piece["size"] for piece, _ in batches.split({"x": rows(2), "size": size}, 2)] == [
+        size,
+        size,
+    ]
 
 
 def nestings(samples):
@@ -347,4 +390,6 @@ def test_the_cut_tensors_put_together_are_the_batch(data, samples, parts):
 def test_walk_with_the_identity_gives_an_equal_copy(batch):
     walked = batches.walk(lambda _, leaf: leaf, batch)
     assert equal(walked, batch)
-    assert [id(tensor) for _, tensor in batches.entries(walked)] == [id(tensor) for _, tensor in batches.entries(batch)]
+    assert [id(tensor) for _, tensor in batches.entries(walked)] == [
+        id(tensor) for _, tensor in batches.entries(batch)
+    ]

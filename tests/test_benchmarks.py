@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.core.hydra_config import HydraConfig
+from stoker.data.loader import make_loaders
+from stoker.trainer import checkpoint
 
 from benchmarks import by_hand, run, saving, scale, work
 from benchmarks.ours import ours
-from data.loader import make_loaders
-from trainer import checkpoint
 
 RUN = Path(run.__file__)
 
@@ -31,7 +31,9 @@ def mnist(tmp_path, monkeypatch):
         images = patterns[labels] + torch.randint(0, 56, (n, 28, 28), generator=generator)
         head = struct.pack(">IIII", 2051, n, 28, 28)
         (folder / f"{name}-images-idx3-ubyte").write_bytes(head + bytes(images.flatten().tolist()))
-        (folder / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, n) + bytes(labels.tolist()))
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 2049, n) + bytes(labels.tolist())
+        )
     monkeypatch.setenv("DATA_ROOT", str(tmp_path))
 
 
@@ -123,10 +125,18 @@ def test_the_crop_moves_each_image_by_its_own_amount_and_mirrors_half():
 def test_the_clock_leaves_out_the_first_epoch():
     clock = work.Clock(work.Job("ours"))
     clock.steps, clock.first_step = 4, 1.5
-    clock.ends, clock.evaluation_starts, clock.accuracies = [0.0, 10.0, 13.0, 17.0], [9.0, 12.0, 16.0], [0.1, 0.2, 0.3]
+    clock.ends, clock.evaluation_starts, clock.accuracies = (
+        [0.0, 10.0, 13.0, 17.0],
+        [9.0, 12.0, 16.0],
+        [0.1, 0.2, 0.3],
+    )
     results = clock.results()
     assert (results["train_s"], results["evaluation_s"], results["sum_s"]) == (2.5, 1.0, 3.5)
-    assert (results["total_s"], results["first_epoch_s"], results["step_us"]) == (17.0, 10.0, 625000.0)
+    assert (results["total_s"], results["first_epoch_s"], results["step_us"]) == (
+        17.0,
+        10.0,
+        625000.0,
+    )
     assert (results["accuracy"], results["first_step_s"]) == (0.3, 1.5)
 
 
@@ -150,14 +160,20 @@ def test_the_ratios_of_the_table_are_paired_by_round():
 
 
 def test_what_is_derived_within_a_round():
-    results = {"ours:ready": {"step_us": 120.0}, "bare:ready": {"step_us": 100.0}, "hf:ready": {"note": "failed"}}
+    results = {
+        "ours:ready": {"step_us": 120.0},
+        "bare:ready": {"step_us": 100.0},
+        "hf:ready": {"note": "failed"},
+    }
     run.derive(results, "overhead")
     assert [result.get("over_bare_us") for result in results.values()] == [20.0, 0.0, None]
     results = {"ours": {"peak_mib": 500.0, "data_mib": 50.0}, "bare": {"peak_mib": 450.0}}
     run.derive(results, "memory")
     assert results["bare + data"] == {"peak_mib": 500.0}
     names = {"ours:streamed": 100.0, "ours:10x": 150.0, "ours:streamed+10x": 110.0, "ours": 50.0}
-    results = {name: {"step_us": us, "peak_mib": 7.0, "data_mib": 4.0} for name, us in names.items()}
+    results = {
+        name: {"step_us": us, "peak_mib": 7.0, "data_mib": 4.0} for name, us in names.items()
+    }
     run.derive(results, "scale")
     assert [result["growth"] for result in results.values()] == [1.0, 3.0, 1.1, 1.0]
     assert results["ours"]["rest_mib"] == 3.0
@@ -174,11 +190,17 @@ def test_the_default_job_with_and_without_checkpoints_does_the_same_steps(tmp_pa
     for name in ("plain", "saving"):
         (tmp_path / name).mkdir()
         try:
-            found[name] = saving.default(work.Job("default", (name,), "digits", 2, scratch=str(tmp_path / name)), None)
+            found[name] = saving.default(
+                work.Job("default", (name,), "digits", 2, scratch=str(tmp_path / name)), None
+            )
         finally:
             HydraConfig.instance().cfg = None
-    assert found["plain"]["saves"] == 0 and not checkpoint.files(tmp_path / "plain" / "run" / "checkpoints")
-    assert found["saving"]["saves"] == 2 and list(checkpoint.files(tmp_path / "saving" / "run" / "checkpoints")) == [
+    assert found["plain"]["saves"] == 0 and not checkpoint.files(
+        tmp_path / "plain" / "run" / "checkpoints"
+    )
+    assert found["saving"]["saves"] == 2 and list(
+        checkpoint.files(tmp_path / "saving" / "run" / "checkpoints")
+    ) == [
         40,
         20,
     ]
@@ -193,8 +215,20 @@ def test_large_checkpoints_are_as_large_as_they_should_be(tmp_path):
 
 def test_the_command_prints_its_table_and_writes_it(tmp_path):
     """Start-up needs no data: train.py with its defaults, and the loop by hand."""
-    command = [sys.executable, str(RUN), "--what", "startup", "--contestants", "ours", "hf:one", "--rounds", "1"]
-    done = subprocess.run([*command, "--output", str(tmp_path / "table.md")], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        str(RUN),
+        "--what",
+        "startup",
+        "--contestants",
+        "ours",
+        "hf:one",
+        "--rounds",
+        "1",
+    ]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "table.md")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "table.md").read_text(encoding="utf-8").splitlines()
     assert done.stdout.splitlines()[: len(lines)] == lines
@@ -207,7 +241,9 @@ def test_the_command_prints_its_table_and_writes_it(tmp_path):
 
 def test_missing_data_is_said_at_once(tmp_path):
     environment = os.environ | {"DATA_ROOT": str(tmp_path)}
-    done = subprocess.run([sys.executable, str(RUN)], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(RUN)], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "there is no MNIST/raw below DATA_ROOT" in done.stderr
 
@@ -232,9 +268,17 @@ def test_the_tables_of_the_costs_are_those_of_the_formulas():
     four = 4 * 1000  # bytes of 1,000 numbers
     assert scale.sent("ddp", 1000, 1) == scale.sent("fsdp", 1000, 1) == 0
     assert scale.sent("ddp", 1000, 2) == four and scale.sent("ddp", 1000, 4, parts=3) == 1.5 * four
-    assert scale.sent("fsdp", 1000, 2) == 1.5 * four and scale.sent("fsdp", 1000, 2, parts=3) == 3.5 * four
-    assert scale.held("ddp", 1000, 8, 10) == 4 * four and scale.held("fsdp", 1000, 8, 10) == 0.5 * four + 0.3 * four
-    one, two = (scale.seconds("ddp", scale.MODELS["7 B"], world, scale.Cluster()) for world in (1, 2))
+    assert (
+        scale.sent("fsdp", 1000, 2) == 1.5 * four
+        and scale.sent("fsdp", 1000, 2, parts=3) == 3.5 * four
+    )
+    assert (
+        scale.held("ddp", 1000, 8, 10) == 4 * four
+        and scale.held("fsdp", 1000, 8, 10) == 0.5 * four + 0.3 * four
+    )
+    one, two = (
+        scale.seconds("ddp", scale.MODELS["7 B"], world, scale.Cluster()) for world in (1, 2)
+    )
     assert one[0] == 2 * two[0] and one[1] == 0 < two[1]
 
 

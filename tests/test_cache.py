@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from data import cache as caches
-from data import datasets, images, loader
-from data.cache import FILES, PIXELS, SUMS, PixelCache
-from data.loader import DeviceLoader, HostLoader, StreamedOnce, make_loaders
-from data.workers import choose_workers, decode_seconds
-from trainer.errors import UserError
+from stoker.data import cache as caches
+from stoker.data import datasets, images, loader
+from stoker.data.cache import FILES, PIXELS, SUMS, PixelCache
+from stoker.data.loader import DeviceLoader, HostLoader, StreamedOnce, make_loaders
+from stoker.data.workers import choose_workers, decode_seconds
+from stoker.trainer.errors import UserError
 
 
 @pytest.fixture
@@ -66,8 +65,12 @@ def test_an_image_is_decoded_once(folder, monkeypatch):
     monkeypatch.setattr(images, "decode_image", None)
     again = open_folder(folder)
     assert not len(again.train.missing()) and torch.equal(again.train.tensors()[0], expected)
-    assert torch.equal(again.train[7][0], expected[7]) and again.train[7][1] == again.train.targets[7]
-    assert torch.equal(again.test.tensors()[0], open_folder(folder).test.read(list(range(len(again.test)))))
+    assert (
+        torch.equal(again.train[7][0], expected[7]) and again.train[7][1] == again.train.targets[7]
+    )
+    assert torch.equal(
+        again.test.tensors()[0], open_folder(folder).test.read(list(range(len(again.test))))
+    )
     # Other parts of the same images are in it too.
     assert not len(open_folder(folder, split_seed=5, val_fraction=0.3).train.missing())
 
@@ -78,8 +81,13 @@ def test_the_pixels_of_every_part_are_their_own(folder):
     test = folder.parent / "parts" / "test" / "dog"
     test.mkdir(parents=True)
     for i in range(3):
-        (test / f"{i}.png").write_bytes((folder.parent / "parts" / "train" / "cat" / f"{i}.png").read_bytes())
-    cached, plain = fill(open_folder(folder.parent / "parts")), open_folder(folder.parent / "parts", cache=False)
+        (test / f"{i}.png").write_bytes(
+            (folder.parent / "parts" / "train" / "cat" / f"{i}.png").read_bytes()
+        )
+    cached, plain = (
+        fill(open_folder(folder.parent / "parts")),
+        open_folder(folder.parent / "parts", cache=False),
+    )
     for part in ("train", "val", "test"):
         inputs, targets = getattr(cached, part).tensors()
         assert torch.equal(inputs, getattr(plain, part).tensors()[0])
@@ -119,7 +127,9 @@ def test_damage_is_noticed_and_mended(folder, what, caplog):
         with open(path / PIXELS, "r+b") as file:
             file.write(bytes(split.nbytes * 40 // len(split)))
     else:
-        flip(path / (PIXELS if what == "pixel" else SUMS), slot * (90 if what == "pixel" else 4) + 1)
+        flip(
+            path / (PIXELS if what == "pixel" else SUMS), slot * (90 if what == "pixel" else 4) + 1
+        )
     split = open_folder(folder).train
     with caplog.at_level(logging.WARNING):
         assert torch.equal(split.tensors()[0], expected)
@@ -133,7 +143,9 @@ def test_damage_is_noticed_and_mended(folder, what, caplog):
 
 def test_an_image_whose_sum_is_zero_is_there_all_the_same(tmp_path, monkeypatch):
     place = str(tmp_path / "cache")
-    cache, _ = caches.open_cache(place, "ab", {"root": "/r", "images": 2, "shape": [1, 2, 2], "resized": False})
+    cache, _ = caches.open_cache(
+        place, "ab", {"root": "/r", "images": 2, "shape": [1, 2, 2], "resized": False}
+    )
     monkeypatch.setattr(caches.zlib, "crc32", lambda data: 0)
     cache.write(1, torch.full((1, 2, 2), 7, dtype=torch.uint8))
     assert cache.missing(torch.tensor([0, 1])).tolist() == [True, False]
@@ -172,14 +184,18 @@ def test_links_and_pipes_are_refused(folder, name, kind):
         target.mkdir()
         (target / "mine.txt").write_text("mine")
     before = victim.read_bytes() if name else b""
-    with pytest.raises(UserError, match="dataset.cache=.*no decoded images can be kept there") as caught:
+    with pytest.raises(
+        UserError, match="dataset.cache=.*no decoded images can be kept there"
+    ) as caught:
         open_folder(folder)
     assert str(caught.value).count("\n") == 1
     assert os.path.lexists(target) and (not name or victim.read_bytes() == before)
     assert kind != "folder" or (target / "mine.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("about", [b"", b"[" * 60000, b"[1]", b'{"root": {}}', b"\xff", b"{" + b" " * 10**6 + b"}"])
+@pytest.mark.parametrize(
+    "about", [b"", b"[" * 60000, b"[1]", b'{"root": {}}', b"\xff", b"{" + b" " * 10**6 + b"}"]
+)
 def test_what_lies_beside_it_is_left_alone(folder, about):
     beside = folder.parent / "cache" / "other"
     beside.mkdir(parents=True)
@@ -192,7 +208,11 @@ def test_what_lies_beside_it_is_left_alone(folder, about):
 def test_its_header_tells_a_person_what_it_is(folder):
     place = Path(open_folder(folder).train.cache.folder)
     about = json.loads((place / "about.json").read_text())
-    assert (about["root"], about["images"], about["shape"]) == (os.path.realpath(folder), 40, [3, 5, 6])
+    assert (about["root"], about["images"], about["shape"]) == (
+        os.path.realpath(folder),
+        40,
+        [3, 5, 6],
+    )
     assert "May be deleted" in about["note"] and sorted(os.listdir(place)) == sorted(FILES)
     assert (place / PIXELS).stat().st_size == 40 * 90 and os.listdir(place.parent) == [place.name]
 
@@ -204,8 +224,12 @@ def test_where_it_goes_and_why_not(folder, monkeypatch, tmp_path):
     assert data.train.place == f"decoded pixels in {tmp_path}/xdg/stoker/images/{key} (0 MiB)"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert open_folder(folder, cache="auto").train.place.startswith(f"decoded pixels in ~/.cache/stoker/images/{key}")
-    assert open_folder(folder, cache="~/mine").train.cache.folder == str(tmp_path / "home" / "mine" / key)
+    assert open_folder(folder, cache="auto").train.place.startswith(
+        f"decoded pixels in ~/.cache/stoker/images/{key}"
+    )
+    assert open_folder(folder, cache="~/mine").train.cache.folder == str(
+        tmp_path / "home" / "mine" / key
+    )
     assert open_folder(folder, cache=False).train.place == ""
 
     (tmp_path / "file").write_text("")
@@ -214,11 +238,18 @@ def test_where_it_goes_and_why_not(folder, monkeypatch, tmp_path):
     assert split.cache is None and split.place.startswith("not cached (Not a directory: ")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
     usage = caches.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(caches.shutil, "disk_usage", lambda path: usage._replace(free=2 * 40 * 94 - 1))
+    monkeypatch.setattr(
+        caches.shutil, "disk_usage", lambda path: usage._replace(free=2 * 40 * 94 - 1)
+    )
     split = open_folder(folder, cache="auto").train
     assert split.cache is None and "more than half of the" in split.place
-    assert torch.equal(split.tensors()[0], decoded(folder)) and os.listdir(tmp_path / "full/stoker/images") == []
-    with pytest.raises(UserError, match=r"dataset.cache=.*more than half.*\nType dataset.cache=DIR"):
+    assert (
+        torch.equal(split.tensors()[0], decoded(folder))
+        and os.listdir(tmp_path / "full/stoker/images") == []
+    )
+    with pytest.raises(
+        UserError, match=r"dataset.cache=.*more than half.*\nType dataset.cache=DIR"
+    ):
         open_folder(folder, cache=str(tmp_path / "other"))
     for wrong in (True, 1, "", None, ["a"]):
         with pytest.raises(UserError, match="give auto, false or a folder"):
@@ -272,10 +303,15 @@ OPTIONS = {"batch_size": 5, "seed": 3, "augment": ["flip", "mixup"]}
 
 
 def test_batches_do_not_depend_on_where_the_pixels_come_from(folder, monkeypatch):
-    reference = epochs(make_loaders(open_folder(folder, cache=False), resident=True, **OPTIONS)[0][0])
+    reference = epochs(
+        make_loaders(open_folder(folder, cache=False), resident=True, **OPTIONS)[0][0]
+    )
     for workers in (0, 2):
         (cold, _, _), _ = make_loaders(
-            open_folder(folder, cache=str(folder.parent / f"{workers}")), resident=False, workers=workers, **OPTIONS
+            open_folder(folder, cache=str(folder.parent / f"{workers}")),
+            resident=False,
+            workers=workers,
+            **OPTIONS,
         )
         assert isinstance(cold, HostLoader)
         same(epochs(cold), reference)
@@ -293,19 +329,29 @@ def test_batches_do_not_depend_on_where_the_pixels_come_from(folder, monkeypatch
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streamed_while_it_is_decoded_and_resident_from_then_on(folder, monkeypatch, workers):
-    reference = epochs(make_loaders(open_folder(folder, cache=False), resident=True, **OPTIONS)[0][0])
+    reference = epochs(
+        make_loaders(open_folder(folder, cache=False), resident=True, **OPTIONS)[0][0]
+    )
     monkeypatch.setattr(loader, "FEW_SECONDS", 0.0)
-    monkeypatch.setattr("data.workers.sample_seconds", lambda split: 1.0)  # which would read, and so fill, some of it
+    monkeypatch.setattr(
+        "stoker.data.workers.sample_seconds", lambda split: 1.0
+    )  # which would read, and so fill, some of it
     data = open_folder(folder)
     (train, val, _), why = make_loaders(data, workers=workers, **OPTIONS)
     assert why.startswith(f"streamed with {workers} workers, then resident on cpu, 0.0 MiB of ")
     assert why.endswith(f" free; {data.train.place}")
     monkeypatch.setattr(loader, "FEW_SECONDS", 0.1)
-    assert isinstance(train, StreamedOnce) and (len(train), train.samples, train.nbytes) == (7, 32, 32 * 90)
+    assert isinstance(train, StreamedOnce) and (len(train), train.samples, train.nbytes) == (
+        7,
+        32,
+        32 * 90,
+    )
     train.seek(0, 2)
     batches = [list(train)]
     assert isinstance(train.loader, HostLoader)
-    batches.append(list(train))  # the first two batches of epoch 0 were never read, so it is streamed once more
+    batches.append(
+        list(train)
+    )  # the first two batches of epoch 0 were never read, so it is streamed once more
     assert isinstance(train.loader, HostLoader) and not len(data.train.missing())
     monkeypatch.setattr(images, "decode_image", None)
     batches.append(list(train))
@@ -327,7 +373,9 @@ def test_by_blocks(folder, monkeypatch):
     (streamed, _, _), _ = make_loaders(data, resident=False, workers=2, batch_size=8, seed=3)
     reference = epochs(streamed)
     for cache, resident in ((None, True), (False, False), (False, True)):
-        (other, _, _), _ = make_loaders(open_folder(folder, cache=cache), resident=resident, batch_size=8, seed=3)
+        (other, _, _), _ = make_loaders(
+            open_folder(folder, cache=cache), resident=resident, batch_size=8, seed=3
+        )
         same(epochs(other), reference)
     # A window of 2 blocks is one batch here: 8 samples that lie in two runs of neighbours.
     place = {index: i for i, index in enumerate(data.train.neighbours().tolist())}

@@ -10,14 +10,23 @@ import os
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from stoker.data.loader import DeviceLoader
+from stoker.trainer import callbacks, checkpoint
+from stoker.trainer.callbacks import (
+    EMA,
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    Lookahead,
+    NaNGuard,
+    Progress,
+    TimeLimit,
+)
+from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.metrics import Accuracy, Confusion
 
-from data.loader import DeviceLoader
-from trainer import callbacks, checkpoint
-from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead, NaNGuard, Progress, TimeLimit
-from trainer.errors import TrainingError, UserError
-from trainer.loggers import JSONL, TensorBoard
-from trainer.lr_find import draw, lr_find
-from trainer.metrics import Accuracy, Confusion
+from stoker.diagnostics.lr_find import draw, lr_find
+from stoker.runs.loggers import JSONL, TensorBoard
 
 
 def loaders(batch_size=8, **options):
@@ -43,7 +52,9 @@ class Score(Accuracy):
 
 def scored(values, *callbacks, **settings):
     """A fitted trainer with an evaluation after each of 3 * 8 steps whose val/score is what `values` says."""
-    trainer = make_trainer(metrics={"score": Score()}, callbacks=[Feed(values), *callbacks], eval_every=1, **settings)
+    trainer = make_trainer(
+        metrics={"score": Score()}, callbacks=[Feed(values), *callbacks], eval_every=1, **settings
+    )
     trainer.fit(*loaders())
     return trainer
 
@@ -53,7 +64,9 @@ def scored(values, *callbacks, **settings):
 
 @pytest.mark.parametrize("decay", [0.5, 0.999])
 def test_ema_is_the_average_by_its_formula(decay):
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
+    )
     expected, seen = {name: t.clone() for name, t in model.state_dict().items()}, {}
 
     class Watch(Callback):
@@ -91,11 +104,15 @@ def test_an_evaluation_within_the_fit_has_the_average_of_its_own_step(tmp_path):
         def on_log(self, trainer, row):
             rows.extend([row] if "val/loss" in row else [])
 
-    trainer = make_trainer(callbacks=[EMA(0.9), Watch(), Checkpoint(tmp_path, every=1, keep=100)], eval_every=3)
+    trainer = make_trainer(
+        callbacks=[EMA(0.9), Watch(), Checkpoint(tmp_path, every=1, keep=100)], eval_every=3
+    )
     trainer.fit(train_loader, val_loader)
     assert len(rows) == 8
     for row in rows:
-        other = make_trainer(make_model(seed=5), callbacks=[EMA(0.9)], scheduler=None, optimizer=None)
+        other = make_trainer(
+            make_model(seed=5), callbacks=[EMA(0.9)], scheduler=None, optimizer=None
+        )
         state = checkpoint.load(checkpoint.path_of(tmp_path, row["step"]))
         other.load_state_dict(state)
         assert other.evaluate(val_loader)["val/loss"] == row["val/loss"]
@@ -126,7 +143,9 @@ class Seen(Callback):
 @pytest.mark.parametrize(("every", "decay", "power"), [(5, 0.5, 0), (4, 0.774, 3), (1, 0.9, 1)])
 def test_lookahead_is_its_formula(every, decay, power):
     """24 steps: the last one ends with the slow weights also where 24 is no multiple of `every`."""
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
+    )
     slow = {name: t.clone() for name, t in model.state_dict().items() if t.is_floating_point()}
     trained, after = Seen(), Seen()
     trainer = make_trainer(model, callbacks=[trained, Lookahead(every, decay, power), after])
@@ -137,7 +156,9 @@ def test_lookahead_is_its_formula(every, decay, power):
         for name in slow:
             if goes_back:
                 slow[name] += (before[name] - slow[name]) * (1 - decay * (step / 24) ** power)
-            torch.testing.assert_close(now[name], slow[name] if goes_back else before[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                now[name], slow[name] if goes_back else before[name], rtol=1e-5, atol=1e-6
+            )
     assert_same(after.states[-1], dict(trainer.module.state_dict()))
 
 
@@ -147,7 +168,10 @@ def test_an_evaluation_sees_what_lookahead_makes_of_its_step_and_changes_nothing
     def run(folder, **settings):
         callbacks = [Lookahead(every=3, decay=0.5), EMA(0.9), Checkpoint(folder, every=1, keep=100)]
         trainer, rows = make_trainer(callbacks=callbacks, **settings), []
-        log, trainer.log = trainer.log, lambda row: (rows.append({"step": trainer.step, **row}), log(row))
+        log, trainer.log = (
+            trainer.log,
+            lambda row: (rows.append({"step": trainer.step, **row}), log(row)),
+        )
         trainer.fit(train_loader, val_loader)
         return trainer, [row for row in rows if "val/loss" in row]
 
@@ -157,7 +181,9 @@ def test_an_evaluation_sees_what_lookahead_makes_of_its_step_and_changes_nothing
     assert len(rows) == 24
     for row in rows:
         callbacks = [Lookahead(every=3, decay=0.5), EMA(0.9)]
-        other = make_trainer(make_model(seed=5), callbacks=callbacks, scheduler=None, optimizer=None)
+        other = make_trainer(
+            make_model(seed=5), callbacks=callbacks, scheduler=None, optimizer=None
+        )
         other.load_state_dict(checkpoint.load(checkpoint.path_of(tmp_path / "often", row["step"])))
         assert other.evaluate(val_loader)["val/loss"] == row["val/loss"]
 
@@ -165,7 +191,9 @@ def test_an_evaluation_sees_what_lookahead_makes_of_its_step_and_changes_nothing
 @pytest.mark.parametrize("step", [2, 10, 15])
 def test_lookahead_continues_where_it_was(tmp_path, step):
     def run(folder, resume=None):
-        trainer = make_trainer(callbacks=[Lookahead(every=5, decay=0.7, power=3), Checkpoint(folder, 1, keep=99)])
+        trainer = make_trainer(
+            callbacks=[Lookahead(every=5, decay=0.7, power=3), Checkpoint(folder, 1, keep=99)]
+        )
         trainer.fit(loaders()[0], resume=resume)
         return trainer.state_dict()
 
@@ -253,9 +281,13 @@ class Times(torch.nn.Module):
 def test_a_gradient_that_overflows_where_the_loss_is_finite_is_seen():
     """Its squares have no sum in float32, and clipped by an infinite norm it is 0: nothing would ever be learnt."""
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    trainer = make_trainer(Times(1e30), callbacks=[NaNGuard()], max_grad_norm=1.0, log_every=3, optimizer=optimizer)
+    trainer = make_trainer(
+        Times(1e30), callbacks=[NaNGuard()], max_grad_norm=1.0, log_every=3, optimizer=optimizer
+    )
     before = trainer.module.layer.weight.detach().clone()
-    with pytest.raises(TrainingError, match=r"train/grad_norm is inf in steps 1 to 3 \(.*all weights are finite"):
+    with pytest.raises(
+        TrainingError, match=r"train/grad_norm is inf in steps 1 to 3 \(.*all weights are finite"
+    ):
         trainer.fit(*loaders())
     assert torch.equal(trainer.module.layer.weight, before)
 
@@ -272,7 +304,9 @@ def test_a_gradient_that_is_not_finite_shows_in_the_next_window_and_the_first_la
     with pytest.raises(TrainingError) as caught:
         trainer.fit(*loaders())
     first, second = str(caught.value).splitlines()
-    assert first.startswith("train/loss is nan in steps 6 to 8 (learning rate 0.000913); 2 of 4 tensors of the model")
+    assert first.startswith(
+        "train/loss is nan in steps 6 to 8 (learning rate 0.000913); 2 of 4 tensors of the model"
+    )
     assert first.endswith("are not finite, the first being 3.weight.")
     assert second == "Type a lower optimizer.lr or max_grad_norm=1."
 
@@ -290,7 +324,8 @@ def test_an_overflow_in_fp16_says_bf16():
     with torch.no_grad():
         trainer.module[3].bias.fill_(1e5)
     with pytest.raises(
-        TrainingError, match="train/loss is nan at step 1 .*\n.*Type a lower optimizer.lr or precision=bf16"
+        TrainingError,
+        match="train/loss is nan at step 1 .*\n.*Type a lower optimizer.lr or precision=bf16",
     ):
         trainer.fit(*loaders())
 
@@ -310,12 +345,18 @@ def test_the_last_and_the_best_are_kept(tmp_path):
         assert state["step"] == values.index(max(values[:count])) + 1
 
 
-@pytest.mark.parametrize(("every", "steps"), [(None, [24, 16, 8]), (5, [24, 20, 15, 10, 5]), (100, [24])])
+@pytest.mark.parametrize(
+    ("every", "steps"), [(None, [24, 16, 8]), (5, [24, 20, 15, 10, 5]), (100, [24])]
+)
 def test_checkpoints_come_at_epochs_or_steps_and_at_the_end(tmp_path, every, steps):
-    trainer = make_trainer(callbacks=[Checkpoint(tmp_path, every=every, epochs=None if every else 1, keep=100)])
+    trainer = make_trainer(
+        callbacks=[Checkpoint(tmp_path, every=every, epochs=None if every else 1, keep=100)]
+    )
     trainer.fit(loaders()[0])
     # The training loss is watched, as there is no validation: its best rows are saved too.
-    assert sorted({*checkpoint.files(tmp_path)} - {8, 16}, reverse=True) == sorted({*steps} - {8, 16}, reverse=True)
+    assert sorted({*checkpoint.files(tmp_path)} - {8, 16}, reverse=True) == sorted(
+        {*steps} - {8, 16}, reverse=True
+    )
 
 
 def test_a_folder_with_another_run_is_refused_and_later_steps_do_not_outlive_a_step_back(tmp_path):
@@ -341,9 +382,13 @@ def test_a_new_best_in_the_middle_of_an_epoch_is_saved(tmp_path):
     assert list(checkpoint.files(tmp_path)) == [7, 3]
 
 
-@pytest.mark.parametrize("watcher", [functools.partial(EarlyStopping, 3), functools.partial(Checkpoint, "nowhere")])
+@pytest.mark.parametrize(
+    "watcher", [functools.partial(EarlyStopping, 3), functools.partial(Checkpoint, "nowhere")]
+)
 def test_what_is_monitored_is_checked_before_the_first_step(watcher):
-    trainer = make_trainer(metrics={"acc": Accuracy(), "table": Confusion(3)}, callbacks=[watcher(monitor="val/ac")])
+    trainer = make_trainer(
+        metrics={"acc": Accuracy(), "table": Confusion(3)}, callbacks=[watcher(monitor="val/ac")]
+    )
     with pytest.raises(UserError, match="Did you mean 'val/acc'") as error:
         trainer.fit(*loaders())
     assert trainer.step == 0
@@ -358,12 +403,18 @@ def test_what_is_monitored_is_checked_before_the_first_step(watcher):
 
 @pytest.mark.parametrize(
     ("metrics", "val", "name", "sign"),
-    [({"acc": Accuracy()}, True, "val/acc", 1), ({}, True, "val/loss", -1), ({}, False, "train/loss", -1)],
+    [
+        ({"acc": Accuracy()}, True, "val/acc", 1),
+        ({}, True, "val/loss", -1),
+        ({}, False, "train/loss", -1),
+    ],
 )
 def test_auto_watches_what_there_is(metrics, val, name, sign):
     watcher = EarlyStopping(100)
     train_loader, val_loader = loaders()
-    make_trainer(metrics=metrics, callbacks=[watcher]).fit(train_loader, val_loader if val else None)
+    make_trainer(metrics=metrics, callbacks=[watcher]).fit(
+        train_loader, val_loader if val else None
+    )
     assert (watcher.name, watcher.sign) == (name, sign)
 
 
@@ -380,7 +431,9 @@ def test_of_the_training_loss_the_mean_over_an_epoch_counts(tmp_path):
         rows, saver, stopping = [], Checkpoint(folder, every=1, keep=99), EarlyStopping(9)
         watch = Callback()
         watch.on_log = lambda trainer, row: rows.append(row)
-        trainer = make_trainer(callbacks=[Rise(), watch, stopping, saver], log_every=3, epochs=4, **settings)
+        trainer = make_trainer(
+            callbacks=[Rise(), watch, stopping, saver], log_every=3, epochs=4, **settings
+        )
         trainer.fit(loaders()[0], resume=resume)
         return saver, stopping, rows
 
@@ -391,22 +444,35 @@ def test_of_the_training_loss_the_mean_over_an_epoch_counts(tmp_path):
         assert len({row["train/samples"] for row in epoch}) > 1
         means[end] = sum(row["train/loss"] * row["train/samples"] for row in epoch) / 60
     best = min(means, key=means.get)
-    assert saver.best == stopping.best == {"step": best, "value": pytest.approx(means[best], rel=1e-12)}
-    assert (best, stopping.waited) == (16, 2) and min(rows, key=lambda row: row["train/loss"])["step"] != best
+    assert (
+        saver.best
+        == stopping.best
+        == {"step": best, "value": pytest.approx(means[best], rel=1e-12)}
+    )
+    assert (best, stopping.waited) == (16, 2) and min(rows, key=lambda row: row["train/loss"])[
+        "step"
+    ] != best
     for step in (3, 13, 16, 17, 31):
         folder = tmp_path / str(step)
         again, _, _ = run(folder, resume=checkpoint.path_of(tmp_path / "whole", step))
         if step < 16:
             assert again.best == saver.best
-        ends = [checkpoint.load(checkpoint.path_of(place, 32))["callbacks"] for place in (folder, tmp_path / "whole")]
+        ends = [
+            checkpoint.load(checkpoint.path_of(place, 32))["callbacks"]
+            for place in (folder, tmp_path / "whole")
+        ]
         assert ends[0]["EarlyStopping"] == ends[1]["EarlyStopping"]
     saver, _, rows = run(tmp_path / "short", max_steps=7)  # no whole epoch: that of all steps
-    assert saver.best["value"] == pytest.approx(sum(row["train/loss"] * row["train/samples"] for row in rows) / 56)
+    assert saver.best["value"] == pytest.approx(
+        sum(row["train/loss"] * row["train/samples"] for row in rows) / 56
+    )
 
 
 def test_the_state_of_an_epoch_is_checked():
     trainer, watcher = make_trainer(), EarlyStopping(3)
-    watcher.check_state(trainer, {"best": None, "waited": 0, "epoch": {"loss": math.nan, "samples": 8}}, "it")
+    watcher.check_state(
+        trainer, {"best": None, "waited": 0, "epoch": {"loss": math.nan, "samples": 8}}, "it"
+    )
     for epoch in (None, {"loss": 0.5}, {"loss": "x", "samples": 8}, {"loss": 0.5, "samples": -8}):
         with pytest.raises(UserError, match="it.epoch"):
             watcher.check_state(trainer, {"best": None, "waited": 0, "epoch": epoch}, "it")
@@ -426,20 +492,34 @@ def test_one_plain_line_an_epoch_where_there_is_no_terminal(capsys):
     trainer.callbacks.append(Watch())
     trainer.fit(*loaders())
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["device", "model", "plan", "epoch", "epoch", "epoch"]
+    assert [line.split()[0] for line in lines] == [
+        "device",
+        "model",
+        "plan",
+        "epoch",
+        "epoch",
+        "epoch",
+    ]
     last = [row for row in rows if 16 < row["step"] <= 24 and "train/loss" in row]
     mean = sum(row["train/loss"] * row["train/samples"] for row in last) / 60
     assert lines[-1].startswith(
         f"epoch 3/3  loss {mean:.4f}  val/loss {rows[-1]['val/loss']:.4f}  val/acc {rows[-1]['val/acc']:.4f}  "
     )
-    assert "3 epochs of 8 steps = 24 steps, batch 8, AdamW (fused) lr 0.01, cosine after 3 steps of warmup" in lines[2]
+    assert (
+        "3 epochs of 8 steps = 24 steps, batch 8, AdamW (fused) lr 0.01, cosine after 3 steps of warmup"
+        in lines[2]
+    )
 
 
 def test_in_a_long_epoch_a_line_says_now_and_then_where_it_is(capsys, monkeypatch):
     monkeypatch.setattr(callbacks, "SILENCE", -1)  # seconds: after each step
     make_trainer(callbacks=[Progress()], log_every=3, epochs=1).fit(loaders()[0])
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()[3:]]
-    assert [line[0] for line in lines] == [*(f"step {i}/8" for i in range(1, 8)), "epoch 1/1", "step 8/8"]
+    assert [line[0] for line in lines] == [
+        *(f"step {i}/8" for i in range(1, 8)),
+        "epoch 1/1",
+        "step 8/8",
+    ]
     assert [line[1][:5] for line in lines[2:-1]] == ["loss "] * 6  # of what has been logged by then
     assert lines[0][1:] == []
 
@@ -453,7 +533,9 @@ def test_jsonl_has_one_row_an_event_and_a_continued_run_none_twice(tmp_path):
         )
         trainer.fit(*loaders(), resume=resume)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [{name: value for name, value in row.items() if name != "train/seconds"} for row in rows]
+        return [
+            {name: value for name, value in row.items() if name != "train/seconds"} for row in rows
+        ]
 
     whole = run(tmp_path / "whole")
     assert [row["step"] for row in whole] == [2, 4, 6, 8, 8, 10, 12, 14, 16, 16, 18, 20, 22, 24, 24]
@@ -468,14 +550,17 @@ def test_tensorboard_has_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     trainer = make_trainer(
-        metrics={"acc": Accuracy()}, callbacks=[TensorBoard(tmp_path / "tb"), JSONL(tmp_path / "metrics.jsonl")]
+        metrics={"acc": Accuracy()},
+        callbacks=[TensorBoard(tmp_path / "tb"), JSONL(tmp_path / "metrics.jsonl")],
     )
     trainer.fit(*loaders())
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for name in ("train/loss", "val/loss", "val/acc"):
         expected = [(row["step"], row[name]) for row in rows if name in row]
-        assert [(event.step, pytest.approx(event.value, rel=1e-6)) for event in events.Scalars(name)] == expected
+        assert [
+            (event.step, pytest.approx(event.value, rel=1e-6)) for event in events.Scalars(name)
+        ] == expected
 
 
 # The learning-rate finder
@@ -562,9 +647,13 @@ def test_an_evaluation_that_is_done_anew_gives_the_same_row_once(tmp_path):
     assert max(checkpoint.files(tmp_path / "cut" / "checkpoints")) == 6
     with pytest.raises(KeyboardInterrupt):
         fit("cut", resume=True, dies=7)
-    assert rows_of(tmp_path / "cut" / "metrics.jsonl") != rows_of(tmp_path / "whole" / "metrics.jsonl")
+    assert rows_of(tmp_path / "cut" / "metrics.jsonl") != rows_of(
+        tmp_path / "whole" / "metrics.jsonl"
+    )
     again = fit("cut", resume=True)
-    assert rows_of(tmp_path / "cut" / "metrics.jsonl") == rows_of(tmp_path / "whole" / "metrics.jsonl")
+    assert rows_of(tmp_path / "cut" / "metrics.jsonl") == rows_of(
+        tmp_path / "whole" / "metrics.jsonl"
+    )
     assert_same(again.module.state_dict(), whole.module.state_dict())
     assert not again.state_dict()["evaluation_due"]
 
@@ -617,7 +706,9 @@ def test_an_evaluation_that_a_callback_asks_for_is_not_cut(tmp_path):
 def test_an_average_that_the_checkpoint_has_not_is_refused(tmp_path):
     make_trainer(callbacks=[Checkpoint(tmp_path)], epochs=1).fit(*loaders())
     with pytest.raises(UserError, match="nothing of EMA"):
-        make_trainer(callbacks=[EMA(0.9), Checkpoint(tmp_path)]).fit(*loaders(), resume=checkpoint.newest(tmp_path)[0])
+        make_trainer(callbacks=[EMA(0.9), Checkpoint(tmp_path)]).fit(
+            *loaders(), resume=checkpoint.newest(tmp_path)[0]
+        )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits the size of files")
@@ -631,7 +722,9 @@ def test_a_row_that_the_disk_takes_in_part_is_no_row(tmp_path):
     logger.on_fit_start(trainer)
     logger.on_log(trainer, {"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, before[1]))
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, before[1])
+    )
     try:
         with pytest.raises(OSError, match="metrics.jsonl"):
             logger.on_log(trainer, {"step": 2})

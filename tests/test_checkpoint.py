@@ -16,10 +16,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from trainer import checkpoint
-from trainer.checkpoint import DamagedCheckpoint, load, path_of, save
-from trainer.errors import TrainingError, UserError
+from stoker.trainer import checkpoint
+from stoker.trainer.checkpoint import DamagedCheckpoint, load, path_of, save
+from stoker.trainer.errors import TrainingError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -29,7 +28,11 @@ DTYPES = [*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint
 def equal(first, second):
     """Whether two states are the same to the bit: types, keys in their order, nan equal to itself."""
     if isinstance(first, torch.Tensor):
-        same = isinstance(second, torch.Tensor) and first.dtype == second.dtype and first.shape == second.shape
+        same = (
+            isinstance(second, torch.Tensor)
+            and first.dtype == second.dtype
+            and first.shape == second.shape
+        )
         return same and bits(first) == bits(second)
     if isinstance(first, dict):
         return (
@@ -43,7 +46,9 @@ def equal(first, second):
             and len(first) == len(second)
             and all(map(equal, first, second))
         )
-    return type(first) is type(second) and repr(first) == repr(second)  # nan, and -0.0 apart from 0.0
+    return type(first) is type(second) and repr(first) == repr(
+        second
+    )  # nan, and -0.0 apart from 0.0
 
 
 def bits(tensor):
@@ -67,8 +72,22 @@ def test_tensors(tmp_path, dtype, shape):
 
 
 def test_numbers_that_are_none(tmp_path):
-    values = [float("nan"), float("inf"), -float("inf"), -0.0, 1e-323, 0.1, 2**80, -(2**63), True, None]
-    state = {"plain": values, **{str(dtype): torch.tensor(values[:6], dtype=dtype) for dtype in FLOATS}}
+    values = [
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        -0.0,
+        1e-323,
+        0.1,
+        2**80,
+        -(2**63),
+        True,
+        None,
+    ]
+    state = {
+        "plain": values,
+        **{str(dtype): torch.tensor(values[:6], dtype=dtype) for dtype in FLOATS},
+    }
     assert equal(state, round_trip(tmp_path, state))
 
 
@@ -106,7 +125,9 @@ def test_an_ordered_dict_and_a_named_tuple_come_back_as_plain_ones(tmp_path):
             "s": torch.Size([2, 3]),
         },
     )
-    assert equal({"o": {"b": 1, "a": 2}, "n": (1, torch.ones(2)), "p": torch.ones(2), "s": (2, 3)}, found)
+    assert equal(
+        {"o": {"b": 1, "a": 2}, "n": (1, torch.ones(2)), "p": torch.ones(2), "s": (2, 3)}, found
+    )
     assert type(found["p"]) is torch.Tensor and not found["p"].requires_grad
 
 
@@ -124,8 +145,12 @@ def test_tied_and_non_contiguous_tensors(tmp_path):
     expected = {name: tensor.clone() for name, tensor in state.items()}
     found = round_trip(tmp_path, state)
     assert equal(expected, found)
-    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(found)  # each its own memory
-    assert (tmp_path / "state.ckpt").stat().st_size < 4000  # and not the 8,000 bytes that the tail is a view of
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(
+        found
+    )  # each its own memory
+    assert (
+        tmp_path / "state.ckpt"
+    ).stat().st_size < 4000  # and not the 8,000 bytes that the tail is a view of
 
 
 def test_what_it_cannot_hold_is_refused_before_anything_is_written(tmp_path):
@@ -155,27 +180,39 @@ def test_a_tuple_as_a_key_comes_back_or_is_refused(tmp_path):
 
 def tensors():
     def build(dtype, shape, seed, turned):
-        tensor = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        tensor = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed)).to(
+            dtype
+        )
         return tensor.T if turned and tensor.ndim == 2 else tensor
 
     return st.builds(
-        build, st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 99), st.booleans()
+        build,
+        st.sampled_from(DTYPES),
+        st.lists(st.integers(0, 3), max_size=3),
+        st.integers(0, 99),
+        st.booleans(),
     )
 
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=5)
-KEYS = st.one_of(TEXT.filter(lambda key: "/" not in key and not key.lstrip("-").isdigit()), st.integers())
+KEYS = st.one_of(
+    TEXT.filter(lambda key: "/" not in key and not key.lstrip("-").isdigit()), st.integers()
+)
 STATES = st.recursive(
     st.one_of(tensors(), st.none(), st.booleans(), st.integers(), st.floats(), TEXT),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.lists(inner, max_size=3).map(tuple), st.dictionaries(KEYS, inner, max_size=4)
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
     ),
     max_leaves=12,
 )
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(state=STATES)
 def test_any_nesting(tmp_path, state):
@@ -208,8 +245,13 @@ def step(model, optimizer, scaler=None):
 def test_optimizers_go_on_as_if_nothing_had_been(tmp_path, name, options):
     def build():
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
-        groups = [{"params": list(model[0].parameters())}, {"params": list(model[1:].parameters()), "lr": 0.01}]
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2)
+        )
+        groups = [
+            {"params": list(model[0].parameters())},
+            {"params": list(model[1:].parameters()), "lr": 0.01},
+        ]
         return model, getattr(torch.optim, name)(groups, **options)
 
     model, optimizer = build()
@@ -217,7 +259,9 @@ def test_optimizers_go_on_as_if_nothing_had_been(tmp_path, name, options):
         step(model, optimizer)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     found = round_trip(tmp_path, state)
-    assert equal(dict(state["model"]), found["model"]) and equal(state["optimizer"], found["optimizer"])
+    assert equal(dict(state["model"]), found["model"]) and equal(
+        state["optimizer"], found["optimizer"]
+    )
 
     other, other_optimizer = build()
     other.load_state_dict(found["model"])
@@ -239,7 +283,11 @@ def test_scaler_scheduler_and_tied_weights(tmp_path):
     for _ in range(3):
         step(model, optimizer, scaler)
         scheduler.step()
-    state = {"model": model.state_dict(), "scaler": scaler.state_dict(), "scheduler": scheduler.state_dict()}
+    state = {
+        "model": model.state_dict(),
+        "scaler": scaler.state_dict(),
+        "scheduler": scheduler.state_dict(),
+    }
     found = round_trip(tmp_path, state)
     assert equal({**state, "model": dict(state["model"])}, found)
     other = torch.amp.GradScaler("cpu")
@@ -292,7 +340,9 @@ def two(tmp_path, small, caplog):
             path, state = checkpoint.newest(tmp_path)
         except BaseException as error:
             pytest.fail(f"{what}: {type(error).__name__}: {error}")
-        assert path == before and state["step"] == 1 and torch.equal(state["x"], torch.ones(3)), what
+        assert path == before and state["step"] == 1 and torch.equal(state["x"], torch.ones(3)), (
+            what
+        )
         [warning] = [record.getMessage() for record in caplog.records]
         assert after.name in warning and before.name in warning, warning
         assert before.read_bytes() and after.read_bytes() == contents, what
@@ -317,7 +367,10 @@ def test_every_flipped_bit_is_seen_and_the_one_before_is_used(two, small, large)
     for place in places:
         damaged = bytearray(small)
         damaged[place // 8] ^= 1 << place % 8
-        two(damaged, f"bit {place % 8} of byte {place // 8} of {len(small)}, the header ending at {header}")
+        two(
+            damaged,
+            f"bit {place % 8} of byte {place // 8} of {len(small)}, the header ending at {header}",
+        )
 
 
 def test_other_contents_are_refused(tmp_path, small):
@@ -343,9 +396,9 @@ def test_a_missing_file_is_the_users_mistake(tmp_path):
 
 def test_the_file_is_the_same_for_the_same_state(tmp_path, small):
     save(tmp_path / "again.ckpt", SMALL)
-    assert load(tmp_path / "again.ckpt").keys() == SMALL.keys() and len((tmp_path / "again.ckpt").read_bytes()) == len(
-        small
-    )
+    assert load(tmp_path / "again.ckpt").keys() == SMALL.keys() and len(
+        (tmp_path / "again.ckpt").read_bytes()
+    ) == len(small)
 
 
 # which one
@@ -377,7 +430,9 @@ def test_newest_is_by_number(tmp_path, numbers):
 def test_the_names_are_read_as_they_are_written(tmp_path):
     for number in (9, 10, 123456789):
         save(path_of(tmp_path, number), state_of(number))
-    assert checkpoint.files(tmp_path) == {number: path_of(tmp_path, number) for number in (123456789, 10, 9)}
+    assert checkpoint.files(tmp_path) == {
+        number: path_of(tmp_path, number) for number in (123456789, 10, 9)
+    }
     assert path_of("runs/a", 9).name == "step_00000009.ckpt"
 
 
@@ -412,7 +467,10 @@ def test_newest_passes_over_damaged_ones_with_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         path, state = checkpoint.newest(tmp_path)
     assert state["step"] == 2 and path.name == "step_2.ckpt"
-    assert [("step_4.ckpt" in record.message, "step_3.ckpt" in record.message) for record in caplog.records] == [
+    assert [
+        ("step_4.ckpt" in record.message, "step_3.ckpt" in record.message)
+        for record in caplog.records
+    ] == [
         (True, False),
         (False, True),
     ]
@@ -427,7 +485,9 @@ def test_no_good_one_is_an_error_and_none_at_all_is_none(tmp_path):
     fill(tmp_path, 1, 2)
     damage(tmp_path / "step_1.ckpt")
     damage(tmp_path / "step_2.ckpt")
-    with pytest.raises(TrainingError, match=r"(?s)None of the 2 checkpoints .*run_dir=DIR") as caught:
+    with pytest.raises(
+        TrainingError, match=r"(?s)None of the 2 checkpoints .*run_dir=DIR"
+    ) as caught:
         checkpoint.newest(tmp_path)
     assert 1 <= len(str(caught.value).splitlines()) <= 3
     with pytest.raises(TrainingError):
@@ -484,7 +544,9 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, monkeypatch)
         raise OSError(errno.ENFILE, os.strerror(errno.ENFILE), "x")
 
     monkeypatch.setattr(checkpoint, "open_plain", too_many)
-    with pytest.raises(TrainingError, match="step_00000003.ckpt cannot be read: too many open files in system"):
+    with pytest.raises(
+        TrainingError, match="step_00000003.ckpt cannot be read: too many open files in system"
+    ):
         checkpoint.newest(tmp_path)
 
 
@@ -499,7 +561,7 @@ def test_an_error_while_saving_leaves_the_old_file_and_no_other(tmp_path, monkey
     def no_space(*_, **__):
         raise OSError(28, "No space left on device")
 
-    for place in ("os.replace", "os.fsync", "trainer.checkpoint.save_file"):
+    for place in ("os.replace", "os.fsync", "stoker.trainer.checkpoint.save_file"):
         with monkeypatch.context() as patch:
             patch.setattr(place, no_space)
             with pytest.raises(TrainingError, match="No space left"):
@@ -514,7 +576,7 @@ def test_an_error_while_saving_leaves_the_old_file_and_no_other(tmp_path, monkey
 
 KILLED = """
     import os, sys, torch
-    from trainer import checkpoint
+    from stoker.trainer import checkpoint
 
     real = checkpoint.save_file
 
@@ -546,6 +608,12 @@ def test_a_kill_while_saving_leaves_the_old_file(tmp_path, where, caplog):
     assert path_of(tmp_path, 2).read_bytes() == before
     with caplog.at_level(logging.WARNING):
         path, state = checkpoint.newest(tmp_path)
-    assert path == path_of(tmp_path, 2) and torch.equal(state["x"], torch.zeros(1000)) and not caplog.records
-    save(path_of(tmp_path, 3), {"step": 3, "callbacks": {}})  # what the killed one left is in nobody's way
+    assert (
+        path == path_of(tmp_path, 2)
+        and torch.equal(state["x"], torch.zeros(1000))
+        and not caplog.records
+    )
+    save(
+        path_of(tmp_path, 3), {"step": 3, "callbacks": {}}
+    )  # what the killed one left is in nobody's way
     assert checkpoint.newest(tmp_path)[1]["step"] == 3

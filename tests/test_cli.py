@@ -17,10 +17,12 @@ import pytest
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
+from stoker.trainer import checkpoint
+from stoker.trainer.errors import UserError
 
-import train
-from trainer import Trainer, checkpoint, cli, rundir, saved_config
-from trainer.errors import UserError
+from stoker import Trainer, tasks
+from stoker.command import cli
+from stoker.runs import rundir, saved_config
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -46,7 +48,9 @@ def run(folder, *arguments, python=(TRAIN,), patience=PATIENCE, **environment):
         timeout=patience,
         check=False,
     )
-    return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr, files=listing(folder))
+    return SimpleNamespace(
+        code=done.returncode, out=done.stdout, err=done.stderr, files=listing(folder)
+    )
 
 
 def listing(folder):
@@ -65,8 +69,13 @@ def read(path):
 
 def rows(folder):
     """The rows of metrics.jsonl, without what a clock says."""
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in line.items() if name != "train/seconds"} for line in lines]
+    lines = [
+        json.loads(line)
+        for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    return [
+        {name: value for name, value in line.items() if name != "train/seconds"} for line in lines
+    ]
 
 
 def equal(first, second):
@@ -74,7 +83,9 @@ def equal(first, second):
     if isinstance(first, torch.Tensor):
         return first.dtype == second.dtype and torch.equal(first, second)
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(
+            equal(first[key], second[key]) for key in first
+        )
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(equal, first, second))
     return first == second
@@ -85,16 +96,36 @@ def equal(first, second):
 EARLY = [  # what is typed; what the answer names; what it suggests
     ("seeed=1", "error: seeed: there is no such key.", "Did you mean 'seed'?"),
     ("modle=mlp", "error: modle: there is no such key.", "Did you mean 'model'?"),
-    ("model.hiden=[3]", "error: model.hiden: there is no such key.", "Did you mean 'model.hidden'?"),
+    (
+        "model.hiden=[3]",
+        "error: model.hiden: there is no such key.",
+        "Did you mean 'model.hidden'?",
+    ),
     ("hidden=[3]", "error: hidden: there is no such key.", "Did you mean 'model.hidden'?"),
     ("lr=0.1", "error: lr: there is no such key.", "Did you mean 'optimizer.lr'?"),
-    ("learning_rate=0.1", "error: learning_rate: there is no such key.", "Did you mean 'optimizer.lr'?"),
-    ("early_stopping=3", "error: early_stopping: there is no such key.", "Did you mean 'patience'?"),
+    (
+        "learning_rate=0.1",
+        "error: learning_rate: there is no such key.",
+        "Did you mean 'optimizer.lr'?",
+    ),
+    (
+        "early_stopping=3",
+        "error: early_stopping: there is no such key.",
+        "Did you mean 'patience'?",
+    ),
     ("path=a.csv", "error: path: there is no such key.", "type dataset=csv dataset.path=..."),
     ("--model cnn", "error: --model: there is no such option.", "type model=cnn."),
     ("resume=true", "error: resume=true: give auto, never, or a checkpoint file", ""),
-    ("checkpoint=false", "error: checkpoint=false: give a group of keys", "or one as checkpoint.every=..."),
-    ("checkpoint.evry=3", "error: checkpoint.evry: there is no such key.", "Did you mean 'checkpoint.every'?"),
+    (
+        "checkpoint=false",
+        "error: checkpoint=false: give a group of keys",
+        "or one as checkpoint.every=...",
+    ),
+    (
+        "checkpoint.evry=3",
+        "error: checkpoint.evry: there is no such key.",
+        "Did you mean 'checkpoint.every'?",
+    ),
     ("+typo=1", "error: typo: there is no such key.", "python train.py --help"),
     (
         "model=ccn",
@@ -109,9 +140,21 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "Type task= one of: train, plan, evaluate, predict, export, lr_find.",
     ),
     ("model=null", "model", "Type model= one of"),
-    ("callbacks=[tensorbord]", "error: callbacks=tensorbord: there is no such choice.", "Did you mean 'tensorboard'?"),
-    ("callbacks=[default,default]", "error: callbacks=[default,default]: default is in it twice.", "Type it once."),
-    ("-m model=mlp,ccn", "error: model=ccn: there is no such choice. Did you mean 'cnn'?", "Type model= one of"),
+    (
+        "callbacks=[tensorbord]",
+        "error: callbacks=tensorbord: there is no such choice.",
+        "Did you mean 'tensorboard'?",
+    ),
+    (
+        "callbacks=[default,default]",
+        "error: callbacks=[default,default]: default is in it twice.",
+        "Type it once.",
+    ),
+    (
+        "-m model=mlp,ccn",
+        "error: model=ccn: there is no such choice. Did you mean 'cnn'?",
+        "Type model= one of",
+    ),
     ("-m seeed=1,2", "error: seeed: there is no such key.", "Did you mean 'seed'?"),
     ("batch_size=", "error: batch_size=: give a whole number", "as in batch_size=64."),
     ("optimizer.lr=abc", "error: optimizer.lr=abc: give a number", "as in optimizer.lr=0.003."),
@@ -119,20 +162,36 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("epochs=true", "error: epochs=true: give a whole number", "as in epochs=10."),
     ("compile=yes", "error: compile=yes: give true or false", "as in compile=false."),
     ("model.hidden=abc", "error: model.hidden=abc: give a list", "as in model.hidden=[256,256]."),
-    ("model.activation=3", "error: model.activation=3: give a text", "as in model.activation=relu."),
-    ("dataset.augment=flip", "error: dataset.augment=flip: give a list", "as in dataset.augment=[]."),
+    (
+        "model.activation=3",
+        "error: model.activation=3: give a text",
+        "as in model.activation=relu.",
+    ),
+    (
+        "dataset.augment=flip",
+        "error: dataset.augment=flip: give a list",
+        "as in dataset.augment=[].",
+    ),
     ("checkpoint=3", "error: checkpoint=3: give a group of keys", "checkpoint={...}"),
     ("callbacks.ema=3", "error: callbacks.ema=3: give a group of keys", "callbacks.ema={...}"),
     ("seed=[1", "error: seed=[1: a [ in it has no ].", "wants quotes inside those of the shell"),
     ("model.hidden=[1]]", "error: model.hidden=[1]]: a ] in it has no [.", "wants quotes"),
-    ("optimizer.lr=tag(log,(1,2)", "error: optimizer.lr=tag(log,(1,2): a ( in it has no ).", "wants quotes"),
+    (
+        "optimizer.lr=tag(log,(1,2)",
+        "error: optimizer.lr=tag(log,(1,2): a ( in it has no ).",
+        "wants quotes",
+    ),
     (
         "-m seed=0,1 hydra.sweep.dri=x",
         "error: hydra.sweep.dri: there is no such key",
         "Did you mean 'hydra.sweep.dir'?",
     ),
     ("hydra.foo=1", "error: hydra.foo: there is no such key of Hydra's.", ""),
-    ("-m seed=0,1 hydra/launcher=basik", "error: hydra/launcher=basik: there is no such choice.", "one of: basic"),
+    (
+        "-m seed=0,1 hydra/launcher=basik",
+        "error: hydra/launcher=basik: there is no such choice.",
+        "one of: basic",
+    ),
     ("model", "error: model: this is not understood.", "key=value, as in epochs=3"),
     ("epochs=${nope}", "error: epochs:", "'nope' not found"),
     ("~model", "error: model: a run cannot do without it.", "Leave out ~model."),
@@ -141,9 +200,21 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("--epochs=3", "error: --epochs=3: there is no such option.", "type epochs=3."),
     ("-c", "-c", "--cfg"),
     ("-patience=1", "error: -patience=1: settings have no dashes.", "Type patience=1."),
-    ("dataset=csv dataset.path=x", "error: dataset.target: this has no default.", "Type dataset.target=..."),
-    ("dataset=digits,synthetic", "error: dataset=digits,synthetic:", "Type -m dataset=digits,synthetic."),
-    ("seed=1,2", "error: seed=1,2: several values are a sweep.", "Type -m seed=1,2, or for one list 'seed=[1,2]'."),
+    (
+        "dataset=csv dataset.path=x",
+        "error: dataset.target: this has no default.",
+        "Type dataset.target=...",
+    ),
+    (
+        "dataset=digits,synthetic",
+        "error: dataset=digits,synthetic:",
+        "Type -m dataset=digits,synthetic.",
+    ),
+    (
+        "seed=1,2",
+        "error: seed=1,2: several values are a sweep.",
+        "Type -m seed=1,2, or for one list 'seed=[1,2]'.",
+    ),
     (
         "task=predict run=x input=a,b.jpg",
         "error: input=a,b.jpg: several values are a sweep.",
@@ -154,8 +225,16 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "dataset.path=a,b.csv: several values are a sweep.",
         "Type \"dataset.path='a,b.csv'\" for one path",
     ),
-    ("model=[cnn]", "error: model=[cnn]: this is a group", "Type model=cnn, or for a sweep -m model=cnn,linear."),
-    ("model=[mlp,cnn]", "error: model=[mlp,cnn]: this is a group", "Type model=mlp, or for a sweep -m model=mlp,cnn."),
+    (
+        "model=[cnn]",
+        "error: model=[cnn]: this is a group",
+        "Type model=cnn, or for a sweep -m model=cnn,linear.",
+    ),
+    (
+        "model=[mlp,cnn]",
+        "error: model=[mlp,cnn]: this is a group",
+        "Type model=mlp, or for a sweep -m model=mlp,cnn.",
+    ),
     ("+model=cnn", "error: +model=cnn: this group has an option already", "Type model=cnn."),
     ("+epochs=3", "error: +epochs=3: there is a key of this name", "Type epochs=3."),
     ("+model.dropout=0.3", "error: +model.dropout=0.3: there is a key", "Type model.dropout=0.3."),
@@ -168,12 +247,20 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("-m seed=0,1 run_dir=", "error: run_dir=: this names one run.", "type hydra.sweep.dir=DIR."),
     ("device=gpu", "error: device=gpu: there is no such device.", "Did you mean 'cuda'?"),
     ("optimizer.lr=-1", "error: optimizer.lr=-1: give a number at least 0.", ""),
-    ("optimizer.weight_decay=-1", "error: optimizer.weight_decay=-1: give a number at least 0.", ""),
+    (
+        "optimizer.weight_decay=-1",
+        "error: optimizer.weight_decay=-1: give a number at least 0.",
+        "",
+    ),
     ("optimizer=decoupled_sgd optimizer.lr=0", "error: optimizer.lr=0: give a number above 0.", ""),
     ("model.dropout=1.5", "error: model.dropout=1.5: give a number", "at most 0.95"),
     ("micro_batch=0", "error: micro_batch=0: give a whole number at least 1", "or null"),
     ("micro_batch=atuo", "error: micro_batch=atuo: give auto", "Did you mean 'auto'?"),
-    ("micro_batch=8 grad_accum_steps=2", "micro_batch=8 and grad_accum_steps=2 both cut", "Type one of them."),
+    (
+        "micro_batch=8 grad_accum_steps=2",
+        "micro_batch=8 and grad_accum_steps=2 both cut",
+        "Type one of them.",
+    ),
     ("dataset.workers=-1", "error: dataset.workers=-1: give a whole number at least 0.", ""),
     (
         "dataset.augment=[flop]",
@@ -181,11 +268,19 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "Type a list of flip",
     ),
     ("dataset.augment=[flip,{shfit:2}]", "error: dataset.augment=shfit:", "Did you mean 'shift'?"),
-    ("dataset.augment=[3]", "error: dataset.augment=3: there is no such augmentation.", "Type a list of flip"),
+    (
+        "dataset.augment=[3]",
+        "error: dataset.augment=3: there is no such augmentation.",
+        "Type a list of flip",
+    ),
     ("channels_last=maybe", "channels_last=maybe", "auto, true, false"),
     ("tune=[foo]", "tune=foo", "allocator, threads"),
     ("batch_size=0", "error: batch_size=0: give a whole number at least 1.", ""),
-    ("eval_batch_size=0 max_steps=2", "error: eval_batch_size=0: give a whole number at least 1", ""),
+    (
+        "eval_batch_size=0 max_steps=2",
+        "error: eval_batch_size=0: give a whole number at least 1",
+        "",
+    ),
     ("epochs=-1", "error: epochs=-1: give a whole number at least 1.", ""),
     ("max_steps=0", "error: max_steps=0: give a whole number at least 1", "or null"),
     ("seed=-1", "error: seed=-1: give a whole number at least 0.", ""),
@@ -195,10 +290,18 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("patience=0", "error: patience=0:", "at least 1"),
     ("ema=2", "error: ema=2:", "above 0 and at most 1"),
     ("checkpoint.keep=1", "error: checkpoint.keep=1:", "at least 2"),
-    ("checkpoint.keep=null", "error: checkpoint.keep=null: give a value", "as in checkpoint.keep=2."),
+    (
+        "checkpoint.keep=null",
+        "error: checkpoint.keep=null: give a value",
+        "as in checkpoint.keep=2.",
+    ),
     ("checkpoint.epochs=null checkpoint.minutes=0", "error: checkpoint.minutes=0:", "or null"),
     ("checkpoint.epochs=0", "error: checkpoint.epochs=0:", "or null"),
-    ("device=cud", "error: device=cud: there is no such device. Did you mean 'cuda'?", "Type device=auto"),
+    (
+        "device=cud",
+        "error: device=cud: there is no such device. Did you mean 'cuda'?",
+        "Type device=auto",
+    ),
     (
         "precision=fp8",
         "error: precision=fp8: there is no such choice.",
@@ -209,7 +312,11 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: strategy=ddq: there is no such strategy. Did you mean 'ddp'?",
         "Type strategy=auto, single",
     ),
-    ("monitor_mode=maxx", "error: monitor_mode=maxx: there is no such choice.", "Did you mean 'max'?"),
+    (
+        "monitor_mode=maxx",
+        "error: monitor_mode=maxx: there is no such choice.",
+        "Did you mean 'max'?",
+    ),
     ("dataset.resident=maybe", "error: dataset.resident=maybe:", "one of: auto, true, false"),
     ("task=evaluate", "error: task=evaluate needs a run directory.", "Type run=DIR."),
     ("task=evaluate run_dir=mine", "error: task=evaluate needs a run directory.", "Type run=mine."),
@@ -217,25 +324,41 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (f"task=evaluate run={TRAIN}", f"error: run={TRAIN}: this is a file.", "Type run=DIR."),
     (f"task=evaluate run={ROOT / 'tests'}", "tests: there is no config.yaml", "no run directory"),
     (f"resume={ROOT / 'tests'}", "tests: this is a folder.", "there is no checkpoint in it"),
-    ("resume=nope", "error: resume=nope: there is no such file.", "Type auto, never, or a checkpoint file."),
+    (
+        "resume=nope",
+        "error: resume=nope: there is no such file.",
+        "Type auto, never, or a checkpoint file.",
+    ),
 ]
 LATE = [
     ("compile=graph device=cpu", "compile=graph", "Type compile=true"),
     ("channels_last=true", "channels_last=true", "channels_last=auto"),
-    ("model._target_=models.mlp", "model._target_=models.mlp", "Type model._target_=models.mlp.NAME"),
+    (
+        "model._target_=models.mlp",
+        "model._target_=models.mlp",
+        "Type model._target_=models.mlp.NAME",
+    ),
     (
         "+model.typo=1",
-        "error: model.typo: models.mlp.MLP has no such argument.",
+        "error: model.typo: stoker.models.mlp.MLP has no such argument.",
         "It has hidden, activation, dropout, norm.",
     ),
-    ("+optimizer.typo=1", "error: optimizer.typo: torch.optim.AdamW has no such argument.", "It has"),
+    (
+        "+optimizer.typo=1",
+        "error: optimizer.typo: torch.optim.AdamW has no such argument.",
+        "It has",
+    ),
     (
         "batch_size=99999",
         "error: batch_size=99999: digits has only 1259 training samples.",
         "Type a batch_size of at most that.",
     ),
     ("scheduler.warmup=-1", "error: scheduler.warmup=-1:", "at least 0"),
-    ("optimizer.betas=[2,0.9]", "error: optimizer.betas: Invalid beta parameter", "another value for optimizer.betas."),
+    (
+        "optimizer.betas=[2,0.9]",
+        "error: optimizer.betas: Invalid beta parameter",
+        "another value for optimizer.betas.",
+    ),
     (f"run_dir={TRAIN}/below/it", "it cannot be made", f"({TRAIN} is a file)"),
     ("model.hidden=[a]", "error: model.hidden=a: give a whole number at least 1.", ""),
     (
@@ -254,23 +377,47 @@ LATE = [
         "error: monitor=val/accc: no such number is logged. Did you mean 'val/acc'?",
         "Type monitor= one of: val/acc",
     ),
-    ("loss=mse", "error: loss=MSELoss is for numbers, and digits has 10 classes.", "Type loss=cross_entropy."),
-    ("dataset=synthetic dataset.kind=regression", "error: loss=CrossEntropyLoss is for classes", "Type loss=mse"),
-    ("model=cnn dataset=synthetic", "error: model=cnn looks at images", "Type model=mlp or model=linear."),
+    (
+        "loss=mse",
+        "error: loss=MSELoss is for numbers, and digits has 10 classes.",
+        "Type loss=cross_entropy.",
+    ),
+    (
+        "dataset=synthetic dataset.kind=regression",
+        "error: loss=CrossEntropyLoss is for classes",
+        "Type loss=mse",
+    ),
+    (
+        "model=cnn dataset=synthetic",
+        "error: model=cnn looks at images",
+        "Type model=mlp or model=linear.",
+    ),
     (
         "dataset=synthetic dataset.n=10000000000000",
         "error: dataset.n=10000000000000: this takes",
         "Type a lower dataset.n",
     ),
     ("dataset.val_fraction=2", "error: dataset.val_fraction=2:", "at most 0.95"),
-    ("dataset=csv dataset.path=nope.csv dataset.target=y", "error: dataset.path=nope.csv: there is no such file.", ""),
-    ("dataset=mnist dataset.root=/nope", "error: MNIST is not in /nope.", "Type dataset.download=true"),
+    (
+        "dataset=csv dataset.path=nope.csv dataset.target=y",
+        "error: dataset.path=nope.csv: there is no such file.",
+        "",
+    ),
+    (
+        "dataset=mnist dataset.root=/nope",
+        "error: MNIST is not in /nope.",
+        "Type dataset.download=true",
+    ),
     (
         "dataset=image_folder dataset.root=/nope",
         "error: dataset.root=/nope: there is no such folder.",
         "Type dataset.root=DIR",
     ),
-    ("model._target_=os.system", "error: model._target_=os.system: not among what may be built", ""),
+    (
+        "model._target_=os.system",
+        "error: model._target_=os.system: not among what may be built",
+        "",
+    ),
     (
         "trainer._target_=examples.nope.X",
         "error: trainer._target_=examples.nope.X: No module named 'examples.nope'",
@@ -281,9 +428,13 @@ LATE = [
         "AdmaW: ",
         "Did you mean 'torch.optim.AdamW'?",
     ),
-    ("model._target_=modells.mlp.MLP", "modells", "Did you mean 'models.mlp.MLP'?"),
+    ("model._target_=stoker.models.mpl.MLP", "mpl", "Did you mean 'stoker.models.mlp.MLP'?"),
     ("model._target_=modells.TinyNet", "modells", "Did you mean 'models'?"),  # which has no TinyNet
-    ("model._target_=benchmark.TinyNet", "benchmark", "Did you mean 'benchmarks'?"),  # it is beside train.py
+    (
+        "model._target_=benchmark.TinyNet",
+        "benchmark",
+        "Did you mean 'benchmarks'?",
+    ),  # it is beside train.py
     ("optimizer._target_=torch.optim.Nope", "error: optimizer._target_=torch.optim.Nope:", ""),
     ("+metrics.a=3", "error: metrics.a: this needs a _target_", "Type metrics.a._target_=..."),
 ]
@@ -306,7 +457,7 @@ FORKS = """
             os.chdir(folder)
             for stream, name in ((1, ".out"), (2, ".err")):
                 os.dup2(os.open(folder + name, os.O_WRONLY | os.O_CREAT), stream)
-            from trainer import report
+            from stoker.runs import report
             report.html = lambda folder: ""  # half a second of drawing, of which tests/test_report.py has enough
             sys.argv = [train, *arguments]
             try:
@@ -330,7 +481,9 @@ def no_torch(tmp_path_factory):
     """A folder for PYTHONPATH whose torch cannot be imported: with it, what is answered is answered without torch."""
     folder = tmp_path_factory.mktemp("no_torch")
     for name in ("torch", "torchvision", "numpy"):
-        (folder / f"{name}.py").write_text(f"raise ImportError('{name} was imported')\n", encoding="utf-8")
+        (folder / f"{name}.py").write_text(
+            f"raise ImportError('{name} was imported')\n", encoding="utf-8"
+        )
     return str(folder)
 
 
@@ -349,7 +502,15 @@ def forked(folder, commands, *modules, **environment):
         os.makedirs(place, exist_ok=True)
     (folder / "commands.json").write_text(json.dumps(commands), encoding="utf-8")
     python, patience = ("-c", textwrap.dedent(FORKS)), PATIENCE + 10 * len(commands)
-    done = run(folder, TRAIN, str(folder / "commands.json"), *modules, python=python, patience=patience, **environment)
+    done = run(
+        folder,
+        TRAIN,
+        str(folder / "commands.json"),
+        *modules,
+        python=python,
+        patience=patience,
+        **environment,
+    )
     assert done.code == 0, done.err
     return [
         SimpleNamespace(
@@ -389,24 +550,44 @@ def test_a_mistake_is_answered_without_torch(early, typed, key, suggestion):
 @pytest.mark.parametrize(("typed", "key", "suggestion"), LATE, ids=[row[0] for row in LATE])
 def test_a_mistake_that_a_constructor_finds_is_answered_too(late, typed, key, suggestion):
     assert_answered(late[typed], key, suggestion)
-    assert all(line.startswith(("data ", "device ", "model ", "plan ")) for line in late[typed].out.splitlines())
+    assert all(
+        line.startswith(("data ", "device ", "model ", "plan "))
+        for line in late[typed].out.splitlines()
+    )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a POSIX shell closes streams by >&-")
-@pytest.mark.parametrize(("closed", "typed", "code"), [(">&-", "--help", 0), (">&- 2>&-", "seeed=1", 2)])
+@pytest.mark.parametrize(
+    ("closed", "typed", "code"), [(">&-", "--help", 0), (">&- 2>&-", "seeed=1", 2)]
+)
 def test_a_closed_stream_is_no_error(tmp_path, no_torch, closed, typed, code):
     command = f'"{sys.executable}" "{TRAIN}" {typed} {closed}'
     environment = ENVIRONMENT | {"PYTHONPATH": no_torch}
-    done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"") and listing(tmp_path) == []
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=environment, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"") and listing(
+        tmp_path
+    ) == []
 
 
 def test_help_has_every_group_and_every_key(tmp_path, no_torch):
-    asked = at_once(*(lambda flag=flag: run(tmp_path, flag, PYTHONPATH=no_torch) for flag in ("--help", "-h")))
-    assert [done.code for done in asked] == [0, 0] and asked[0].out == asked[1].out and asked[0].files == []
+    asked = at_once(
+        *(lambda flag=flag: run(tmp_path, flag, PYTHONPATH=no_torch) for flag in ("--help", "-h"))
+    )
+    assert (
+        [done.code for done in asked] == [0, 0]
+        and asked[0].out == asked[1].out
+        and asked[0].files == []
+    )
     text = asked[0].out
-    keys = [key for key in OmegaConf.load(CONFIGS / "train.yaml") if key not in ("defaults", "hydra")]
-    assert "task" in keys and [key for key in keys if not re.search(rf"^ *{key}:", text, re.MULTILINE)] == []
+    keys = [
+        key for key in OmegaConf.load(CONFIGS / "train.yaml") if key not in ("defaults", "hydra")
+    ]
+    assert (
+        "task" in keys
+        and [key for key in keys if not re.search(rf"^ *{key}:", text, re.MULTILINE)] == []
+    )
     for folder in {path.parent for path in CONFIGS.rglob("*/*.yaml")}:
         name = folder.relative_to(CONFIGS).as_posix()
         line = next(line for line in text.splitlines() if line.split()[:1] == [name])
@@ -433,7 +614,9 @@ def default(tmp_path_factory):
     """The default run, beside it the same with a name, whose modules are listed; then what is asked of them."""
     folder = tmp_path_factory.mktemp("default")
     wrapper = ("-c", textwrap.dedent(MODULES), str(folder / "modules.json"), TRAIN)
-    first, second = at_once(lambda: run(folder / "a"), lambda: run(folder / "b", "run_dir=again", python=wrapper))
+    first, second = at_once(
+        lambda: run(folder / "a"), lambda: run(folder / "b", "run_dir=again", python=wrapper)
+    )
     found = list((folder / "a" / "runs").iterdir())
     name = f"runs/{found[0].name}"
     before = {path.name: path.read_bytes() for path in found[0].iterdir() if path.is_file()}
@@ -441,7 +624,8 @@ def default(tmp_path_factory):
     never = run(folder / "a", f"run_dir={name}", "resume=never")
     after = {path.name: path.read_bytes() for path in found[0].iterdir() if path.is_file()}
     asked, continued = at_once(
-        lambda: run(folder / "a", "task=evaluate", f"run={name}"), lambda: run(folder / "b", "run_dir=again")
+        lambda: run(folder / "a", "task=evaluate", f"run={name}"),
+        lambda: run(folder / "b", "run_dir=again"),
     )
     return SimpleNamespace(**locals())
 
@@ -452,7 +636,9 @@ def test_the_default_run_learns_the_digits(default):
     [run_directory] = default.found
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-mlp-digits", run_directory.name)
     result = json.loads(default.before["result.json"])
-    assert result["test/acc"] >= 0.95 and result["best"]["name"] == "val/acc" and result["step"] == 200
+    assert (
+        result["test/acc"] >= 0.95 and result["best"]["name"] == "val/acc" and result["step"] == 200
+    )
     assert {
         "test/loss",
         "seconds",
@@ -475,15 +661,26 @@ def test_the_default_run_learns_the_digits(default):
     assert len(re.findall(r"^epoch +\d+/10 .* samples/s$", default.first.out, re.MULTILINE)) == 10
 
 
-RUN_FILES = {"checkpoints", "config.yaml", "metrics.jsonl", "model.safetensors", "model.md", "result.json"}
+RUN_FILES = {
+    "checkpoints",
+    "config.yaml",
+    "metrics.jsonl",
+    "model.safetensors",
+    "model.md",
+    "result.json",
+}
 RUN_FILES |= {"evaluation.json"}
 
 
 def test_the_run_directory(default):
     [folder] = default.found
     assert {path.name for path in folder.iterdir()} == RUN_FILES | {"report.html"}
-    assert [name for name in default.first.files if not name.startswith("runs")] == []  # and nothing beside it
-    assert default.second.code == 0 and all(name.startswith("again") for name in default.second.files)
+    assert [
+        name for name in default.first.files if not name.startswith("runs")
+    ] == []  # and nothing beside it
+    assert default.second.code == 0 and all(
+        name.startswith("again") for name in default.second.files
+    )
     found = checkpoint.files(folder / "checkpoints")
     best = json.loads(default.before["result.json"])["best"]["step"]
     assert set(found) == {200, 180, best} and {path.name for path in found.values()} == set(
@@ -505,9 +702,15 @@ def test_the_run_directory(default):
 def test_the_rows_of_the_metrics(default):
     found = rows(default.found[0])
     steps = [row["step"] for row in found]
-    assert steps == sorted(steps) and steps[-1] == 200 and all(row["epoch"] == row["step"] / 20 for row in found)
+    assert (
+        steps == sorted(steps)
+        and steps[-1] == 200
+        and all(row["epoch"] == row["step"] / 20 for row in found)
+    )
     assert [row["step"] for row in found if "val/acc" in row] == list(range(20, 201, 20))
-    assert [row["step"] for row in found if "train/loss" in row] == sorted({*range(20, 201, 20), 50, 100, 150, 200})
+    assert [row["step"] for row in found if "train/loss" in row] == sorted(
+        {*range(20, 201, 20), 50, 100, 150, 200}
+    )
     assert (
         sum(row.get("train/samples", 0) for row in found) == 10 * 1259
     )  # no sample is missing and none is there twice
@@ -521,7 +724,8 @@ def test_the_same_command_gives_the_same_numbers(default):
     """Also in another process, under another name, and beside another run."""
     assert rows(default.found[0]) == rows(default.folder / "b" / "again")
     first, second = (
-        checkpoint.newest(folder / "checkpoints")[1] for folder in (default.found[0], default.folder / "b" / "again")
+        checkpoint.newest(folder / "checkpoints")[1]
+        for folder in (default.found[0], default.folder / "b" / "again")
     )
     assert first["step"] == 200 and equal(first, second)
 
@@ -556,10 +760,15 @@ def test_evaluate_gives_the_same_numbers_to_the_last_digit(default):
 def test_a_finished_run_continues_to_the_same_result(default):
     """Nothing is left to train, so the result and the rows are what they were; only clocks and memory may differ."""
     assert (
-        default.continued.code == 0 and default.continued.err == "" and default.continued.files == default.second.files
+        default.continued.code == 0
+        and default.continued.err == ""
+        and default.continued.files == default.second.files
     )
     assert rows(default.folder / "b" / "again") == rows(default.found[0])
-    found, expected = read(default.folder / "b" / "again" / "result.json"), json.loads(default.before["result.json"])
+    found, expected = (
+        read(default.folder / "b" / "again" / "result.json"),
+        json.loads(default.before["result.json"]),
+    )
     volatile = (*rundir.MEASURED, "train/seconds", "samples_per_second", "memory_mib", "overrides")
     assert {key: value for key, value in found.items() if key not in volatile} == {
         key: value for key, value in expected.items() if key not in volatile
@@ -567,7 +776,11 @@ def test_a_finished_run_continues_to_the_same_result(default):
 
 
 def test_another_config_is_refused_with_the_differences(default):
-    assert default.other.code == 2 and len(default.other.err.splitlines()) <= 3 and "Traceback" not in default.other.err
+    assert (
+        default.other.code == 2
+        and len(default.other.err.splitlines()) <= 3
+        and "Traceback" not in default.other.err
+    )
     assert default.other.err.startswith(
         f"error: run_dir={default.name} holds a run with other settings: optimizer.lr=0.1 (was 0.003), seed=3 (was 0)."
     )
@@ -581,15 +794,25 @@ def test_differences_are_shown_as_they_are_typed():
             rundir.check_same("run_dir=a", before, {**before, **changed})
         return str(caught.value)
 
-    before = {"model": {"_target_": "models.mlp.MLP", "hidden": [3, 4], "dropout": 0.0}, "ema": 0.9, "epochs": 1}
+    before = {
+        "model": {"_target_": "stoker.models.mlp.MLP", "hidden": [3, 4], "dropout": 0.0},
+        "ema": 0.9,
+        "epochs": 1,
+    }
     first = refusal(model={**before["model"], "hidden": [3]}, ema=None).splitlines()[0]
     assert first.endswith("other settings: ema=null (was 0.9), model.hidden=[3] (was [3,4]).")
-    first, second = refusal(model={"_target_": "models.cnn.CNN", "channels": [8]}).splitlines()
-    assert first.endswith("other settings: model._target_=models.cnn.CNN (was models.mlp.MLP).")
+    first, second = refusal(
+        model={"_target_": "stoker.models.cnn.CNN", "channels": [8]}
+    ).splitlines()
+    assert first.endswith(
+        "other settings: model._target_=stoker.models.cnn.CNN (was stoker.models.mlp.MLP)."
+    )
     assert second.startswith("Type the settings it had")
     first, second = refusal(epochs=2).splitlines()
     assert first.endswith("other settings: epochs=2 (was 1).")
-    assert second.startswith("To train it longer, type another run_dir, and resume=FILE with a checkpoint of this one;")
+    assert second.startswith(
+        "To train it longer, type another run_dir, and resume=FILE with a checkpoint of this one;"
+    )
     assert second.endswith("; to begin anew in its place, resume=never overwrite=true.")
     assert second not in refusal(epochs=2, ema=None)
 
@@ -616,14 +839,18 @@ def test_evaluate_without_a_good_checkpoint_says_what_there_is(default, tmp_path
         path.write_bytes(path.read_bytes()[:-1])
     done = run(tmp_path, "task=evaluate", "run=run")
     first, second = done.err.splitlines()
-    assert done.code == 3 and re.fullmatch(r"error: None of the [23] checkpoints in run.checkpoints is good\.", first)
+    assert done.code == 3 and re.fullmatch(
+        r"error: None of the [23] checkpoints in run.checkpoints is good\.", first
+    )
     assert "model.safetensors" in second and "run_dir" not in second
 
 
 @pytest.mark.skipif(os.name != "posix", reason="ulimit is of POSIX")
 def test_a_limit_on_the_size_of_files_is_named(tmp_path):
     command = f'ulimit -f 1; exec "{sys.executable}" "{TRAIN}" epochs=1 run_dir=run'
-    done = subprocess.run(command, shell=True, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=False)
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=False
+    )
     assert done.returncode == 3 and b"ulimit -f" in done.stderr and b"Traceback" not in done.stderr
 
 
@@ -638,17 +865,30 @@ def sweep(tmp_path_factory):
 
 
 def test_a_sweep_ends_with_a_table_the_best_first_and_the_failed_last(sweep):
-    assert sweep.code == 2 and "Traceback" not in sweep.err  # two jobs failed, by the user's mistake
+    assert (
+        sweep.code == 2 and "Traceback" not in sweep.err
+    )  # two jobs failed, by the user's mistake
     assert sweep.err.splitlines() == ["error: seed=-1: give a whole number at least 0."] * 2
     lines = sweep.out.splitlines()
-    start = next(i for i, line in enumerate(lines) if re.match(r"jobs +n +val/acc +test/acc +seconds +settings", line))
+    start = next(
+        i
+        for i, line in enumerate(lines)
+        if re.match(r"jobs +n +val/acc +test/acc +seconds +settings", line)
+    )
     table = [re.split(" {2,}", line) for line in lines[start + 1 : start + 5]]
     assert [row[5] for row in table[:2]] == ["model=mlp", "model=linear"]
-    assert [row[:2] for row in table[2:]] == [["2", "failed"], ["5", "failed"]] and "seed=-1" in table[2][2]
+    assert [row[:2] for row in table[2:]] == [
+        ["2", "failed"],
+        ["5", "failed"],
+    ] and "seed=-1" in table[2][2]
     assert [line.split()[0] for line in lines[start + 5 :]] == ["best", "sweep", "go", "report"]
     assert lines[start + 5] == "best     python train.py model=mlp epochs=2"
     for job in map(str, range(6)):
-        left = {*RUN_FILES, "job.json", *["report.html"] * (f"report   {Path('all', job, 'report.html')}" in lines)}
+        left = {
+            *RUN_FILES,
+            "job.json",
+            *["report.html"] * (f"report   {Path('all', job, 'report.html')}" in lines),
+        }
         assert set(os.listdir(sweep.folder / job)) == ({"result.json"} if job in "25" else left)
     assert {path.name for path in sweep.folder.iterdir() if path.is_file()} == {
         "multirun.yaml",
@@ -667,7 +907,10 @@ def test_a_job_of_a_sweep_is_the_run_that_it_would_be_alone(sweep, tmp_path):
         if read(path)["overrides"][:2] == ["model=mlp", "seed=1"]
     ]
     assert rows(job) == rows(tmp_path / "alone")
-    assert equal(checkpoint.newest(job / "checkpoints")[1], checkpoint.newest(tmp_path / "alone" / "checkpoints")[1])
+    assert equal(
+        checkpoint.newest(job / "checkpoints")[1],
+        checkpoint.newest(tmp_path / "alone" / "checkpoints")[1],
+    )
 
 
 # Ctrl-C
@@ -690,8 +933,8 @@ def test_a_key_inside_a_list_and_keys_of_other_options_are_explained(tmp_path):
 
 PRESS = """
 import os, pathlib, signal
-from trainer import stopping
-from trainer.callbacks import Callback
+from stoker.trainer import stopping
+from stoker.trainer.callbacks import Callback
 
 class Press(Callback):
     def __init__(self, pressed):
@@ -703,8 +946,19 @@ class Press(Callback):
             signal.signal(signal.SIGINT, stopping.hear)  # a shell may have it ignored
             os.kill(os.getpid(), signal.SIGINT)
 """
-LONG = ("dataset=synthetic", "dataset.n=8000", "batch_size=128", "epochs=20", "log_every=15", "checkpoint.every=33")
-LONG += ("+callbacks.press._target_=press.Press", "+callbacks.press.pressed=pressed", "run_dir=here")
+LONG = (
+    "dataset=synthetic",
+    "dataset.n=8000",
+    "batch_size=128",
+    "epochs=20",
+    "log_every=15",
+    "checkpoint.every=33",
+)
+LONG += (
+    "+callbacks.press._target_=press.Press",
+    "+callbacks.press.pressed=pressed",
+    "run_dir=here",
+)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends itself a SIGINT")
@@ -732,11 +986,16 @@ def test_ctrl_c_and_the_same_command_again_end_where_the_whole_run_ends(tmp_path
         and not [name for name in cut.files if name.endswith(".part")]
     )
     assert cut.continued.code == 0 and f"continued at step {cut.at}" in cut.continued.out
-    first, second = (checkpoint.newest(tmp_path / name / "here" / "checkpoints")[1] for name in ("whole", "cut"))
+    first, second = (
+        checkpoint.newest(tmp_path / name / "here" / "checkpoints")[1] for name in ("whole", "cut")
+    )
     assert first["step"] == 20 * 50 and equal(first, second)
     assert rows(tmp_path / "whole" / "here") == rows(tmp_path / "cut" / "here")
     first, second = (read(tmp_path / name / "here" / "result.json") for name in ("whole", "cut"))
-    assert all(first[name] == second[name] for name in ("test/loss", "test/acc", "best", "val/loss", "step"))
+    assert all(
+        first[name] == second[name]
+        for name in ("test/loss", "test/acc", "best", "val/loss", "step")
+    )
 
 
 # every config
@@ -761,7 +1020,10 @@ def compose():
             del cfg["hydra"]
         return cfg
 
-    with hydra.initialize_config_dir(str(CONFIGS)), hydra.utils.execution_whitelist(cli.trusted(train.TRUSTED, [])):
+    with (
+        hydra.initialize_config_dir(str(CONFIGS)),
+        hydra.utils.execution_whitelist(cli.trusted(tasks.TRUSTED, [])),
+    ):
         yield composed
     HydraConfig.instance().cfg = None
 
@@ -781,11 +1043,13 @@ def trained(compose, tmp_path, *overrides):
         if cfg.dataset._target_.endswith(".synthetic"):
             cfg.dataset.n = 200
     cli.check_config(cfg)
-    with train.building(cfg) as (trainer, _, (train_loader, val_loader, test_loader)):
+    with tasks.building(cfg) as (trainer, _, (train_loader, val_loader, test_loader)):
         before = [p.detach().clone() for p in trainer.module.parameters()]
         trainer.fit(train_loader, val_loader)
         results = trainer.evaluate(test_loader, "test")
-        assert trainer.step == 2 and all(torch.isfinite(p).all() for p in trainer.module.parameters())
+        assert trainer.step == 2 and all(
+            torch.isfinite(p).all() for p in trainer.module.parameters()
+        )
         assert not all(map(torch.equal, before, trainer.module.parameters()))
         assert results["test/loss"] == results["test/loss"]  # not nan
         names = [type(callback).__name__ for callback in trainer.callbacks]
@@ -798,12 +1062,20 @@ def trained(compose, tmp_path, *overrides):
 
 
 def test_there_are_options_to_compose():
-    assert {"callbacks", "dataset", "loss", "model", "optimizer", "scheduler", "trainer"} <= GROUPS.keys() and len(
-        OPTIONS
-    ) > 20
+    assert {
+        "callbacks",
+        "dataset",
+        "loss",
+        "model",
+        "optimizer",
+        "scheduler",
+        "trainer",
+    } <= GROUPS.keys() and len(OPTIONS) > 20
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS])
+@pytest.mark.parametrize(
+    ("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS]
+)
 def test_every_option_composes(compose, group, option):
     if group == "sweep" and option != "grid":
         pytest.importorskip(option, reason=f"needs pip install -e '.[{option}]'")
@@ -835,15 +1107,24 @@ def test_every_model_trains(compose, tmp_path, model):
 @pytest.mark.parametrize("callbacks", GROUPS["callbacks"])
 def test_every_set_of_callbacks_trains(compose, tmp_path, monkeypatch, callbacks):
     if callbacks in ("tensorboard", "wandb", "mlflow"):
-        pytest.importorskip(callbacks, reason=f"{callbacks} is not installed: pip install -e '.[{callbacks}]'")
+        pytest.importorskip(
+            callbacks, reason=f"{callbacks} is not installed: pip install -e '.[{callbacks}]'"
+        )
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    trainer = trained(compose, tmp_path, f"callbacks={callbacks}", "ema=0.9", "patience=3", "max_minutes=5")
+    trainer = trained(
+        compose, tmp_path, f"callbacks={callbacks}", "ema=0.9", "patience=3", "max_minutes=5"
+    )
     assert (
-        trainer.callbacks[:6] == ["Progress", "TimeLimit", "EMA", "EarlyStopping", "JSONL", "NaNGuard"]
+        trainer.callbacks[:6]
+        == ["Progress", "TimeLimit", "EMA", "EarlyStopping", "JSONL", "NaNGuard"]
         and (tmp_path / "metrics.jsonl").is_file()
     )
-    for logger, left in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow.db")):
+    for logger, left in (
+        ("tensorboard", "tensorboard"),
+        ("wandb", "wandb"),
+        ("mlflow", "mlflow.db"),
+    ):
         assert (tmp_path / left).exists() == (callbacks == logger)
 
 
@@ -856,8 +1137,12 @@ def test_the_whitened_recipe_trains_on_other_images(compose, tmp_path, dataset):
 
 
 def test_several_sets_of_callbacks_are_a_list(compose, tmp_path):
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed: pip install -e '.[tensorboard]'")
-    trainer = trained(compose, tmp_path, "callbacks=[doctor,tensorboard]", "callbacks.doctor.every=7")
+    pytest.importorskip(
+        "tensorboard", reason="TensorBoard is not installed: pip install -e '.[tensorboard]'"
+    )
+    trainer = trained(
+        compose, tmp_path, "callbacks=[doctor,tensorboard]", "callbacks.doctor.every=7"
+    )
     assert trainer.callbacks == ["Progress", "JSONL", "NaNGuard", "Doctor", "TensorBoard", "Timing"]
 
 
@@ -869,7 +1154,8 @@ def test_callbacks_with_a_null_are_off(compose, tmp_path):
 def test_data_sets_of_numbers_train(compose, tmp_path, dataset):
     table = tmp_path / "table.csv"
     table.write_text(
-        "a,b,y\n" + "".join(f"{i},{i % 7},{'yes' if i % 3 else 'no'}\n" for i in range(120)), encoding="utf-8"
+        "a,b,y\n" + "".join(f"{i},{i % 7},{'yes' if i % 3 else 'no'}\n" for i in range(120)),
+        encoding="utf-8",
     )
     trained(
         compose,
@@ -888,10 +1174,14 @@ def nodes(config, name=""):
             yield from nodes(value, f"{name}.{key}")
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS])
+@pytest.mark.parametrize(
+    ("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS]
+)
 def test_the_keys_are_the_constructors_arguments(group, option):
     """All of them for what is ours; for torch's some of them. What the run itself hands over is not among them."""
-    config = OmegaConf.to_container(OmegaConf.load(CONFIGS / group / f"{option}.yaml"), resolve=False)
+    config = OmegaConf.to_container(
+        OmegaConf.load(CONFIGS / group / f"{option}.yaml"), resolve=False
+    )
     handed = {
         "dataset": {"trained"},
         "model": {"in_shape", "num_classes"},
@@ -905,7 +1195,9 @@ def test_the_keys_are_the_constructors_arguments(group, option):
     for _, node in nodes(config):
         target = hydra.utils.get_object(node["_target_"])
         arguments = set(inspect.signature(target).parameters) - handed
-        keys = {key for key in node if not key.startswith("_")} - (LOADING if group == "dataset" else set())
+        keys = {key for key in node if not key.startswith("_")} - (
+            LOADING if group == "dataset" else set()
+        )
         if node["_target_"].startswith("torch"):
             assert keys <= arguments
         else:

@@ -6,12 +6,11 @@ import sys
 from collections import Counter
 
 import torch
+from stoker.data.datasets import Data, TensorSplit
+from stoker.data.loader import DeviceLoader, HostLoader
+from stoker.trainer.callbacks import EMA, NaNGuard
+from stoker.trainer.trainer import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from data.datasets import Data, TensorSplit
-from data.loader import DeviceLoader, HostLoader
-from trainer.callbacks import EMA, NaNGuard
-from trainer.trainer import Trainer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -23,7 +22,9 @@ def batches(n):
 
 def trainer(optimizer=SGD, **settings):
     torch.manual_seed(0)
-    return Trainer(torch.nn.Linear(5, 3), torch.nn.CrossEntropyLoss(), optimizer, device="cpu", **settings)
+    return Trainer(
+        torch.nn.Linear(5, 3), torch.nn.CrossEntropyLoss(), optimizer, device="cpu", **settings
+    )
 
 
 def bare_loop(batches):
@@ -109,9 +110,13 @@ def test_the_device_is_asked_for_a_number_only_when_a_row_is_logged():
                 rows.append(row)
 
         with Operators() as operators:
-            trainer(optimizer, callbacks=[Rows(), EMA(0.9)], log_every=25, max_grad_norm=1.0).fit(batches(100))
+            trainer(optimizer, callbacks=[Rows(), EMA(0.9)], log_every=25, max_grad_norm=1.0).fit(
+                batches(100)
+            )
         assert len(rows) == 4
-        assert operators.counts["aten._local_scalar_dense.default"] == 2 * len(rows)  # the loss and the norm
+        assert operators.counts["aten._local_scalar_dense.default"] == 2 * len(
+            rows
+        )  # the loss and the norm
 
 
 class Counted(TensorSplit):

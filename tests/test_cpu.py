@@ -3,10 +3,9 @@
 import pytest
 import torch
 from conftest import make_model, make_trainer
-
-from trainer import cpu
-from trainer.callbacks import Callback
-from trainer.errors import UserError
+from stoker.trainer import cpu
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.errors import UserError
 
 
 @pytest.fixture
@@ -37,7 +36,9 @@ def threads_in_a_fit(model, batch_size, **settings):
 def test_a_small_step_of_dense_layers_has_one_thread_and_others_all(two_threads, monkeypatch):
     assert threads_in_a_fit(make_model(), 64) == {1}
     assert threads_in_a_fit(make_model(), 64, tune=["allocator"]) == {2}
-    images = torch.nn.Sequential(torch.nn.Unflatten(1, (1, 2, 3)), torch.nn.Conv2d(1, 3, (2, 3)), torch.nn.Flatten())
+    images = torch.nn.Sequential(
+        torch.nn.Unflatten(1, (1, 2, 3)), torch.nn.Conv2d(1, 3, (2, 3)), torch.nn.Flatten()
+    )
     assert threads_in_a_fit(images, 64) == {2}
     monkeypatch.setattr(cpu, "FEW", 1000)
     assert threads_in_a_fit(make_model(), 64) == {2}

@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from data import datasets, images, tables
-from data.datasets import Data, DatasetSplit, TensorSplit, split_indices
-from data.loader import HostLoader
-from trainer.errors import UserError
+from stoker.data import datasets, images, tables
+from stoker.data.datasets import Data, DatasetSplit, TensorSplit, split_indices
+from stoker.data.loader import HostLoader
+from stoker.trainer.errors import UserError
 
 ROOT = os.environ.get("DATA_ROOT", "")
 
@@ -23,7 +22,10 @@ def parts_of(data):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.integers(0, 40), min_size=1, max_size=6), st.floats(0, 0.45), st.floats(0, 0.45), st.integers(0, 2**60)
+    st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    st.floats(0, 0.45),
+    st.floats(0, 0.45),
+    st.integers(0, 2**60),
 )
 def test_splits_are_disjoint_complete_and_stratified(counts, val, test, seed):
     targets = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -32,7 +34,10 @@ def test_splits_are_disjoint_complete_and_stratified(counts, val, test, seed):
     try:
         parts = split_indices(targets, fractions, seed)
     except UserError as error:
-        assert f"{val:g} and {test:g}" in str(error) and max(counts) <= 1 / min([f for f in fractions if f] or [1]) + 2
+        assert (
+            f"{val:g} and {test:g}" in str(error)
+            and max(counts) <= 1 / min([f for f in fractions if f] or [1]) + 2
+        )
         return
     assert torch.cat(parts).sort().values.tolist() == list(range(len(targets)))
     assert all(part.tolist() == sorted(part.tolist()) for part in parts)
@@ -43,7 +48,10 @@ def test_splits_are_disjoint_complete_and_stratified(counts, val, test, seed):
             assert (got == 0) if fraction == 0 else abs(got - count * fraction) <= 1 + asked
             assert not (fraction and count > asked) or got >= 1
         assert count <= asked or (targets[parts[0]] == label).any()
-    assert all(torch.equal(a, b) for a, b in zip(parts, split_indices(targets, fractions, seed), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(parts, split_indices(targets, fractions, seed), strict=True)
+    )
 
 
 def test_split_of_a_number_and_of_other_seeds():
@@ -72,7 +80,9 @@ def test_digits():
         )
     assert abs(len(data.val) - 180) <= 5 and abs(len(data.test) - 359) <= 5
     pixels = torch.cat([part.inputs for part in parts_of(data)])
-    assert len({tuple(image.flatten().tolist()) for image in pixels}) == 1797  # no image twice, so none in two parts
+    assert (
+        len({tuple(image.flatten().tolist()) for image in pixels}) == 1797
+    )  # no image twice, so none in two parts
     assert pixels.max() == 255 and (pixels[0, 0, 0] * 16 / 255).round().frac().abs().max() == 0
     torch.testing.assert_close((pixels / 255).mean().item(), data.mean[0], atol=1e-4, rtol=0)
     torch.testing.assert_close((pixels / 255).std().item(), data.std[0], atol=1e-4, rtol=0)
@@ -97,7 +107,13 @@ def test_fractions_are_checked(options):
 
 
 @pytest.mark.parametrize(
-    "labels", [torch.tensor([0, 3]), torch.tensor([-1, 0]), torch.tensor([0.0, 1.0]), torch.tensor([[0], [1]])]
+    "labels",
+    [
+        torch.tensor([0, 3]),
+        torch.tensor([-1, 0]),
+        torch.tensor([0.0, 1.0]),
+        torch.tensor([[0], [1]]),
+    ],
 )
 def test_labels_are_checked(labels):
     with pytest.raises(UserError, match="mine"):
@@ -130,7 +146,12 @@ def test_a_torch_dataset_becomes_a_part(given):
     split = DatasetSplit(dataset, dataset.targets if given else None)
     assert dataset.read == (1 if given else 21)
     loaders = [
-        HostLoader(Data("pairs", part, part, None, (3, 2, 2), 5, mean=[0.5] * 3, std=[0.2] * 3), "train", 6, **options)
+        HostLoader(
+            Data("pairs", part, part, None, (3, 2, 2), 5, mean=[0.5] * 3, std=[0.2] * 3),
+            "train",
+            6,
+            **options,
+        )
         for part, options in ((split, {"workers": 2}), (TensorSplit(inputs, labels), {}))
     ]
     for epoch in zip(*loaders, strict=True):
@@ -162,8 +183,19 @@ def test_a_folder_of_torchvision_becomes_a_part(tmp_path):
             Image.new("RGB", (4, 4), (grey + i,) * 3).save(tmp_path / name / f"{i}.png")
     seen = folder(tmp_path, lambda image: torch.tensor(image.getpixel((0, 0))))
     _, val = torch.utils.data.random_split(seen, [4, 2], torch.Generator().manual_seed(0))
-    data = Data("photos", DatasetSplit(seen, seen.targets), DatasetSplit(val), None, (3,), 2, classes=seen.classes)
-    assert data.train[[5, 0]][0].tolist() == [[202] * 3, [20] * 3] and data.train.targets.tolist() == [0] * 3 + [1] * 3
+    data = Data(
+        "photos",
+        DatasetSplit(seen, seen.targets),
+        DatasetSplit(val),
+        None,
+        (3,),
+        2,
+        classes=seen.classes,
+    )
+    assert (
+        data.train[[5, 0]][0].tolist() == [[202] * 3, [20] * 3]
+        and data.train.targets.tolist() == [0] * 3 + [1] * 3
+    )
     assert (data.val[[0, 1]][0][:, 0] > 100).long().tolist() == data.val.targets.tolist()
 
 
@@ -175,10 +207,19 @@ def test_a_folder_of_torchvision_becomes_a_part(tmp_path):
             lambda inputs, labels: TensorSplit(inputs, labels.tolist()),
             "this TensorSplit has targets that are .* a list",
         ),
-        (lambda inputs, labels: TensorSplit(inputs, labels.numpy()), "this TensorSplit has targets .* a ndarray"),
-        (lambda inputs, labels: torch.utils.data.TensorDataset(inputs, labels), "this TensorDataset has no nbytes"),
+        (
+            lambda inputs, labels: TensorSplit(inputs, labels.numpy()),
+            "this TensorSplit has targets .* a ndarray",
+        ),
+        (
+            lambda inputs, labels: torch.utils.data.TensorDataset(inputs, labels),
+            "this TensorDataset has no nbytes",
+        ),
         (lambda inputs, labels: iter(labels), "this tuple_iterator has no __len__"),
-        (lambda inputs, labels: DatasetSplit(iter(labels)), "DatasetSplit: this .* or has no length"),
+        (
+            lambda inputs, labels: DatasetSplit(iter(labels)),
+            "DatasetSplit: this .* or has no length",
+        ),
         (lambda inputs, labels: DatasetSplit([]), "this list is empty"),
     ],
 )
@@ -214,7 +255,12 @@ def tensors():
     ("inputs", "targets", "kind", "words"),
     [
         (torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), "classification", "it is empty"),
-        (torch.zeros(5, 4), torch.tensor([0, 1] * 3), "classification", "there are 5 inputs and 6 targets"),
+        (
+            torch.zeros(5, 4),
+            torch.tensor([0, 1] * 3),
+            "classification",
+            "there are 5 inputs and 6 targets",
+        ),
         (
             torch.zeros(6, 3),
             torch.tensor([0, 1] * 3),
@@ -233,13 +279,26 @@ def tensors():
             "classification",
             r"\[1, 2\] is nan",
         ),
-        (torch.tensor([[0.0, 0, 0, -math.inf]] * 2), torch.tensor([0, 1]), "classification", r"inputs\[0, 3\] is -inf"),
-        (torch.zeros(3, 4), torch.tensor([[1.0], [2], [math.inf]]), "regression", r"targets\[2, 0\] is inf"),
+        (
+            torch.tensor([[0.0, 0, 0, -math.inf]] * 2),
+            torch.tensor([0, 1]),
+            "classification",
+            r"inputs\[0, 3\] is -inf",
+        ),
+        (
+            torch.zeros(3, 4),
+            torch.tensor([[1.0], [2], [math.inf]]),
+            "regression",
+            r"targets\[2, 0\] is inf",
+        ),
         (torch.zeros(3, 4), torch.zeros(4, 1), "regression", "there are 3 inputs and 4 targets"),
     ],
 )
 def test_parts_are_checked(part, inputs, targets, kind, words):
-    sound = {"classification": tensors(), "regression": TensorSplit(torch.zeros(8, 4), torch.zeros(8, 1))}[kind]
+    sound = {
+        "classification": tensors(),
+        "regression": TensorSplit(torch.zeros(8, 4), torch.zeros(8, 1)),
+    }[kind]
     parts = {"train": sound, "val": None, "test": None, part: TensorSplit(inputs, targets)}
     with pytest.raises(UserError, match=f"^mine, {part} part: .*{words}") as caught:
         Data("mine", **parts, in_shape=(4,), num_classes=3, kind=kind)
@@ -248,10 +307,15 @@ def test_parts_are_checked(part, inputs, targets, kind, words):
 
 def test_classes_are_checked():
     one = TensorSplit(torch.zeros(3, 4), torch.ones(3, dtype=torch.int64))
-    with pytest.raises(UserError, match="mine: all 3 training samples are of one class, 'dog'. There is nothing"):
+    with pytest.raises(
+        UserError, match="mine: all 3 training samples are of one class, 'dog'. There is nothing"
+    ):
         Data("mine", one, None, None, (4,), 3, classes=["cat", "dog", "owl"]).check_classes()
     more = TensorSplit(torch.zeros(3, 4), torch.tensor([0, 1, 2]))
-    with pytest.raises(UserError, match="the val part has the class 2, and the training part has not.\n.*split_seed"):
+    with pytest.raises(
+        UserError,
+        match="the val part has the class 2, and the training part has not.\n.*split_seed",
+    ):
         Data("mine", tensors(), more, None, (4,), 3).check_classes()
     Data("mine", more, one, tensors(), (4,), 9).check_classes()
     with pytest.raises(UserError, match="there is no training part"):
@@ -265,17 +329,24 @@ def test_constants_are_checked():
         datasets.digits(std=[0])
 
 
-@pytest.mark.skipif(not os.path.isdir(os.path.join(ROOT, "MNIST", "raw")), reason="DATA_ROOT holds no MNIST")
+@pytest.mark.skipif(
+    not os.path.isdir(os.path.join(ROOT, "MNIST", "raw")), reason="DATA_ROOT holds no MNIST"
+)
 def test_mnist_is_the_real_one():
     data = datasets.mnist(ROOT)
-    assert [abs(len(part) - n) <= 5 for part, n in zip(parts_of(data), (54000, 6000, 10000), strict=True)] == [True] * 3
+    assert [
+        abs(len(part) - n) <= 5
+        for part, n in zip(parts_of(data), (54000, 6000, 10000), strict=True)
+    ] == [True] * 3
     assert (
         data.in_shape == (1, 28, 28)
         and data.train.inputs.is_contiguous()
         and data.test.targets[:5].tolist() == [7, 2, 1, 0, 4]
     )
     assert len(data.train) + len(data.val) == 60000
-    torch.testing.assert_close(data.train.inputs.double().mean().item() / 255, data.mean[0], atol=5e-4, rtol=0)
+    torch.testing.assert_close(
+        data.train.inputs.double().mean().item() / 255, data.mean[0], atol=5e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100"])
@@ -334,9 +405,14 @@ def test_synthetic_can_be_learnt_by_least_squares(kind, in_shape):
         torch.uint8 if len(in_shape) == 3 else torch.float32
     )
     inputs = [
-        torch.cat([part.inputs.flatten(1).double(), torch.ones(len(part), 1)], 1) for part in (data.train, data.test)
+        torch.cat([part.inputs.flatten(1).double(), torch.ones(len(part), 1)], 1)
+        for part in (data.train, data.test)
     ]
-    targets = data.train.targets if kind == "regression" else torch.nn.functional.one_hot(data.train.targets, 4)
+    targets = (
+        data.train.targets
+        if kind == "regression"
+        else torch.nn.functional.one_hot(data.train.targets, 4)
+    )
     outputs = inputs[1] @ torch.linalg.lstsq(inputs[0], targets.double()).solution
     if kind == "regression":
         assert data.test.targets.dtype == torch.float32 and data.test.targets.shape == (300, 4)
@@ -344,15 +420,25 @@ def test_synthetic_can_be_learnt_by_least_squares(kind, in_shape):
     else:
         assert (outputs.argmax(1) == data.test.targets).double().mean() > 0.9
     again = datasets.synthetic(kind, 3000, in_shape, 4, noise=0.5)
-    assert torch.equal(again.test.inputs, data.test.inputs) and torch.equal(again.test.targets, data.test.targets)
+    assert torch.equal(again.test.inputs, data.test.inputs) and torch.equal(
+        again.test.targets, data.test.targets
+    )
     assert not torch.equal(
-        datasets.synthetic(kind, 3000, in_shape, 4, noise=0.5, split_seed=1).test.inputs, data.test.inputs
+        datasets.synthetic(kind, 3000, in_shape, 4, noise=0.5, split_seed=1).test.inputs,
+        data.test.inputs,
     )
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"kind": "cluster"}, {"n": 0}, {"num_classes": 1}, {"noise": -1}, {"in_shape": [3, 4]}, {"in_shape": [0]}],
+    [
+        {"kind": "cluster"},
+        {"n": 0},
+        {"num_classes": 1},
+        {"noise": -1},
+        {"in_shape": [3, 4]},
+        {"in_shape": [0]},
+    ],
 )
 def test_synthetic_mistakes_name_their_key(options):
     with pytest.raises(UserError, match=f"dataset.{next(iter(options))}"):
@@ -374,7 +460,9 @@ def test_every_config_is_its_constructor():
         for key in ("augment", "resident", "workers", "timeout", "root"):
             config.pop(key, None)
         parameters = {
-            name: p for name, p in inspect.signature(function).parameters.items() if name not in ("root", "trained")
+            name: p
+            for name, p in inspect.signature(function).parameters.items()
+            if name not in ("root", "trained")
         }
         assert set(config) == set(parameters)
         for key, value in config.items():

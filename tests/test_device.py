@@ -10,17 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from stoker.trainer import cpu
+from stoker.trainer import device as devices
+from stoker.trainer.errors import UserError
 from torch.nn.utils.rnn import pack_sequence
 
-from trainer import Trainer, cpu
-from trainer import device as devices
-from trainer.errors import UserError
+from stoker import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda")
 ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
 needs_no_accelerator = pytest.mark.skipif(
-    ACCELERATOR is not None, reason="this machine has an accelerator; without one every other device is absent"
+    ACCELERATOR is not None,
+    reason="this machine has an accelerator; without one every other device is absent",
 )
 
 
@@ -30,7 +32,11 @@ needs_no_accelerator = pytest.mark.skipif(
 def test_auto_is_the_best_that_is_there():
     there = devices.available()
     assert there[0] == "cpu" and there == list(dict.fromkeys(there))
-    assert devices.choose("auto").type == (ACCELERATOR.type if ACCELERATOR else "cpu") == devices.choose().type
+    assert (
+        devices.choose("auto").type
+        == (ACCELERATOR.type if ACCELERATOR else "cpu")
+        == devices.choose().type
+    )
     for name in there:
         assert devices.choose(name).type == name.partition(":")[0]
 
@@ -40,7 +46,9 @@ def test_cpu(name):
     assert devices.choose(name) == CPU
 
 
-@pytest.mark.parametrize("name", ["cud", "gpu", "cpu:x", "", "cuda:99", "meta", "vulkan", None, 7.5])
+@pytest.mark.parametrize(
+    "name", ["cud", "gpu", "cpu:x", "", "cuda:99", "meta", "vulkan", None, 7.5]
+)
 def test_a_device_that_is_not_there_says_what_is_and_what_to_type(name):
     with pytest.raises(UserError) as caught:
         devices.choose(name)
@@ -57,7 +65,10 @@ def test_a_device_that_is_not_there_says_what_is_and_what_to_type(name):
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:1", "mps", "xpu", "xpu:0", 0, 3])
 def test_on_a_machine_with_cpu_only(name):
     assert devices.available() == ["cpu"]
-    with pytest.raises(UserError, match=rf"^device={name}: this machine has cpu\. Type device=auto or device=cpu\.$"):
+    with pytest.raises(
+        UserError,
+        match=rf"^device={name}: this machine has cpu\. Type device=auto or device=cpu\.$",
+    ):
         devices.choose(name)
 
 
@@ -103,7 +114,11 @@ def test_precision_elsewhere():
     for device in (CPU, CUDA, torch.device("mps")):
         found = [devices.choose_precision(name, device) for name in ("fp32", "bf16", "fp16")]
         slow = "; slow on cpu" + ", bf16 is not" * cpu.has_bf16() if device == CPU else ""
-        assert found == [(None, "as asked"), (torch.bfloat16, "as asked"), (torch.float16, f"as asked{slow}")]
+        assert found == [
+            (None, "as asked"),
+            (torch.bfloat16, "as asked"),
+            (torch.float16, f"as asked{slow}"),
+        ]
     with pytest.raises(
         UserError,
         match=r"precision=bf6: .* Did you mean 'bf16'\?\nType precision= one of: auto, fp32, bf16, fp16",
@@ -111,7 +126,9 @@ def test_precision_elsewhere():
         devices.choose_precision("bf6", CPU)
 
 
-@pytest.mark.parametrize(("dtype", "enabled"), [(None, False), (torch.bfloat16, False), (torch.float16, True)])
+@pytest.mark.parametrize(
+    ("dtype", "enabled"), [(None, False), (torch.bfloat16, False), (torch.float16, True)]
+)
 def test_the_scaler_and_autocast_do_nothing_where_they_are_not_wanted(dtype, enabled):
     assert devices.grad_scaler(CPU, dtype).is_enabled() is enabled
     context = devices.autocast(CPU, dtype)
@@ -135,9 +152,18 @@ def test_mix_seed_is_a_known_hash():
 def test_mix_seed_separates_neighbours():
     seeds = {devices.mix_seed(seed, "step", step) for seed in range(60) for step in range(60)}
     assert len(seeds) == 3600 and all(0 <= seed < 2**63 for seed in seeds)
-    assert devices.mix_seed(1, 2) != devices.mix_seed(2, 1) != devices.mix_seed(12) != devices.mix_seed("1", 2)
-    assert devices.mix_seed(0, 1) != devices.mix_seed(1, 0) and devices.mix_seed(1, 23) != devices.mix_seed(12, 3)
-    differing = [(devices.mix_seed(0, i) ^ devices.mix_seed(0, i + 1)).bit_count() for i in range(200)]
+    assert (
+        devices.mix_seed(1, 2)
+        != devices.mix_seed(2, 1)
+        != devices.mix_seed(12)
+        != devices.mix_seed("1", 2)
+    )
+    assert devices.mix_seed(0, 1) != devices.mix_seed(1, 0) and devices.mix_seed(
+        1, 23
+    ) != devices.mix_seed(12, 3)
+    differing = [
+        (devices.mix_seed(0, i) ^ devices.mix_seed(0, i + 1)).bit_count() for i in range(200)
+    ]
     assert 27 < sum(differing) / 200 < 36  # half of 63 bits
 
 
@@ -149,9 +175,19 @@ def test_seed_generators_repeats_draws_and_touches_nothing_else():
     own = torch.Generator().manual_seed(5)
     before = random.getstate(), numpy.random.get_state()[1].tolist(), own.get_state()
     devices.seed_generators(CPU, 123)
-    first = torch.rand(5), torch.randn(3), torch.randperm(9), torch.nn.functional.dropout(torch.ones(20))
+    first = (
+        torch.rand(5),
+        torch.randn(3),
+        torch.randperm(9),
+        torch.nn.functional.dropout(torch.ones(20)),
+    )
     devices.seed_generators(CPU, 123)
-    second = torch.rand(5), torch.randn(3), torch.randperm(9), torch.nn.functional.dropout(torch.ones(20))
+    second = (
+        torch.rand(5),
+        torch.randn(3),
+        torch.randperm(9),
+        torch.nn.functional.dropout(torch.ones(20)),
+    )
     assert all(map(torch.equal, first, second))
     devices.seed_generators(CPU, 124)
     assert not torch.equal(torch.rand(5), first[0])
@@ -186,7 +222,13 @@ def test_move_moves_every_tensor_and_nothing_else():
     moved = devices.move(batch, META)
     assert all(
         tensor.device == META
-        for tensor in (moved["x"], moved["list"][0], moved["pair"].inputs, moved["tuple"][0], moved["packed"].data)
+        for tensor in (
+            moved["x"],
+            moved["list"][0],
+            moved["pair"].inputs,
+            moved["tuple"][0],
+            moved["packed"].data,
+        )
     )
     assert (
         moved["list"][1:] == [3, "text", None, thing]
@@ -195,7 +237,9 @@ def test_move_moves_every_tensor_and_nothing_else():
         and moved["pair"].name == "a"
     )
     assert moved["tuple"][0].dtype == torch.int64
-    assert batch["x"].device == CPU and batch["list"][0].device == CPU  # the batch itself stays where it was
+    assert (
+        batch["x"].device == CPU and batch["list"][0].device == CPU
+    )  # the batch itself stays where it was
 
 
 def test_move_to_where_it_is_copies_nothing():
@@ -210,7 +254,11 @@ def test_move_to_where_it_is_copies_nothing():
 def test_memory_is_plausible():
     import os
 
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**50
+    installed = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if hasattr(os, "sysconf")
+        else 2**50
+    )
     assert 2**20 < devices.free_memory(CPU) <= installed
     before = devices.peak_memory(CPU)
     block = torch.ones(2**25)  # 128 MiB, written
@@ -290,7 +338,9 @@ def test_explain_names_the_batch_entry():
     batch = {"x": [torch.ones(4, 3, device="meta")], "y": torch.zeros(4)}
     with pytest.raises(RuntimeError) as caught:
         net(batch["x"][0])
-    assert str(devices.explain(caught.value, net, batch, CPU)).endswith("but batch entry \"batch['x'][0]\" is on meta.")
+    assert str(devices.explain(caught.value, net, batch, CPU)).endswith(
+        "but batch entry \"batch['x'][0]\" is on meta."
+    )
 
 
 def test_explain_names_three_and_counts_the_rest():
@@ -299,9 +349,16 @@ def test_explain_names_three_and_counts_the_rest():
         wrong(net)
     batch = (torch.ones(4, 3, device="meta"), torch.zeros(4, device="meta"))
     text = str(
-        devices.explain(RuntimeError("Expected all tensors to be on the same device, but found two"), net, batch, CPU)
+        devices.explain(
+            RuntimeError("Expected all tensors to be on the same device, but found two"),
+            net,
+            batch,
+            CPU,
+        )
     )
-    assert all(part in text for part in WRONG) and text.endswith(", and 2 more.") and "\n" not in text
+    assert (
+        all(part in text for part in WRONG) and text.endswith(", and 2 more.") and "\n" not in text
+    )
 
 
 def test_explain_where_everything_is_in_its_place():
@@ -317,7 +374,12 @@ def test_explain_where_everything_is_in_its_place():
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("device"), RuntimeError("")]
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        ValueError("device"),
+        RuntimeError(""),
+    ],
 )
 def test_explain_leaves_other_errors_alone(error):
     assert devices.explain(error, Net(), None, CPU) is None
@@ -328,7 +390,9 @@ def loader():
 
 
 def trainer(net=None, kind=Trainer):
-    return kind(net or Net(), torch.nn.MSELoss(), functools.partial(torch.optim.SGD, lr=0.1), device="cpu")
+    return kind(
+        net or Net(), torch.nn.MSELoss(), functools.partial(torch.optim.SGD, lr=0.1), device="cpu"
+    )
 
 
 @pytest.mark.parametrize("doing", ["fit", "evaluate"])
@@ -367,9 +431,14 @@ def test_the_trainer_leaves_other_errors_alone(doing):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
 def test_what_is_left_alone_is_gone_at_the_end():
-    code = "import triton; from trainer import device; device.leave_imports()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")  # and not 27 lines of "nanobind: leaked 4 instances!"
+    code = "import triton; from stoker.trainer import device; device.leave_imports()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        0,
+        "",
+    )  # and not 27 lines of "nanobind: leaked 4 instances!"
 
 
 # the rules
@@ -377,7 +446,11 @@ def test_what_is_left_alone_is_gone_at_the_end():
 SOURCES = sorted(
     [
         ROOT / "train.py",
-        *(path for folder in ("trainer", "data", "models", "examples") for path in (ROOT / folder).rglob("*.py")),
+        *(
+            path
+            for folder in ("trainer", "data", "models", "examples")
+            for path in (ROOT / folder).rglob("*.py")
+        ),
     ]
 )
 
@@ -387,10 +460,15 @@ def docstrings(tree):
     owners = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.body
     ]
     first = [owner.body[0] for owner in owners]
-    return {id(node.value) for node in first if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    return {
+        id(node.value)
+        for node in first
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
 
 
 def backend_names(tree):
@@ -425,7 +503,13 @@ def backend_names(tree):
 
 def test_the_sources_are_all_looked_at():
     names = {path.relative_to(ROOT).as_posix() for path in SOURCES}
-    assert {"train.py", "trainer/trainer.py", "trainer/cli.py", "data/loader.py", "models/mlp.py"} <= names
+    assert {
+        "train.py",
+        "trainer/trainer.py",
+        "trainer/cli.py",
+        "data/loader.py",
+        "models/mlp.py",
+    } <= names
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -435,7 +519,9 @@ def test_only_device_py_knows_a_backend(path):
     assert (lines == []) != (path.name in ("device.py", "settings.py"))
 
 
-@pytest.mark.parametrize("source", ["x = 'cuda'", "torch.cuda.synchronize()", "x.cuda()", "f(device=f'cuda:{i}')"])
+@pytest.mark.parametrize(
+    "source", ["x = 'cuda'", "torch.cuda.synchronize()", "x.cuda()", "f(device=f'cuda:{i}')"]
+)
 def test_the_rule_sees_what_it_forbids(source):
     assert list(backend_names(ast.parse(source)))
 

@@ -15,17 +15,19 @@ import hydra
 import pytest
 from forks import Forks
 from PIL import Image
+from stoker.data import datasets
 
-from data import datasets
-from train import TASKS
-from trainer import cli
+from stoker.command import cli
+from stoker.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 BUILDERS = ("sphinx", "furo", "myst_parser")
 MISSING = [name for name in BUILDERS if importlib.util.find_spec(name) is None]
 AFTER = ROOT / "docs" / "after-training.md"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 def commands(text):
@@ -37,7 +39,9 @@ def commands(text):
 
 @pytest.fixture(scope="module")
 def forks():
-    forks = Forks(modules=("torch._dynamo", "torch.utils.flop_counter"))  # which each run would import anew
+    forks = Forks(
+        modules=("torch._dynamo", "torch.utils.flop_counter")
+    )  # which each run would import anew
     yield forks
     forks.close()
 
@@ -70,14 +74,24 @@ def site(tmp_path_factory):
 def test_the_reference_has_every_module_and_what_has_a_docstring_there(site):
     _, contents = site.joinpath("objects.inv").read_bytes().split(b"using zlib.\n")
     known = {line.split()[0] for line in zlib.decompress(contents).decode().splitlines()}
-    for file in sorted(file for folder in ("trainer", "data", "models") for file in (ROOT / folder).glob("[!_]*.py")):
+    for file in sorted(
+        file
+        for folder in ("trainer", "data", "models")
+        for file in (ROOT / folder).glob("[!_]*.py")
+    ):
         module = f"{file.parent.name}.{file.stem}"
         assert module in known, f"docs/api/ lacks .. automodule:: {module}"
         nodes = ast.parse(file.read_text(encoding="utf-8")).body
         nodes = [
-            node for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
+            node
+            for node in nodes
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
         ]
-        assert [node.name for node in nodes if node.name[0] != "_" and f"{module}.{node.name}" not in known] == []
+        assert [
+            node.name
+            for node in nodes
+            if node.name[0] != "_" and f"{module}.{node.name}" not in known
+        ] == []
 
 
 def test_the_site_needs_no_network_and_can_be_searched(site):
@@ -89,7 +103,9 @@ def test_the_site_needs_no_network_and_can_be_searched(site):
         assert loaded, page
         assert [url for url in loaded if "//" in url] == [], page
     for style in site.rglob("*.css"):
-        assert not re.search(r"url\(['\"]?(https?:)?//|@import", style.read_text(encoding="utf-8")), style
+        assert not re.search(
+            r"url\(['\"]?(https?:)?//|@import", style.read_text(encoding="utf-8")
+        ), style
     index = (site / "searchindex.js").read_text(encoding="utf-8")
     assert index.startswith("Search.setIndex(")
     for page in DOCS:
@@ -99,15 +115,27 @@ def test_the_site_needs_no_network_and_can_be_searched(site):
 def test_the_page_of_settings_has_every_file_of_the_configs():
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     shown = re.findall(r"^```{literalinclude} \.\./(configs/.*)$", page, re.MULTILINE)
-    assert sorted(shown) == sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("configs/**/*.yaml"))
+    assert sorted(shown) == sorted(
+        path.relative_to(ROOT).as_posix() for path in ROOT.glob("configs/**/*.yaml")
+    )
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_pages_and_a_search_open_from_the_disk_without_an_error(site, tmp_path):
     options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-    options += " --disable-component-update --enable-logging=stderr --virtual-time-budget=3000 --dump-dom"
-    for page, wanted in (("index.html", "<h1>Stoker"), ("search.html?q=EarlyStopping", "callbacks.EarlyStopping")):
-        command = [CHROMIUM, *options.split(), f"--user-data-dir={tmp_path / page[:3]}", f"file://{site}/{page}"]
+    options += (
+        " --disable-component-update --enable-logging=stderr --virtual-time-budget=3000 --dump-dom"
+    )
+    for page, wanted in (
+        ("index.html", "<h1>Stoker"),
+        ("search.html?q=EarlyStopping", "callbacks.EarlyStopping"),
+    ):
+        command = [
+            CHROMIUM,
+            *options.split(),
+            f"--user-data-dir={tmp_path / page[:3]}",
+            f"file://{site}/{page}",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert wanted in done.stdout
         assert "CONSOLE" not in done.stderr
@@ -121,8 +149,13 @@ def test_each_command_of_a_page_is_understood(page, monkeypatch):
         if command[0] == "train.py" and "--help" not in command:
             cli.check_typed(ROOT / "configs", command[1:])
             # Of a sweep one job, without what starts the jobs.
-            words = [re.sub(r"^([\w.]+=[\w.-]+),.*", r"\1", word) if "-m" in command else word for word in command[1:]]
-            words = [word for word in words if not re.match(r"-m$|sweep|hydra|.*=(tag|choice)\(", word)]
+            words = [
+                re.sub(r"^([\w.]+=[\w.-]+),.*", r"\1", word) if "-m" in command else word
+                for word in command[1:]
+            ]
+            words = [
+                word for word in words if not re.match(r"-m$|sweep|hydra|.*=(tag|choice)\(", word)
+            ]
             with hydra.initialize_config_dir(str(ROOT / "configs")):
                 config = hydra.compose("train", overrides=cli.of_the_run(words))
             assert config.task in TASKS
@@ -130,12 +163,18 @@ def test_each_command_of_a_page_is_understood(page, monkeypatch):
 
 def python_of(page):
     """The blocks of Python of a page, one after the other, as somebody who reads it would type them."""
-    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
+    return "\n".join(
+        re.findall(
+            r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        )
+    )
 
 
 def run_python(code, folder):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -182,7 +221,10 @@ def test_the_first_run_prints_the_lines_that_the_first_page_shows(forks, tmp_pat
     page = (ROOT / "docs" / "first-five-minutes.md").read_text(encoding="utf-8")
     shown = re.search(r"^data .*?^report .*?\n", page, re.DOTALL | re.MULTILINE)[0]
     done = forks.run(tmp_path, "run_dir=runs/mine")
-    kinds = [{line.split()[0] for line in text.splitlines()} - {"...", "speed"} for text in (shown, done.out)]
+    kinds = [
+        {line.split()[0] for line in text.splitlines()} - {"...", "speed"}
+        for text in (shown, done.out)
+    ]
     assert kinds[0] == kinds[1]
     slip = re.search(r"^\$ python train\.py (.*)\n(error: .*\n.*)$", page, re.MULTILINE)
     assert forks.run(tmp_path, *slip[1].split()).err.strip() == slip[2]

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from stoker.data import datasets
+from stoker.data.loader import DeviceLoader, make_loaders
+from stoker.models.cnn import CNN
+from stoker.models.mlp import MLP
+from stoker.trainer import graph, schedules
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.errors import UserError
 from torch import nn
 
-from data import datasets
-from data.loader import DeviceLoader, make_loaders
-from models.cnn import CNN
-from models.mlp import MLP
-from trainer import graph, schedules
-from trainer.callbacks import Callback
-from trainer.doctor import Doctor, findings
-from trainer.errors import UserError
+from stoker.diagnostics.doctor import Doctor, findings
 
 
 def examined(model, lr=1e-2, optimizer=torch.optim.AdamW, every=5, **settings):
@@ -46,11 +46,21 @@ def test_a_layer_that_is_dead_is_named(caplog, capsys):
     model = three_layers()
     nn.init.constant_(model[2].bias, -1000.0)
     doctor = examined(model, optimizer=torch.optim.SGD)
-    assert doctor.said == {"dead": ["0", "2", "4"], "saturated": ["3"]}  # in front of it and behind it nothing arrives
+    assert doctor.said == {
+        "dead": ["0", "2", "4"],
+        "saturated": ["3"],
+    }  # in front of it and behind it nothing arrives
     dead, saturated = caplog.messages  # and not again at each of the samples after it
-    assert dead.startswith("doctor: dead, at step 3: 0 (no gradient in 16 of 16 units), 2 (no gradient in 16 of 16")
-    assert saturated.startswith("doctor: saturated, at step 3: 3 (100% of its outputs).\nPut a norm in front")
-    assert capsys.readouterr().out == "doctor   3 weights in 24 of 24 steps: dead in 3; saturated in 1\n"
+    assert dead.startswith(
+        "doctor: dead, at step 3: 0 (no gradient in 16 of 16 units), 2 (no gradient in 16 of 16"
+    )
+    assert saturated.startswith(
+        "doctor: saturated, at step 3: 3 (100% of its outputs).\nPut a norm in front"
+    )
+    assert (
+        capsys.readouterr().out
+        == "doctor   3 weights in 24 of 24 steps: dead in 3; saturated in 1\n"
+    )
 
 
 class Functional(nn.Module):
@@ -91,7 +101,9 @@ def test_the_ends_of_a_schedule_are_no_small_updates():
 
 def test_gradients_vanish_in_fifty_sigmoid_layers_and_are_there_in_fifty_with_norms(caplog):
     def deep(*between):
-        middle = [layer for _ in range(50) for layer in (nn.Linear(16, 16), *(make() for make in between))]
+        middle = [
+            layer for _ in range(50) for layer in (nn.Linear(16, 16), *(make() for make in between))
+        ]
         return nn.Sequential(nn.Linear(6, 16), *middle, nn.Linear(16, 3))
 
     doctor = examined(deep(nn.Sigmoid), 1e-3, every=50)
@@ -126,13 +138,20 @@ def test_healthy_trainings_on_the_digits_get_no_warning(make, capsys, caplog):
     model = make(data.in_shape, data.num_classes)
     cosine = functools.partial(schedules.cosine, warmup=0.05)
     optimizer = functools.partial(torch.optim.AdamW, lr=3e-3)
-    trainer = make_trainer(model, optimizer=optimizer, scheduler=cosine, callbacks=[doctor], epochs=5)
+    trainer = make_trainer(
+        model, optimizer=optimizer, scheduler=cosine, callbacks=[doctor], epochs=5
+    )
     trainer.fit(train, val)
     assert not doctor.said and not caplog.messages
-    assert f"doctor   {3 if make is MLP else 4} weights in 23 of 100 steps: nothing" in capsys.readouterr().out
+    assert (
+        f"doctor   {3 if make is MLP else 4} weights in 23 of 100 steps: nothing"
+        in capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize("settings", [{}, {"grad_accum_steps": 3}, {"max_grad_norm": 0.5}, {"eval_every": 2}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"grad_accum_steps": 3}, {"max_grad_norm": 0.5}, {"eval_every": 2}]
+)
 def test_it_changes_nothing_and_leaves_nothing(settings):
     def fitted(*callbacks):
         data = make_data()
@@ -142,7 +161,9 @@ def test_it_changes_nothing_and_leaves_nothing(settings):
         return trainer
 
     with_it, without = fitted(Doctor(every=1)), fitted()
-    assert_same(with_it.state_dict() | {"callbacks": None}, without.state_dict() | {"callbacks": None})
+    assert_same(
+        with_it.state_dict() | {"callbacks": None}, without.state_dict() | {"callbacks": None}
+    )
     for part in [*with_it.module.modules(), *with_it.module.parameters()]:
         assert not getattr(part, "_forward_hooks", None)
         assert not getattr(part, "_post_accumulate_grad_hooks", None)
@@ -168,7 +189,11 @@ def test_sizes_are_those_of_the_step():
     loss = nn.functional.cross_entropy(batch[0] @ before.requires_grad_().T, batch[1])
     (gradient,) = torch.autograd.grad(loss, before)
     doctor = Doctor()
-    settings = {"scheduler": functools.partial(schedules.cosine, warmup=4), "max_steps": 8, "epochs": None}
+    settings = {
+        "scheduler": functools.partial(schedules.cosine, warmup=4),
+        "max_steps": 8,
+        "epochs": None,
+    }
     optimizer = functools.partial(torch.optim.SGD, lr=0.25)
     trainer = make_trainer(model, optimizer=optimizer, callbacks=[doctor, Stop(1)], **settings)
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # as fp16 has one
@@ -176,13 +201,17 @@ def test_sizes_are_those_of_the_step():
     size = (gradient.norm() / before.norm()).item()
     [sample] = doctor.samples
     assert sample.gradients["0"] == pytest.approx(size, rel=1e-5)
-    assert sample.updates["0"] == pytest.approx(0.25 / 5 * size, rel=1e-4)  # four steps of warmup come first
+    assert sample.updates["0"] == pytest.approx(
+        0.25 / 5 * size, rel=1e-4
+    )  # four steps of warmup come first
     assert sample.at_full_rate["0"] == pytest.approx(0.25 * size, rel=1e-4)
 
 
 def test_steps_that_the_scaler_skips_are_no_samples():
     doctor = Doctor(every=1)
-    trainer = make_trainer(loss=lambda *given: 100 * nn.functional.cross_entropy(*given), callbacks=[doctor, Stop(6)])
+    trainer = make_trainer(
+        loss=lambda *given: 100 * nn.functional.cross_entropy(*given), callbacks=[doctor, Stop(6)]
+    )
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-127)
     trainer.fit(DeviceLoader(make_data(), "train", 8))
     assert doctor.count == 5 and doctor.said == {}
@@ -200,7 +229,12 @@ def test_steps_in_between_have_no_hooks():
     assert [step for step, looked in seen if looked] == [1, 2, 3, *range(10, 201, 10)]
     seen.clear()
     make_trainer(callbacks=[Watch(every=10)], epochs=15).fit(DeviceLoader(make_data(), "train", 8))
-    assert [step for step, looked in seen if looked] == [1, 2, 3, *range(6, 121, 6)]  # of few steps more are looked at
+    assert [step for step, looked in seen if looked] == [
+        1,
+        2,
+        3,
+        *range(6, 121, 6),
+    ]  # of few steps more are looked at
 
 
 def test_what_cannot_be_looked_into_is_refused():
@@ -208,9 +242,13 @@ def test_what_cannot_be_looked_into_is_refused():
         trainer = SimpleNamespace(strategy=strategy, execute=execute, step=0)
         Doctor().on_fit_start(trainer)
 
-    with pytest.raises(UserError, match="callbacks=doctor: strategy=fsdp has no whole layers.*\nType strategy=ddp"):
+    with pytest.raises(
+        UserError, match="callbacks=doctor: strategy=fsdp has no whole layers.*\nType strategy=ddp"
+    ):
         begin("fsdp", graph.eagerly)
-    with pytest.raises(UserError, match="a graph's steps cannot be looked into. Type compile=false"):
+    with pytest.raises(
+        UserError, match="a graph's steps cannot be looked into. Type compile=false"
+    ):
         begin("single", graph.Captured(None, None))
     with pytest.raises(UserError, match="callbacks.doctor.every=0: give a whole number at least 1"):
         Doctor(every=0)

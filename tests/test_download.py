@@ -14,10 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-
-from data import datasets, download
-from data.download import File, Source
-from trainer.errors import TrainingError, UserError
+from stoker.data import datasets, download
+from stoker.data.download import File, Source
+from stoker.trainer.errors import TrainingError, UserError
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,9 @@ def serve(certificate=None):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
         server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    ).start()
     server.url = f"http{'s' * (certificate is not None)}://127.0.0.1:{server.server_port}/"
     return server
 
@@ -77,12 +78,17 @@ def sha256(content):
 
 
 def everything(folder):
-    return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): path.is_file() and path.read_bytes()
+        for path in folder.rglob("*")
+    }
 
 
 def idx(tensor):
     return (
-        bytes((0, 0, 8, tensor.ndim)) + b"".join(n.to_bytes(4, "big") for n in tensor.shape) + bytes(tensor.flatten())
+        bytes((0, 0, 8, tensor.ndim))
+        + b"".join(n.to_bytes(4, "big") for n in tensor.shape)
+        + bytes(tensor.flatten())
     )
 
 
@@ -93,7 +99,10 @@ def small_mnist(server, monkeypatch):
     for part, n in (("train", 60), ("t10k", 20)):
         images = torch.randint(256, (n, 28, 28), generator=generator, dtype=torch.uint8)
         labels = (torch.arange(n) % 10).to(torch.uint8)
-        for name, tensor in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+        for name, tensor in (
+            (f"{part}-images-idx3-ubyte", images),
+            (f"{part}-labels-idx1-ubyte", labels),
+        ):
             contents[name] = idx(tensor)
             packed = gzip.compress(contents[name])
             server.files[f"{name}.gz"] = packed
@@ -111,13 +120,19 @@ def test_what_is_missing_is_fetched_and_read(small_mnist, server, tmp_path, caps
     assert bytes(data.test.inputs.flatten().tolist()) == small_mnist["t10k-images-idx3-ubyte"][16:]
     there = everything(tmp_path / "data" / "MNIST" / "raw")
     assert there == small_mnist and len(server.asked) == 4
-    assert capsys.readouterr().out.startswith(f"download {server.url}train-images-idx3-ubyte.gz (0.0 MB)\n")
+    assert capsys.readouterr().out.startswith(
+        f"download {server.url}train-images-idx3-ubyte.gz (0.0 MB)\n"
+    )
     datasets.mnist(str(tmp_path / "data"), download=True)
     assert len(server.asked) == 4  # nothing is fetched that is there
     torchvision = pytest.importorskip("torchvision")
-    assert torch.equal(torchvision.datasets.MNIST(tmp_path / "data", train=False).data, data.test.inputs.squeeze(1))
+    assert torch.equal(
+        torchvision.datasets.MNIST(tmp_path / "data", train=False).data, data.test.inputs.squeeze(1)
+    )
     (tmp_path / "data" / "MNIST" / "raw" / "train-labels-idx1-ubyte").write_bytes(b"damaged")
-    with pytest.raises(UserError, match=r"cannot be read .*no IDX file.*\n.*download=true to fetch it again"):
+    with pytest.raises(
+        UserError, match=r"cannot be read .*no IDX file.*\n.*download=true to fetch it again"
+    ):
         datasets.mnist(str(tmp_path / "data"))
     datasets.mnist(str(tmp_path / "data"), download=True)
     assert everything(tmp_path / "data" / "MNIST" / "raw") == small_mnist
@@ -198,7 +213,11 @@ def test_what_is_not_the_file_leaves_nothing(name, server, tmp_path, monkeypatch
     with pytest.raises(UserError, match=words) as caught:
         download.fetch("mnist", tmp_path)
     message = str(caught.value)
-    assert message.count("\n") == 1 and message.replace("\n", "").isprintable() and "dataset.root=DIR" in message
+    assert (
+        message.count("\n") == 1
+        and message.replace("\n", "").isprintable()
+        and "dataset.root=DIR" in message
+    )
     assert everything(tmp_path) == {"sub": False} and not plain.asked
     plain.shutdown()
     plain.server_close()
@@ -242,7 +261,11 @@ def link(name, target, kind=tarfile.SYMTYPE):
     return member(name, type=kind, linkname=target)
 
 
-GOOD = [member("batches", type=tarfile.DIRTYPE), member("batches/data_1", b"one"), member("batches/meta", b"two")]
+GOOD = [
+    member("batches", type=tarfile.DIRTYPE),
+    member("batches/data_1", b"one"),
+    member("batches/meta", b"two"),
+]
 HOSTILE = {
     "..": [member("batches/../out", b"x")],
     "../..": [member("../../out", b"x")],
@@ -288,7 +311,12 @@ def fetch_archive(server, tmp_path, monkeypatch):
 
 
 def test_an_archive_is_unpacked(fetch_archive, tmp_path):
-    expected = {"root": False, "root/batches": False, "root/batches/data_1": b"one", "root/batches/meta": b"two"}
+    expected = {
+        "root": False,
+        "root/batches": False,
+        "root/batches/data_1": b"one",
+        "root/batches/meta": b"two",
+    }
     fetch_archive(archive(GOOD))
     assert everything(tmp_path) == expected
     (tmp_path / "root/batches/meta").write_bytes(b"damaged")

@@ -11,11 +11,17 @@ import torch
 from conftest import assert_same, make_data
 from forks import Forks
 from PIL import Image
+from stoker.data import datasets
+from stoker.data.loader import make_loaders
+from stoker.models.linear import Linear
+from stoker.models.mlp import MLP
+from stoker.trainer import checkpoint
+from stoker.trainer.callbacks import Callback, Checkpoint
+from stoker.trainer.errors import UserError
+from stoker.trainer.metrics import MSE
 from test_docs import commands
 from torch.nn.functional import cross_entropy
 
-from data import datasets
-from data.loader import make_loaders
 from examples.autoencoder import Autoencoder, AutoencoderTrainer
 from examples.distillation import Distiller
 from examples.finetune import FineTuned, FineTuner, Thaw
@@ -27,20 +33,19 @@ from examples.own_metric import BalancedAccuracy
 from examples.own_trainer import RDrop
 from examples.regression import rows
 from examples.rnn import RowReader
-from models.linear import Linear
-from models.mlp import MLP
-from trainer import Trainer, checkpoint
-from trainer.callbacks import Callback, Checkpoint
-from trainer.errors import UserError
-from trainer.metrics import MSE
+from stoker import Trainer
 
 FILES = sorted(Path(__file__).parents[1].glob("examples/[!_]*.py"))
-COMMANDS = [(file.stem, command) for file in FILES for command in commands(file.read_text(encoding="utf-8"))]
+COMMANDS = [
+    (file.stem, command) for file in FILES for command in commands(file.read_text(encoding="utf-8"))
+]
 
 
 @pytest.fixture(scope="module")
 def forks():
-    forks = Forks(modules=("torch._dynamo", "torch.utils.flop_counter"))  # which each run would import anew
+    forks = Forks(
+        modules=("torch._dynamo", "torch.utils.flop_counter")
+    )  # which each run would import anew
     yield forks
     forks.close()
 
@@ -54,38 +59,55 @@ def test_each_example_is_short_and_shows_its_command(file):
 
 def expected(file, number):
     """(name, value) of "Expect test/acc 0.978 and 0.722" for the command of this number; None where nothing is said."""
-    found = re.search(r"^Expect (test/\w+) ([\d.]+)(?: and ([\d.]+))?", file.read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(
+        r"^Expect (test/\w+) ([\d.]+)(?: and ([\d.]+))?",
+        file.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     return found and (found[1], float(found[3] if number and found[3] else found[2]))
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.stem != "finetune"], ids=lambda file: file.name)
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if file.stem != "finetune"], ids=lambda file: file.name
+)
 def test_its_commands_come_to_what_it_says(file, forks, tmp_path):
     for number, command in enumerate(commands(file.read_text(encoding="utf-8"))):
         if command[0] == "-m":
             done = forks.run(tmp_path, *command[2:], script=file)
-            assert done.code in (0, 99), done.err  # 99: it came to its end, and left the exit to the fork
+            assert done.code in (0, 99), (
+                done.err
+            )  # 99: it came to its end, and left the exit to the fork
             continue
         own = [word for word in command if word.startswith("run_dir=")] or [f"run_dir=run{number}"]
         done = forks.run(tmp_path, *command[1:], *own, "report=false")
         assert done.code == 0, done.err
         if own == [f"run_dir=run{number}"]:
             name, value = expected(file, number)
-            result = json.loads((tmp_path / f"run{number}" / "result.json").read_text(encoding="utf-8"))
+            result = json.loads(
+                (tmp_path / f"run{number}" / "result.json").read_text(encoding="utf-8")
+            )
             if file.stem == "gan":  # of which no two machines have the same
                 assert result[name] < 2 * value and result["best"]["step"] > 0.7 * result["steps"]
                 continue
             tolerance = 0.035 if name.endswith(("acc", "balanced")) else 0.1 * value
             assert abs(result[name] - value) <= tolerance
             card = (tmp_path / f"run{number}" / "model.md").read_text(encoding="utf-8")
-            assert ("Outputs: what the model itself gives" in card) == (file.stem in ("autoencoder", "multilabel"))
+            assert ("Outputs: what the model itself gives" in card) == (
+                file.stem in ("autoencoder", "multilabel")
+            )
             if file.stem in ("multilabel", "own_data", "own_metric"):  # as the run's last line says
                 again = forks.run(tmp_path, "task=evaluate", f"run=run{number}")
-                assert again.code == 0 and f"{name.removeprefix('test/')} {result[name]!r}" in again.out, again.err
+                assert (
+                    again.code == 0
+                    and f"{name.removeprefix('test/')} {result[name]!r}" in again.out
+                ), again.err
 
 
 def test_outputs_that_nobody_has_looked_at_are_not_taken_for_scores(forks, tmp_path):
     """Without a test part, nor the look at the validation part that a report wants."""
-    [command] = commands(next(file for file in FILES if file.stem == "autoencoder").read_text(encoding="utf-8"))
+    [command] = commands(
+        next(file for file in FILES if file.stem == "autoencoder").read_text(encoding="utf-8")
+    )
     for own, model in ((command[1:], "autoencoder"), (["model=linear"], "linear")):
         job = [*own, "dataset.test_fraction=0", "max_steps=2", f"run_dir={model}", "report=false"]
         assert forks.run(tmp_path, *job).code == 0
@@ -104,12 +126,17 @@ def fitted(kind, model, **settings):
 
 def test_the_autoencoder_learns_its_inputs_and_not_their_labels():
     build = functools.partial(Autoencoder, (1, 8, 8))
-    trainer, test_loader = fitted(AutoencoderTrainer, build, loss=torch.nn.MSELoss(), metrics={"mse": MSE()}, epochs=4)
+    trainer, test_loader = fitted(
+        AutoencoderTrainer, build, loss=torch.nn.MSELoss(), metrics={"mse": MSE()}, epochs=4
+    )
     images = torch.cat([inputs for inputs, _ in test_loader])
     results = trainer.evaluate(test_loader, "test")
     rebuilt = trainer.predict(test_loader)
     torch.testing.assert_close(
-        results["test/loss"], torch.nn.functional.mse_loss(rebuilt, images).item(), rtol=1e-5, atol=0
+        results["test/loss"],
+        torch.nn.functional.mse_loss(rebuilt, images).item(),
+        rtol=1e-5,
+        atol=0,
     )
     torch.testing.assert_close(results["test/mse"], results["test/loss"], rtol=1e-5, atol=0)
     assert results["test/loss"] < 0.3 * images.var().item()  # far better than the mean image
@@ -117,14 +144,18 @@ def test_the_autoencoder_learns_its_inputs_and_not_their_labels():
 
 def test_the_gan_steps_both_its_optimizers_and_resumes_exactly(tmp_path):
     build = functools.partial(GAN, (1, 8, 8))
-    whole, _ = fitted(GANTrainer, build, max_steps=30, callbacks=[Checkpoint(tmp_path, every=10, keep=9)])
+    whole, _ = fitted(
+        GANTrainer, build, max_steps=30, callbacks=[Checkpoint(tmp_path, every=10, keep=9)]
+    )
     state = checkpoint.load(tmp_path / "step_00000010.ckpt")
     assert {int(moment["step"]) for moment in state["judge_optimizer"]["state"].values()} == {10}
     assert {int(moment["step"]) for moment in state["optimizer"]["state"].values()} == {10}
 
     (train_loader, val_loader, _), _ = make_loaders(datasets.digits(), batch_size=64)
     torch.manual_seed(1)  # other weights, which the checkpoint has to replace
-    continued = GANTrainer(build(), optimizer=functools.partial(torch.optim.AdamW, lr=3e-3), device="cpu", max_steps=30)
+    continued = GANTrainer(
+        build(), optimizer=functools.partial(torch.optim.AdamW, lr=3e-3), device="cpu", max_steps=30
+    )
     continued.fit(train_loader, val_loader, resume=tmp_path / "step_00000010.ckpt")
     for name in ("model", "optimizer", "judge_optimizer", "scheduler"):
         assert_same(continued.state_dict()[name], whole.state_dict()[name], name)
@@ -136,8 +167,15 @@ def test_a_rate_that_follows_the_validation_is_that_of_a_run_that_was_stopped(tm
     def trainer(*callbacks):
         torch.manual_seed(0)
         optimizer = functools.partial(torch.optim.AdamW, lr=0.1)
-        own = {"loss": torch.nn.CrossEntropyLoss(), "optimizer": optimizer, "epochs": 12, "device": "cpu"}
-        return Trainer(MLP((6,), 3, hidden=[32]), callbacks=[Plateau(patience=2), *callbacks], **own)
+        own = {
+            "loss": torch.nn.CrossEntropyLoss(),
+            "optimizer": optimizer,
+            "epochs": 12,
+            "device": "cpu",
+        }
+        return Trainer(
+            MLP((6,), 3, hidden=[32]), callbacks=[Plateau(patience=2), *callbacks], **own
+        )
 
     (train, val, _), _ = make_loaders(make_data(), batch_size=20)
     whole = trainer(Checkpoint(tmp_path, keep=99))
@@ -172,7 +210,9 @@ def test_the_balanced_accuracy_is_the_mean_recall_of_the_classes_that_are_there(
     for part in (slice(0, 7), slice(7, 40)):
         metric.update(outputs[part], targets[part])
     recalls = [(outputs.argmax(1)[targets == c] == c).double().mean() for c in range(4)]
-    torch.testing.assert_close(metric.compute().double(), torch.stack(recalls).mean(), atol=1e-7, rtol=0)
+    torch.testing.assert_close(
+        metric.compute().double(), torch.stack(recalls).mean(), atol=1e-7, rtol=0
+    )
 
 
 def test_two_passes_without_dropout_agree_and_those_with_it_do_not():
@@ -189,20 +229,28 @@ def test_two_passes_without_dropout_agree_and_those_with_it_do_not():
     p, q = trainer.model(batch[0].repeat(2, 1)).chunk(2)
     wanted = (loss(p, batch[1]) + loss(q, batch[1])) / 2
     logs = p.log_softmax(1), q.log_softmax(1)
-    wanted += ((logs[0].exp() - logs[1].exp()) * (logs[0] - logs[1])).sum(1).mean()  # alpha / 2 times both directions
+    wanted += (
+        ((logs[0].exp() - logs[1].exp()) * (logs[0] - logs[1])).sum(1).mean()
+    )  # alpha / 2 times both directions
     torch.testing.assert_close(total, wanted)
     trainer.model.eval()
-    torch.testing.assert_close(trainer.compute_loss(batch)[0], loss(trainer.model(batch[0]), batch[1]))
+    torch.testing.assert_close(
+        trainer.compute_loss(batch)[0], loss(trainer.model(batch[0]), batch[1])
+    )
 
 
 def test_a_student_learns_from_the_teachers_scores_and_is_tested_without_a_teacher(monkeypatch):
     teacher, loss, given = Linear((6,), 3), torch.nn.CrossEntropyLoss(), []
     monkeypatch.setattr(
-        "trainer.load", lambda *where: given.append(where) or SimpleNamespace(module=teacher), raising=False
+        "stoker.load",
+        lambda *where: given.append(where) or SimpleNamespace(module=teacher),
+        raising=False,
     )
     (train, val, _), _ = make_loaders(make_data(), batch_size=60)
     settings = {"loss": loss, "device": "cpu", "share": 0.25, "temperature": 3.0}
-    student = Distiller(MLP((6,), 3, hidden=[]), teacher="runs/teacher", optimizer=torch.optim.SGD, **settings)
+    student = Distiller(
+        MLP((6,), 3, hidden=[]), teacher="runs/teacher", optimizer=torch.optim.SGD, **settings
+    )
     student.fit(train, val)
     assert given == [("runs/teacher", torch.device("cpu"))]
     batch = inputs, targets = torch.randn(20, 6), torch.arange(20) % 3
@@ -227,14 +275,19 @@ def test_mixup_is_the_loss_of_both_labels_by_their_shares():
         with torch.no_grad():
             own, other = trainer.model(images), trainer.model(images.roll(1, 0))
         a = ((outputs - other) * (own - other)).sum() / (own - other).square().sum()
-        torch.testing.assert_close(mixed, a * loss(outputs, labels) + (1 - a) * loss(outputs, labels.roll(1, 0)))
+        torch.testing.assert_close(
+            mixed, a * loss(outputs, labels) + (1 - a) * loss(outputs, labels.roll(1, 0))
+        )
         shares.append(a.item())
     assert len({round(a, 4) for a in shares}) == 3
     assert 0 <= min(shares) <= max(shares) <= 1
 
 
 def test_the_row_reader_is_torchs_gru_and_follows_its_inputs_to_another_device():
-    model, images = RowReader((2, 5, 3), 4, width=8).double(), torch.randn(6, 2, 5, 3, dtype=torch.float64)
+    model, images = (
+        RowReader((2, 5, 3), 4, width=8).double(),
+        torch.randn(6, 2, 5, 3, dtype=torch.float64),
+    )
     gru = torch.nn.GRU(6, 8, batch_first=True).double()
     gru.load_state_dict({f"{name}_l0": weight for name, weight in model.cell.state_dict().items()})
     _, last = gru(images.transpose(1, 2).reshape(6, 5, 6))
@@ -260,13 +313,19 @@ def test_fine_tuning_leaves_the_body_alone_for_an_epoch_and_then_trains_it_slowl
 
     class Watch(Callback):
         def on_step_end(self, trainer):
-            seen.append({name: tensor.clone() for name, tensor in trainer.module.state_dict().items()})
+            seen.append(
+                {name: tensor.clone() for name, tensor in trainer.module.state_dict().items()}
+            )
 
     settings = {"loss": torch.nn.CrossEntropyLoss(), "max_steps": 22, "body_rate": 0.01}
-    fitted(FineTuner, lambda: FineTuned(tiny_resnet(), 10), callbacks=[Thaw(1), Watch()], **settings)
+    fitted(
+        FineTuner, lambda: FineTuned(tiny_resnet(), 10), callbacks=[Thaw(1), Watch()], **settings
+    )
     first, at_thaw, last = seen[0], seen[19], seen[-1]
     body, head = ([name for name in first if name.startswith(part)] for part in ("body", "head"))
-    assert all(torch.equal(first[name], at_thaw[name]) for name in body)  # BatchNorm's statistics included
+    assert all(
+        torch.equal(first[name], at_thaw[name]) for name in body
+    )  # BatchNorm's statistics included
     assert not any(torch.equal(first[name], at_thaw[name]) for name in head)
     assert not any(torch.equal(last[name], at_thaw[name]) for name in (*body, *head))
     # AdamW moves a weight by its rate in its first step: 0.01 of that of the head.
@@ -286,6 +345,8 @@ def test_the_command_for_fine_tuning_takes_a_folder_of_images(forks, tmp_path):
     body = "+model.body._target_=torchvision.models."
     other[f"{body}resnet18"] = f"{body}shufflenet_v2_x0_5"
     assert set(other) < set(command)
-    done = forks.run(tmp_path, *[other.get(word, word) for word in command[1:]], "batch_size=10", "report=false")
+    done = forks.run(
+        tmp_path, *[other.get(word, word) for word in command[1:]], "batch_size=10", "report=false"
+    )
     assert done.code == 0, done.err
     assert "epoch 2/2" in done.out

@@ -8,19 +8,19 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
+from stoker.data import tables
+from stoker.data.datasets import Data, TensorSplit
+from stoker.models.cnn import CNN
+from stoker.models.linear import Linear
+from stoker.models.mlp import MLP
+from stoker.models.resnet import ResNet
+from stoker.models.whitened_cnn import WhitenedCNN
+from stoker.trainer.errors import TrainingError, UserError
 
-from data import tables
-from data.datasets import Data, TensorSplit
 from examples.gan import GAN
 from examples.rnn import RowReader
-from models.cnn import CNN
-from models.linear import Linear
-from models.mlp import MLP
-from models.resnet import ResNet
-from models.whitened_cnn import WhitenedCNN
-from trainer import card, exporting
-from trainer.errors import TrainingError, UserError
-from trainer.inference import Trained
+from stoker.runs import card, exporting
+from stoker.runs.inference import Trained
 
 MODELS = {
     "linear": Linear,
@@ -29,9 +29,13 @@ MODELS = {
     "resnet": lambda *shapes: ResNet(*shapes, widths=(4, 8), blocks=(1, 1)),
     "whitened_cnn": lambda *shapes: WhitenedCNN(*shapes, widths=(4, 8)),
 }
-NEEDED = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+NEEDED = [
+    name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None
+]
 FORMATS = [
-    pytest.param("onnx", marks=pytest.mark.skipif(bool(NEEDED), reason=f"needs {NEEDED}: the extra onnx")),
+    pytest.param(
+        "onnx", marks=pytest.mark.skipif(bool(NEEDED), reason=f"needs {NEEDED}: the extra onnx")
+    ),
     "torch_export",
     "safetensors",
 ]
@@ -40,10 +44,11 @@ FORMATS = [
 @pytest.fixture
 def run(tmp_path):
     """A run directory, as far as a card looks into it."""
-    config = "model: {_target_: models.mlp.MLP}\ndataset: {_target_: data.datasets.digits, root: /home/me/secret}\n"
+    config = "model: {_target_: stoker.models.mlp.MLP}\ndataset: {_target_: stoker.data.datasets.digits, root: /home/me/secret}\n"
     (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
     (tmp_path / "result.json").write_text(
-        '{"test/acc": 0.5, "steps": 9, "best": {"name": "val/acc", "step": 7, "value": 0.25}}', encoding="utf-8"
+        '{"test/acc": 0.5, "steps": 9, "best": {"name": "val/acc", "step": 7, "value": 0.25}}',
+        encoding="utf-8",
     )
     return tmp_path
 
@@ -100,7 +105,9 @@ def test_an_exported_model_computes_what_the_model_does(run, name, form):
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_model_of_a_table_takes_its_columns_as_they_are(run, form):
     kinds = ("a", '"b, c"', "d")
-    rows = "".join(f"{1e6 + i % 7},{kinds[i % 3]},{'' if i % 9 == 0 else i},{5e5 + 3 * i}\n" for i in range(60))
+    rows = "".join(
+        f"{1e6 + i % 7},{kinds[i % 3]},{'' if i % 9 == 0 else i},{5e5 + 3 * i}\n" for i in range(60)
+    )
     (run / "t.csv").write_text(f"large,kind,gaps,y\n{rows}", encoding="utf-8")
     about = tables.csv(str(run / "t.csv"), "y", missing="mean").description()
     model = Trained(MLP((5,), 1, hidden=(8,)), about).eval().requires_grad_(False)
@@ -115,11 +122,21 @@ def test_the_model_of_a_table_takes_its_columns_as_they_are(run, form):
         assert "(N, 1) numbers of y, which are (value - " in text
         assert "kind (0 or 1 for each of a, 'b, c', d); gaps (value - " in text
     else:
-        assert "large; kind (0 or 1 for each of a, 'b, c', d); gaps. Numbers are as in the table;" in text
-        assert "a number that is missing is nan, and a category that is missing, or another one, is 0 for each" in text
+        assert (
+            "large; kind (0 or 1 for each of a, 'b, c', d); gaps. Numbers are as in the table;"
+            in text
+        )
+        assert (
+            "a number that is missing is nan, and a category that is missing, or another one, is 0 for each"
+            in text
+        )
         assert "`outputs` of shape (N, 1), numbers of y in the data's own units" in text
     other, whose = exporting.samples(about, {"path": str(run / "not_here.csv")})
-    assert other.shape == (64, 5) and whose == "64 generated samples" and (other[:, 1:4].sum(1) == 1).all()
+    assert (
+        other.shape == (64, 5)
+        and whose == "64 generated samples"
+        and (other[:, 1:4].sum(1) == 1).all()
+    )
 
 
 def test_the_example_of_a_card_runs(run, capsys, monkeypatch):
@@ -132,12 +149,18 @@ def test_the_example_of_a_card_runs(run, capsys, monkeypatch):
     pixels = exporting.generated(model.about)[:1]
     Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save("image.png")
     for form in exporting.FILES:
-        path, *_ = exporting.export(model, run, form, exporting.generated(model.about), "noise", exporting.FILES[form])
+        path, *_ = exporting.export(
+            model, run, form, exporting.generated(model.about), "noise", exporting.FILES[form]
+        )
         text = (run / f"{path.name}.md").read_text(encoding="utf-8")
         [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        assert (f"\n```\n{model.module}\n```\n" in text) == (form == "safetensors")  # else they are inside
+        assert (f"\n```\n{model.module}\n```\n" in text) == (
+            form == "safetensors"
+        )  # else they are inside
         exported = r"- Exported: \d{4}-\d\d-\d\d, the weights of step 7, with python \S+, torch \S+"
-        assert re.search(exported + (r", onnx \S+, onnxscript \S+\n" if form == "onnx" else "\n"), text)
+        assert re.search(
+            exported + (r", onnx \S+, onnxscript \S+\n" if form == "onnx" else "\n"), text
+        )
         assert "resized to 9x9 (height x width), bilinear and not cropped\n" in text
         assert len(code.splitlines()) <= 10 and "secret" not in text and "acc 0.5000" in text
         exec(code, {})
@@ -162,7 +185,8 @@ def test_the_card_of_the_weights_says_what_its_modules_take():
         about = Data("noise", part, None, None, (2, 4, 4), 3, **norms).description()
         assert f"{says}\n- Outputs" in card.facts(about)
         mean, std = (
-            torch.tensor(norms.get(key, default)).view(-1, 1, 1) for key, default in (("mean", 0.0), ("std", 1.0))
+            torch.tensor(norms.get(key, default)).view(-1, 1, 1)
+            for key, default in (("mean", 0.0), ("std", 1.0))
         )
         expected = (inputs / 255 - mean) / std if dtype == torch.uint8 else inputs.to(dtype)
         torch.testing.assert_close(Trained(torch.nn.Identity(), about)(inputs.to(dtype)), expected)
@@ -186,7 +210,11 @@ class Pair(Picture):
 
 def test_the_card_of_unusual_outputs_says_what_they_are(run):
     for make, form, says in (
-        (Picture, "torch_export", "`outputs` of shape (N, 3, 9, 5), as the model itself gives them"),
+        (
+            Picture,
+            "torch_export",
+            "`outputs` of shape (N, 3, 9, 5), as the model itself gives them",
+        ),
         (Picture, "safetensors", "Outputs: what the model itself gives"),
         (Pair, "safetensors", "Outputs: what the model itself gives"),
     ):
@@ -195,7 +223,8 @@ def test_the_card_of_unusual_outputs_says_what_they_are(run):
         text = path.with_name(f"{path.name}.md").read_text(encoding="utf-8")
         assert says in text and "Classes" not in text and "argmax" not in text
     with pytest.raises(
-        UserError, match=r"(?s)it gives a tuple, and an exported one gives a tensor.*format=safetensors"
+        UserError,
+        match=r"(?s)it gives a tuple, and an exported one gives a tensor.*format=safetensors",
     ):
         exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
 
@@ -212,7 +241,9 @@ def test_a_model_that_draws_is_exported_where_it_draws_the_same(run, form):
     model = trained(lambda in_shape, _: GAN(in_shape))
     inputs = exporting.generated(model.about)
     if form == "onnx":
-        with pytest.raises(UserError, match=r"draws random numbers.*others\.\nType format=safetensors"):
+        with pytest.raises(
+            UserError, match=r"draws random numbers.*others\.\nType format=safetensors"
+        ):
             exporting.export(model, run, form, inputs, "noise")
         assert list((run / "export").iterdir()) == []
         return
@@ -264,7 +295,9 @@ class Unsteady(Linear):
 
 def test_a_model_that_is_another_one_when_exported_is_noticed_and_nothing_is_left(run):
     model = trained(Other)
-    with pytest.raises(TrainingError, match=r"differ by 1 from PyTorch's on noise.*Nothing was written"):
+    with pytest.raises(
+        TrainingError, match=r"differ by 1 from PyTorch's on noise.*Nothing was written"
+    ):
         exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
     assert list((run / "export").iterdir()) == []
 
@@ -272,7 +305,9 @@ def test_a_model_that_is_another_one_when_exported_is_noticed_and_nothing_is_lef
 def test_a_model_that_cannot_be_exported_is_the_users_error(run, capfd):
     for make, says in ((Unsteady, ""), (Fixed, "write x.shape.0. in place of len")):
         model = trained(make)
-        with pytest.raises(UserError, match=rf"(?s)cannot be exported.*{says}.*Type format=safetensors"):
+        with pytest.raises(
+            UserError, match=rf"(?s)cannot be exported.*{says}.*Type format=safetensors"
+        ):
             exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
     assert capfd.readouterr() == ("", "")
     assert list((run / "export").iterdir()) == []
@@ -293,7 +328,10 @@ def test_formats_and_what_they_need(monkeypatch):
     with pytest.raises(UserError, match="Did you mean 'onnx'"):
         exporting.check("onx")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"(?s)needs onnx and onnxscript and onnxruntime.*pip install -e '\.\[onnx\]'"):
+    with pytest.raises(
+        UserError,
+        match=r"(?s)needs onnx and onnxscript and onnxruntime.*pip install -e '\.\[onnx\]'",
+    ):
         exporting.check("onnx")
     exporting.check("torch_export")
 
@@ -302,6 +340,10 @@ def test_differences_are_measured_on_each_size_of_batch():
     model = trained(Linear)
     inputs = exporting.generated(model.about)
     worse = {1: 0.0, 3: 0.25, 64: float("nan")}
-    assert numpy.isnan(exporting.compare(model, lambda batch: model(batch) + worse[len(batch)], inputs)[0])
+    assert numpy.isnan(
+        exporting.compare(model, lambda batch: model(batch) + worse[len(batch)], inputs)[0]
+    )
     worse[64] = 0.0
-    assert exporting.compare(model, lambda batch: model(batch) + worse[len(batch)], inputs)[0] == pytest.approx(0.25)
+    assert exporting.compare(model, lambda batch: model(batch) + worse[len(batch)], inputs)[
+        0
+    ] == pytest.approx(0.25)

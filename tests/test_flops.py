@@ -1,9 +1,9 @@
 import torch
+from stoker.models.cnn import CNN
+from stoker.trainer.trainer import Trainer
 from torch import nn
 
-from models.cnn import CNN
-from trainer import flops
-from trainer.trainer import Trainer
+from stoker.diagnostics import flops
 
 
 def test_the_flops_of_linear_layers_are_two_for_each_weight_and_product():
@@ -27,10 +27,16 @@ def test_the_flops_of_a_convolution_are_those_of_its_windows():
 
 def test_counting_changes_nothing_in_the_model():
     model = CNN((1, 8, 8), 10).eval()
-    before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    before = {
+        name: (id(tensor), tensor.clone())
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
     assert flops.per_sample(model, (1, 8, 8)) > 0
     after = model.state_dict(keep_vars=True)
-    assert all(id(after[name]) == was and torch.equal(after[name], value) for name, (was, value) in before.items())
+    assert all(
+        id(after[name]) == was and torch.equal(after[name], value)
+        for name, (was, value) in before.items()
+    )
     assert not model.training
     assert all(parameter.grad is None for parameter in model.parameters())
 

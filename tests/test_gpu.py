@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from stoker.data.loader import DeviceLoader, HostLoader
+from stoker.trainer import checkpoint, optimizers
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint
+from stoker.trainer.device import choose, move
+from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.trainer import Trainer
 
-from data.loader import DeviceLoader, HostLoader
-from trainer import checkpoint, optimizers
-from trainer.callbacks import EMA, Callback, Checkpoint
-from trainer.device import choose, move
-from trainer.errors import TrainingError, UserError
-from trainer.timing import Timing
-from trainer.trainer import Trainer
+from stoker.diagnostics.timing import Timing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -27,7 +27,9 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 def loaders(kind=DeviceLoader, batch_size=8, device="cuda", **options):
     data = make_data(**options)
-    return kind(data, "train", batch_size, shuffle=True, device=device), kind(data, "val", 7, device=device)
+    return kind(data, "train", batch_size, shuffle=True, device=device), kind(
+        data, "val", 7, device=device
+    )
 
 
 def test_auto_is_the_gpu_and_everything_is_on_it():
@@ -70,7 +72,9 @@ def test_pinned_batches_move_without_waiting_and_arrive_whole():
 
 
 def test_streamed_batches_are_resident_batches_on_the_gpu():
-    resident, streamed = (list(loaders(kind)[0]) for kind in (DeviceLoader, functools.partial(HostLoader, workers=2)))
+    resident, streamed = (
+        list(loaders(kind)[0]) for kind in (DeviceLoader, functools.partial(HostLoader, workers=2))
+    )
     assert_same(streamed, resident)
     assert resident[0][0].is_cuda
     assert loaders(HostLoader)[0].loader.pin_memory
@@ -85,7 +89,12 @@ def test_no_step_waits_for_the_gpu(precision):
             torch.cuda.set_sync_debug_mode("error" if 2 <= trainer.step < 18 else "default")
 
     trainer = make_trainer(
-        device="cuda", precision=precision, max_steps=20, log_every=1000, grad_accum_steps=2, max_grad_norm=1.0
+        device="cuda",
+        precision=precision,
+        max_steps=20,
+        log_every=1000,
+        grad_accum_steps=2,
+        max_grad_norm=1.0,
     )
     trainer.callbacks = [EMA(0.9), Guard()]
     train_loader, _ = loaders(train=200)  # 25 steps an epoch: the guard sees one epoch
@@ -101,10 +110,19 @@ def test_captured_steps_are_eager_steps_to_the_bit(precision):
     """With dropout, clipping, micro-batches, EMA, a schedule and a ragged last batch in each epoch."""
     results = []
     for compile in (False, "graph"):
-        settings = {"max_grad_norm": 0.5, "grad_accum_steps": 2, "deterministic": True, "precision": precision}
+        settings = {
+            "max_grad_norm": 0.5,
+            "grad_accum_steps": 2,
+            "deterministic": True,
+            "precision": precision,
+        }
         model = make_model(dropout=0.3)
-        trainer = make_trainer(model, device="cuda", compile=compile, callbacks=[EMA(0.9)], **settings)
-        optimizers.make_capturable(trainer.optimizer, trainer.device)  # on both sides: the rate as a float32 tensor
+        trainer = make_trainer(
+            model, device="cuda", compile=compile, callbacks=[EMA(0.9)], **settings
+        )
+        optimizers.make_capturable(
+            trainer.optimizer, trainer.device
+        )  # on both sides: the rate as a float32 tensor
         trainer.fit(*loaders())
         results.append(copy.deepcopy(trainer.state_dict()))
     assert len(trainer.execute.graphs) == 2
@@ -148,7 +166,11 @@ def test_a_resume_is_bit_identical_with_deterministic_kernels(tmp_path):
     def trainer(folder):
         callbacks = [EMA(0.9), Checkpoint(folder, every=10, keep=9)]
         return make_trainer(
-            make_model(dropout=0.5), device="cuda", deterministic=True, callbacks=callbacks, precision="bf16"
+            make_model(dropout=0.5),
+            device="cuda",
+            deterministic=True,
+            callbacks=callbacks,
+            precision="bf16",
         )
 
     whole, continued = trainer(tmp_path / "a"), trainer(tmp_path / "b")
@@ -220,7 +242,10 @@ def test_the_split_of_time_is_the_gpu_s_own_and_not_that_of_the_queue(wait, leas
     model = Heavy(64, 3)
     model.register_buffer("large", torch.ones(8192, 8192))
     optimizer, timing = functools.partial(torch.optim.SGD, lr=0.1), Timing()
-    loss, more = torch.nn.CrossEntropyLoss(), {"device": "cuda", "precision": "fp32", "callbacks": [timing]}
+    loss, more = (
+        torch.nn.CrossEntropyLoss(),
+        {"device": "cuda", "precision": "fp32", "callbacks": [timing]},
+    )
     trainer = Trainer(model, loss, optimizer, **more)
     trainer.fit(Slow())
     took = timing.took
@@ -232,13 +257,34 @@ def test_the_split_of_time_is_the_gpu_s_own_and_not_that_of_the_queue(wait, leas
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_gpus_train_what_one_does(tmp_path, strategy):
     """With NCCL, the statistics of BatchNorm over both, accumulation, clipping, EMA, and an exact resume."""
-    job = ["model=cnn", "model.channels=[8,16]", "dataset=synthetic", "dataset.in_shape=[1,8,8]", "device=cuda"]
-    job += ["precision=fp32", "deterministic=true", "optimizer=sgd", "batch_size=30", "max_steps=24", "eval_every=10"]
-    job += ["max_grad_norm=1", "ema=0.9", "checkpoint.every=12", "checkpoint.keep=9", "dataset.n=400"]
+    job = [
+        "model=cnn",
+        "model.channels=[8,16]",
+        "dataset=synthetic",
+        "dataset.in_shape=[1,8,8]",
+        "device=cuda",
+    ]
+    job += [
+        "precision=fp32",
+        "deterministic=true",
+        "optimizer=sgd",
+        "batch_size=30",
+        "max_steps=24",
+        "eval_every=10",
+    ]
+    job += [
+        "max_grad_norm=1",
+        "ema=0.9",
+        "checkpoint.every=12",
+        "checkpoint.keep=9",
+        "dataset.n=400",
+    ]
 
     def train(name, *command):
         command = [*command, str(TRAIN), f"run_dir={tmp_path / name}", *job]
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr
         return checkpoint.load(checkpoint.path_of(tmp_path / name / "checkpoints", 24))
 

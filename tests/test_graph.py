@@ -6,14 +6,15 @@ import functools
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from stoker.data.loader import DeviceLoader
+from stoker.trainer import batch as batches
+from stoker.trainer import device as devices
+from stoker.trainer import graph, optimizers
+from stoker.trainer.callbacks import EMA, Callback
+from stoker.trainer.errors import UserError
 
-from data.loader import DeviceLoader
-from trainer import Trainer, graph, optimizers
-from trainer import batch as batches
-from trainer import device as devices
-from trainer.callbacks import EMA, Callback
-from trainer.errors import UserError
-from trainer.lr_find import lr_find
+from stoker import Trainer
+from stoker.diagnostics.lr_find import lr_find
 
 
 @pytest.fixture
@@ -49,7 +50,9 @@ class FreezeHalfway(Callback):
 def fitted(captured, **settings):
     """A training of 24 steps with a ragged last batch in each of its 3 epochs."""
     settings = {"max_grad_norm": 0.5, "grad_accum_steps": 2, **settings}
-    trainer = make_trainer(make_model(dropout=0.3), callbacks=[EMA(0.9), FreezeHalfway()], **settings)
+    trainer = make_trainer(
+        make_model(dropout=0.3), callbacks=[EMA(0.9), FreezeHalfway()], **settings
+    )
     # On both sides: a rate in a tensor is rounded to float32.
     optimizers.make_capturable(trainer.optimizer, trainer.device)
     if captured:
@@ -59,14 +62,20 @@ def fitted(captured, **settings):
     return copy.deepcopy(trainer.state_dict()), trainer
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)])
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)]
+)
 def test_captured_equals_eager(recorded, optimizer):
     optimizer = functools.partial(optimizer, lr=1e-2)
-    (eager, _), (captured, trainer) = (fitted(captured, optimizer=optimizer) for captured in (False, True))
+    (eager, _), (captured, trainer) = (
+        fitted(captured, optimizer=optimizer) for captured in (False, True)
+    )
     for name in ("model", "callbacks", "scheduler", "step"):
         assert_same(captured[name], eager[name], name)
     # Whole batches with and without the bias, ragged ones without; one of those with it came but once.
-    assert len(recorded) == len(trainer.execute.graphs) == 3 and {len(batch[0]) for batch in recorded} == {8, 4}
+    assert len(recorded) == len(trainer.execute.graphs) == 3 and {
+        len(batch[0]) for batch in recorded
+    } == {8, 4}
 
 
 def test_more_kinds_than_graphs_run_as_they_are(recorded, monkeypatch):
@@ -84,7 +93,9 @@ def test_the_rate_that_is_logged_is_a_number_and_the_one_used(recorded):
 
 
 def test_where_there_are_no_graphs():
-    with pytest.raises(UserError, match=r"compile=graph: there are no graphs on cpu. Type compile=true"):
+    with pytest.raises(
+        UserError, match=r"compile=graph: there are no graphs on cpu. Type compile=true"
+    ):
         make_trainer(compile="graph")
 
 
@@ -118,7 +129,11 @@ def test_plain_values_of_a_batch_are_no_part_of_a_graph_and_objects_are_refused(
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     execute = graph.Captured(optimizer, torch.device("cpu"))
     given = [{"x": torch.tensor(1.0), "w": float(i % 3)} for i in range(12)]
-    assert [execute(lambda batch: batch["x"] * batch["w"], batch).item() for batch in given] == [0.0, 1.0, 2.0] * 4
+    assert [execute(lambda batch: batch["x"] * batch["w"], batch).item() for batch in given] == [
+        0.0,
+        1.0,
+        2.0,
+    ] * 4
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
     with pytest.raises(UserError, match=r"batch\[0\] is a PackedSequence, no tensor"):
         execute(lambda batch: None, [packed])
@@ -130,6 +145,8 @@ def test_the_learning_rate_finder_finds_the_same_with_graphs(recorded):
         trainer = make_trainer()
         if captured:
             trainer.execute = graph.Captured(trainer.optimizer, trainer.device)
-        found.append(lr_find(trainer, DeviceLoader(make_data(), "train", 8, shuffle=True), steps=30))
+        found.append(
+            lr_find(trainer, DeviceLoader(make_data(), "train", 8, shuffle=True), steps=30)
+        )
         assert (trainer.execute is graph.eagerly) != captured
     assert found[0].losses == found[1].losses

@@ -10,10 +10,9 @@ import zlib
 import pytest
 import torch
 from PIL import Image
-
-from data import datasets, images, tables
-from data.datasets import Data
-from trainer.errors import UserError
+from stoker.data import datasets, images, tables
+from stoker.data.datasets import Data
+from stoker.trainer.errors import UserError
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="links and pipes of POSIX, and an alarm")
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\nroot#"  # clears the screen, names the window, begins a line
@@ -52,7 +51,9 @@ def refused(words, call):
     with pytest.raises(UserError, match=words) as caught:
         call()
     message = str(caught.value)
-    assert message.count("\n") <= 2 and message.replace("\n", "").isprintable() and len(message) < 2000
+    assert (
+        message.count("\n") <= 2 and message.replace("\n", "").isprintable() and len(message) < 2000
+    )
 
 
 # ---- tables ----
@@ -76,7 +77,10 @@ TABLES = {
         ",".join(f"c{i}" for i in range(100_000)) + "\n" + ",".join("1" for _ in range(100_000)),
         "no such",
     ),
-    "one name 100,000 times": (",".join("y" for _ in range(100_000)) + "\n" + ",".join("1" * 100_000), "100000 times"),
+    "one name 100,000 times": (
+        ",".join("y" for _ in range(100_000)) + "\n" + ",".join("1" * 100_000),
+        "100000 times",
+    ),
 }
 
 
@@ -96,13 +100,19 @@ def test_a_small_table_cannot_become_gigabytes(place, monkeypatch):
     monkeypatch.setattr(tables, "MOST_NUMBERS", 9_000)
     header, rows = "a,b,c,y\n", [f"{i % 30}x,{i % 31}x,{i % 32}x,{i % 2}" for i in range(100)]
     (place / "table.csv").write_text(header + "\n".join(rows))
-    refused(r"'c' has \d+ categories .*\n.*dataset.ignore=.c.", lambda: tables.csv(str(place / "table.csv"), "y"))
+    refused(
+        r"'c' has \d+ categories .*\n.*dataset.ignore=.c.",
+        lambda: tables.csv(str(place / "table.csv"), "y"),
+    )
 
 
 def test_a_path_with_escapes(place):
     refused("no such file", lambda: tables.csv(str(place / ESCAPES), "y"))
     refused("no such folder", lambda: images.image_folder(str(place / ESCAPES)))
-    refused("CIFAR10 is not in", lambda: pytest.importorskip("torchvision") and datasets.cifar10(str(place / ESCAPES)))
+    refused(
+        "CIFAR10 is not in",
+        lambda: pytest.importorskip("torchvision") and datasets.cifar10(str(place / ESCAPES)),
+    )
     refused("MNIST is not in", lambda: datasets.mnist(str(place / ESCAPES)))
 
 
@@ -110,7 +120,12 @@ def test_a_path_with_escapes(place):
 
 
 def chunk(kind, content):
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+    )
 
 
 def png(width, height, *more, pixels=b"\0" * 100):
@@ -138,7 +153,9 @@ IMAGES = {
     "cut short": saved("PNG")[:-30],
     "cut short jpeg": saved("JPEG", (64, 64))[:300],
     "wrong crc": saved("PNG").replace(b"IDAT", b"IDAU"),
-    "bmp of negative size": saved("BMP")[:18] + struct.pack("<ii", -6, -(2**31)) + saved("BMP")[26:],
+    "bmp of negative size": saved("BMP")[:18]
+    + struct.pack("<ii", -6, -(2**31))
+    + saved("BMP")[26:],
     "gif of no size": b"GIF89a\0\0\0\0\0\0\0,\0\0\0\0\0\0\0\0\0\x02\x02L\x01\0;",
     "gif bomb": b"GIF89a" + struct.pack("<HH", 65535, 65535) + bytes(20),
     "webp garbage": b"RIFF\xff\xff\xff\x7fWEBPVP8 " + bytes(50),
@@ -164,13 +181,18 @@ def test_images(name, place):
     folder = write_folder(place)
 
     def decode(**options):
-        data = images.image_folder(str(folder), cache=str(place / "cache"), mean=[0] * 3, std=[1] * 3, **options)
+        data = images.image_folder(
+            str(folder), cache=str(place / "cache"), mean=[0] * 3, std=[1] * 3, **options
+        )
         return [part.tensors() for part in (data.train, data.val, data.test)]
 
     for file in ("dog/3.png", "cat/0.png"):  # read for its pixels, and for its size
         (folder / file).write_bytes(IMAGES[name])
         for options in ({}, {"size": 4}):
-            refused(r"(dog/3|cat/0).png: this image cannot be read", lambda options=options: decode(**options))
+            refused(
+                r"(dog/3|cat/0).png: this image cannot be read",
+                lambda options=options: decode(**options),
+            )
     assert sum(len(inputs) for inputs, _ in decode(on_bad_sample="skip")) == 10
 
 
@@ -207,7 +229,9 @@ def test_a_linked_class_folder_is_read(place):
     assert images.image_folder(str(folder), cache=False).classes == ["cat", "dog"]
 
 
-@pytest.mark.parametrize("name", [ESCAPES.replace("/", ""), os.fsdecode(b"\xff\xfe"), "\u202e\u200b", "a" * 200])
+@pytest.mark.parametrize(
+    "name", [ESCAPES.replace("/", ""), os.fsdecode(b"\xff\xfe"), "\u202e\u200b", "a" * 200]
+)
 def test_names_that_are_no_text(name, place, capfd):
     folder = write_folder(place)
     (folder / "dog").rename(folder / name)
@@ -215,14 +239,19 @@ def test_names_that_are_no_text(name, place, capfd):
     (folder / name / f"{name}.png").write_bytes(b"broken")
 
     def load(**options):
-        data = images.image_folder(str(folder), cache=str(place / "cache"), mean=[0] * 3, std=[1] * 3, **options)
+        data = images.image_folder(
+            str(folder), cache=str(place / "cache"), mean=[0] * 3, std=[1] * 3, **options
+        )
         [part.tensors() for part in (data.train, data.val, data.test)]
 
     refused("this image cannot be read", load)
     load(on_bad_sample="skip")
     for file in (folder / name).iterdir():
         file.write_bytes(b"broken")
-    refused("dataset.on_bad_sample=skip: all of the class .* cannot be read", lambda: load(on_bad_sample="skip"))
+    refused(
+        "dataset.on_bad_sample=skip: all of the class .* cannot be read",
+        lambda: load(on_bad_sample="skip"),
+    )
     for file in (folder / name).iterdir():
         file.unlink()
     refused("there is no image in this folder", load)
@@ -289,13 +318,19 @@ def test_idx_files(name, place):
             IDX[name](raw / f"{part}-images-idx3-ubyte")
         else:
             (raw / f"{part}-images-idx3-ubyte").write_bytes(IDX[name])
-    refused(r"MNIST in .* cannot be read \(.*\)\.\nType dataset.download=true", lambda: datasets.mnist(str(place)))
+    refused(
+        r"MNIST in .* cannot be read \(.*\)\.\nType dataset.download=true",
+        lambda: datasets.mnist(str(place)),
+    )
 
 
 def test_labels_that_are_no_digits(place):
     raw = write_mnist(place)
     (raw / "t10k-labels-idx1-ubyte").write_bytes(idx((40,), bytes(39) + b"\xff"))
-    refused("test part: the label 255 of sample 39 is not one of the 10 classes", lambda: datasets.mnist(str(place)))
+    refused(
+        "test part: the label 255 of sample 39 is not one of the 10 classes",
+        lambda: datasets.mnist(str(place)),
+    )
 
 
 def test_a_pickle_beside_mnist_is_not_looked_at(place):
@@ -303,11 +338,16 @@ def test_a_pickle_beside_mnist_is_not_looked_at(place):
     write_mnist(place)
     (place / "MNIST" / "processed").mkdir()
     for name in ("training.pt", "test.pt"):
-        (place / "MNIST" / "processed" / name).write_bytes(pickle.dumps(Boom(place.parent / "canary")))
+        (place / "MNIST" / "processed" / name).write_bytes(
+            pickle.dumps(Boom(place.parent / "canary"))
+        )
     assert len(datasets.mnist(str(place)).test) == 40
 
 
-CIFARS = [("cifar10", "cifar-10-batches-py", "data_batch_1"), ("cifar10", "cifar-10-batches-py", "batches.meta")]
+CIFARS = [
+    ("cifar10", "cifar-10-batches-py", "data_batch_1"),
+    ("cifar10", "cifar-10-batches-py", "batches.meta"),
+]
 CIFARS += [("cifar100", "cifar-100-python", "train"), ("cifar100", "cifar-100-python", "meta")]
 
 
@@ -317,7 +357,13 @@ def test_a_pickle_that_is_not_the_originals_is_not_unpickled(name, folder, file,
     pytest.importorskip("torchvision")
     (place / folder).mkdir()
     boom = pickle.dumps(Boom(place.parent / "canary"))
-    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch", "batches.meta", "train", "test", "meta"]
+    names = [f"data_batch_{i}" for i in range(1, 6)] + [
+        "test_batch",
+        "batches.meta",
+        "train",
+        "test",
+        "meta",
+    ]
     for other in names if others != "missing" else ():
         if others == "pipes":
             os.mkfifo(place / folder / other)
@@ -325,7 +371,9 @@ def test_a_pickle_that_is_not_the_originals_is_not_unpickled(name, folder, file,
             (place / folder / other).write_bytes(boom)
     (place / folder / file).unlink(missing_ok=True)
     (place / folder / file).write_bytes(boom)
-    refused("cannot be read .*\nType dataset.download=true", lambda: getattr(datasets, name)(str(place)))
+    refused(
+        "cannot be read .*\nType dataset.download=true", lambda: getattr(datasets, name)(str(place))
+    )
 
 
 def test_the_canary_would_sing(tmp_path):

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from data import datasets, images
-from data.images import ImageSplit
-from data.loader import make_loaders
-from trainer.errors import UserError
+from stoker.data import datasets, images
+from stoker.data.images import ImageSplit
+from stoker.data.loader import make_loaders
+from stoker.trainer.errors import UserError
 
 ROOT = os.environ.get("DATA_ROOT", "")
 
@@ -24,10 +23,14 @@ def write_images(folder, colours, endings=("png",), size=(6, 5), each=3):
     for name, colour in colours.items():
         (folder / name).mkdir(parents=True)
         for i in range(each):
-            Image.new("RGB", size, (colour, i, 7)).save(folder / name / f"{i}.{endings[i % len(endings)]}")
+            Image.new("RGB", size, (colour, i, 7)).save(
+                folder / name / f"{i}.{endings[i % len(endings)]}"
+            )
 
 
-def test_the_fingerprint_of_a_folder_knows_names_sizes_and_labels_but_no_times_and_no_root(tmp_path):
+def test_the_fingerprint_of_a_folder_knows_names_sizes_and_labels_but_no_times_and_no_root(
+    tmp_path,
+):
     def fingerprint(folder, **options):
         return datasets.fingerprint(images.image_folder(str(folder), cache=False, **options))
 
@@ -37,7 +40,16 @@ def test_the_fingerprint_of_a_folder_knows_names_sizes_and_labels_but_no_times_a
         os.utime(file, (1, 1))
     before = fingerprint(tmp_path / "one")
     assert fingerprint(tmp_path / "two") == before
-    assert len({before, fingerprint(tmp_path / "two", split_seed=1), fingerprint(tmp_path / "two", size=4)}) == 3
+    assert (
+        len(
+            {
+                before,
+                fingerprint(tmp_path / "two", split_seed=1),
+                fingerprint(tmp_path / "two", size=4),
+            }
+        )
+        == 3
+    )
     (tmp_path / "two" / "a" / "3.png").rename(tmp_path / "two" / "a" / "33.png")
     assert fingerprint(tmp_path / "two") != before
     (tmp_path / "two" / "a" / "33.png").rename(tmp_path / "two" / "a" / "3.png")
@@ -59,8 +71,15 @@ def test_image_folder_with_its_own_parts(tmp_path):
         and [len(part) for part in parts_of(data)] == [9, 3, 6]
     )
     inputs, targets = data.test.tensors()
-    assert inputs.shape == (6, 3, 5, 6) and inputs.dtype == torch.uint8 and targets.tolist() == [0, 0, 1, 1, 2, 2]
-    assert inputs[:, 0, 0, 0].tolist() == [10, 10, 20, 20, 30, 30] and inputs[:, 1, 4, 5].tolist() == [0, 1] * 3
+    assert (
+        inputs.shape == (6, 3, 5, 6)
+        and inputs.dtype == torch.uint8
+        and targets.tolist() == [0, 0, 1, 1, 2, 2]
+    )
+    assert (
+        inputs[:, 0, 0, 0].tolist() == [10, 10, 20, 20, 30, 30]
+        and inputs[:, 1, 4, 5].tolist() == [0, 1] * 3
+    )
     for i in range(6):
         assert torch.equal(data.test[i][0], inputs[i]) and data.test[i][1] == targets[i]
     assert torch.equal(data.test[[5, 0]][0], inputs[[5, 0]]) and data.test.nbytes == inputs.nbytes
@@ -72,9 +91,19 @@ def test_image_folder_with_its_own_parts(tmp_path):
 def test_image_folder_without_parts_resized_and_grey(tmp_path):
     write_images(tmp_path, {"a": 0, "b": 255}, ("jpg", "webp", "png"), size=(40, 30), each=20)
     data = images.image_folder(
-        str(tmp_path), size=8, channels=1, val_fraction=0.1, test_fraction=0.2, mean=[0.5], std=[0.5]
+        str(tmp_path),
+        size=8,
+        channels=1,
+        val_fraction=0.1,
+        test_fraction=0.2,
+        mean=[0.5],
+        std=[0.5],
     )
-    assert data.in_shape == (1, 8, 8) and [len(part) for part in parts_of(data)] == [28, 4, 8] and data.mean == [0.5]
+    assert (
+        data.in_shape == (1, 8, 8)
+        and [len(part) for part in parts_of(data)] == [28, 4, 8]
+        and data.mean == [0.5]
+    )
     files = [file for part in parts_of(data) for file in part.files]
     assert len(set(files)) == 40 and list(data.test.files) == sorted(data.test.files)
     assert data.train.tensors()[0].shape == (28, 1, 8, 8)
@@ -88,7 +117,9 @@ def test_the_levels_of_16_bits_are_brought_to_8(tmp_path):
     Image.frombytes("I;16", (3, 2), data).save(tmp_path / "deep.png")
     for channels in (1, 3):
         pixels = images.decode_image(tmp_path / "deep.png", (2, 3), channels)
-        assert torch.equal(pixels, (levels // 256).to(torch.uint8).view(1, 2, 3).expand(channels, 2, 3))
+        assert torch.equal(
+            pixels, (levels // 256).to(torch.uint8).view(1, 2, 3).expand(channels, 2, 3)
+        )
 
 
 def test_a_photograph_is_turned_as_the_camera_was_held(tmp_path):
@@ -104,8 +135,12 @@ def test_a_photograph_is_turned_as_the_camera_was_held(tmp_path):
             (folder / name).mkdir(parents=True)
             image.save(folder / name / "1.png", exif=exif)
         shown = ImageOps.exif_transpose(Image.open(folder / "a" / "1.png"))
-        expected = torch.tensor(list(shown.tobytes()), dtype=torch.uint8).view(1, shown.height, shown.width)
-        data = images.image_folder(str(folder), channels=1, cache=False, val_fraction=0, test_fraction=0)
+        expected = torch.tensor(list(shown.tobytes()), dtype=torch.uint8).view(
+            1, shown.height, shown.width
+        )
+        data = images.image_folder(
+            str(folder), channels=1, cache=False, val_fraction=0, test_fraction=0
+        )
         assert data.in_shape == expected.shape and torch.equal(data.train[0][0], expected)
         assert (shown.size == (5, 4)) == (orientation < 5)
 
@@ -124,7 +159,11 @@ def test_image_folder_mistakes(tmp_path):
     write_images(tmp_path / "two", {"a": 1, "b": 2}, each=5)
     refused("dataset.channels=2", tmp_path / "two", channels=2)
     refused("dataset.size=0", tmp_path / "two", size=0)
-    refused("dataset.size=4097: give a whole number at least 1 and at most 4096", tmp_path / "two", size=4097)
+    refused(
+        "dataset.size=4097: give a whole number at least 1 and at most 4096",
+        tmp_path / "two",
+        size=4097,
+    )
     (tmp_path / "two" / "empty").mkdir()
     refused("empty: there is no image", tmp_path / "two")
     (tmp_path / "two" / "empty").rmdir()
@@ -162,7 +201,9 @@ def test_broken_images_can_be_left_out(tmp_path, caplog, monkeypatch):
     with pytest.raises(UserError, match="a/0.png: this image cannot be read"):
         load("holes")
     whole, decode, read = load("whole"), images.decode_image, []
-    monkeypatch.setattr(images, "decode_image", lambda file, *rest: read.append(file) or decode(file, *rest))
+    monkeypatch.setattr(
+        images, "decode_image", lambda file, *rest: read.append(file) or decode(file, *rest)
+    )
     for tried in (60, 4):  # the second time only what could not be read is tried again
         read.clear()
         caplog.clear()
@@ -170,9 +211,13 @@ def test_broken_images_can_be_left_out(tmp_path, caplog, monkeypatch):
         assert len(read) == tried
         (record,) = caplog.records
         shown = ", ".join(str(tmp_path / "holes" / name) for name in broken[:3])
-        assert record.getMessage() == f"4 of 60 images cannot be read and are left out: {shown}, ..."
+        assert (
+            record.getMessage() == f"4 of 60 images cannot be read and are left out: {shown}, ..."
+        )
     for part, other in zip(parts_of(whole), parts_of(holes), strict=True):
-        assert torch.equal(part.tensors()[0], other.tensors()[0]) and torch.equal(part.targets, other.targets)
+        assert torch.equal(part.tensors()[0], other.tensors()[0]) and torch.equal(
+            part.targets, other.targets
+        )
     options = {"batch_size": 7, "seed": 3, "augment": ["flip"]}
     (resident, _, _), _ = make_loaders(holes, resident=True, **options)
     for workers in (0, 2):
@@ -186,13 +231,17 @@ def test_broken_images_can_be_left_out(tmp_path, caplog, monkeypatch):
 
 def test_what_skipping_cannot_leave_out(tmp_path):
     def load(**options):
-        return images.image_folder(str(tmp_path), cache=False, **{"on_bad_sample": "skip", **options})
+        return images.image_folder(
+            str(tmp_path), cache=False, **{"on_bad_sample": "skip", **options}
+        )
 
     write_images(tmp_path / "train", {"a": 10, "b": 20})
     write_images(tmp_path / "val", {"a": 10, "b": 20}, each=1)
     for file in (tmp_path / "val").glob("*/*"):
         file.write_bytes(b"broken")
-    with pytest.raises(UserError, match=r"skip: all of the val images cannot be read \(.*a/0.png, .*b/0.png\)"):
+    with pytest.raises(
+        UserError, match=r"skip: all of the val images cannot be read \(.*a/0.png, .*b/0.png\)"
+    ):
         load()
     write_images(tmp_path / "more", {"a": 10, "b": 20}, each=1)
     for name in "ab":
@@ -220,13 +269,21 @@ def test_an_image_that_breaks_after_it_was_tried_is_named(tmp_path):
         train.close()
 
 
-@pytest.mark.skipif(not os.path.isdir(os.path.join(ROOT, "cifar10_jpeg")), reason="DATA_ROOT holds no cifar10_jpeg")
+@pytest.mark.skipif(
+    not os.path.isdir(os.path.join(ROOT, "cifar10_jpeg")), reason="DATA_ROOT holds no cifar10_jpeg"
+)
 def test_photographs_are_decoded_as_torchvision_does():
     functional = pytest.importorskip("torchvision.transforms.v2.functional")
     from PIL import Image
 
     data = images.image_folder(os.path.join(ROOT, "cifar10_jpeg"), mean=[0.5] * 3, std=[0.2] * 3)
-    assert [len(part) for part in parts_of(data)] == [45000, 5000, 10000] and data.in_shape == (3, 32, 32)
-    some = ImageSplit(list(data.train.files)[::3000], data.train.targets[::3000], data.train.size, 3)
+    assert [len(part) for part in parts_of(data)] == [45000, 5000, 10000] and data.in_shape == (
+        3,
+        32,
+        32,
+    )
+    some = ImageSplit(
+        list(data.train.files)[::3000], data.train.targets[::3000], data.train.size, 3
+    )
     for file, image in zip(some.files, some.tensors()[0], strict=True):
         assert torch.equal(image, functional.pil_to_tensor(Image.open(file)))

@@ -16,19 +16,27 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from stoker.data import datasets, tables
+from stoker.data.datasets import Data, TensorSplit, is_description
+from stoker.data.loader import DeviceLoader
+from stoker.trainer import checkpoint
+from stoker.trainer.errors import TrainingError, UserError
 
-import trainer as package
-from data import datasets, tables
-from data.datasets import Data, TensorSplit, is_description
-from data.loader import DeviceLoader
-from trainer import Trainer, card, checkpoint, inference
-from trainer.errors import TrainingError, UserError
+import stoker as package
+from stoker import Trainer
+from stoker.runs import card, inference
 
 ROOT = Path(__file__).resolve().parent.parent
 TOWNS = ("Köln", "Rom", "Ulm")
 JOBS = {
     "digits": ["epochs=2", "ema=0.9", "model.hidden=[16]"],
-    "folder": ["dataset=image_folder", "dataset.root=images", "dataset.cache=false", "batch_size=8", "model=cnn"]
+    "folder": [
+        "dataset=image_folder",
+        "dataset.root=images",
+        "dataset.cache=false",
+        "batch_size=8",
+        "model=cnn",
+    ]
     + ["epochs=3", "model.channels=[8]", "dataset.split_seed=1"],
     "prices": [
         "dataset=csv",
@@ -61,7 +69,9 @@ def houses(n, seed=0):
     for i in range(n):
         row = {"id": i, "age": f"{chosen.gauss(40, 12):.3f}", "town": chosen.choice(TOWNS)}
         row["size"] = f"{chosen.gauss(1e6, 5):.3f}"
-        row["price"] = f"{250000 + 3000 * (float(row['age']) - 40) + 5000 * TOWNS.index(row['town']):.2f}"
+        row["price"] = (
+            f"{250000 + 3000 * (float(row['age']) - 40) + 5000 * TOWNS.index(row['town']):.2f}"
+        )
         yield row | {"grade": "high" if float(row["price"]) > 255000 else "low"}
 
 
@@ -73,7 +83,11 @@ def write_images(folder, names, count=20, size=8, seed=0, bright=0):
     for name in names:
         (folder / name).mkdir(parents=True)
         for i in range(count):
-            noise = torch.randint(0, 60, (size, size, 3), generator=generator) + 60 * ("bird", "cat", "dog").index(name)
+            noise = torch.randint(0, 60, (size, size, 3), generator=generator) + 60 * (
+                "bird",
+                "cat",
+                "dog",
+            ).index(name)
             pixels = (noise + bright).clamp(0, 255).to(torch.uint8)
             Image.fromarray(pixels.numpy()).save(folder / name / f"{i:02}.png")
 
@@ -112,7 +126,9 @@ def refused(forks, folder, *arguments, code=2):
     before = sorted(folder.rglob("*"))
     done = forks.run(folder, *arguments)
     names = ("out", "err")
-    assert done.code == code and "Traceback" not in done.err and len(done.err.splitlines()) <= 3, done.err
+    assert done.code == code and "Traceback" not in done.err and len(done.err.splitlines()) <= 3, (
+        done.err
+    )
     assert [path for path in sorted(folder.rglob("*")) if path.name not in names] == [
         path for path in before if path.name not in names
     ]
@@ -124,12 +140,15 @@ def in_place(runs, name):
     if name == "digits":
         return datasets.digits()
     if name == "folder":
-        from data.images import image_folder
+        from stoker.data.images import image_folder
 
         return image_folder(str(runs / "images"), cache=False, split_seed=1)
     target, other = ("price", "grade") if name == "prices" else ("grade", "price")
     return tables.csv(
-        str(runs / "houses.csv"), target, ignore=["id", other], missing="mean" if name == "grades" else "error"
+        str(runs / "houses.csv"),
+        target,
+        ignore=["id", other],
+        missing="mean" if name == "grades" else "error",
     )
 
 
@@ -139,7 +158,9 @@ def raw_test_inputs(runs, name):
     if data.table is None:
         return data.test[list(range(len(data.test)))][0]
     parts = datasets.split_indices(
-        torch.tensor([row["grade"] != "high" for row in houses(300)]).long() if name == "grades" else 300,
+        torch.tensor([row["grade"] != "high" for row in houses(300)]).long()
+        if name == "grades"
+        else 300,
         [0.1, 0.2],
         0,
         stratified=name == "grades",
@@ -163,14 +184,18 @@ def test_what_is_loaded_is_what_was_tested(runs, name):
     model, data = package.load(runs / name), in_place(runs, name)
     outputs = model(raw_test_inputs(runs, name))
     assert not model.training and not outputs.requires_grad
-    weights = load_file(runs / name / "model.safetensors")  # those that were tested, the average of the EMA
+    weights = load_file(
+        runs / name / "model.safetensors"
+    )  # those that were tested, the average of the EMA
     assert all(torch.equal(weights[key], value) for key, value in model.module.state_dict().items())
     with Trainer(model.module, device="cpu", tune=(), channels_last=False) as trainer:
         expected = trainer.predict(DeviceLoader(data, "test", 512))
     if name == "prices":
         expected = expected.double() * data.target_scale + data.target_mean
         prices = data.test.targets.double() * data.target_scale + data.target_mean
-        assert (outputs - prices).square().mean().item() == pytest.approx(result(runs, name)["test/mse"], rel=1e-6)
+        assert (outputs - prices).square().mean().item() == pytest.approx(
+            result(runs, name)["test/mse"], rel=1e-6
+        )
     else:
         share = (outputs.argmax(1) == data.test.targets).double().mean().item()
         assert share == result(runs, name)["test/acc"] and model.classes == data.classes
@@ -178,17 +203,19 @@ def test_what_is_loaded_is_what_was_tested(runs, name):
 
 
 def test_two_lines_of_python_need_no_data_and_no_hydra(runs, tmp_path):
-    """From another folder, and with the data set gone; `import trainer` itself costs no torch."""
+    """From another folder, and with the data set gone; `import stoker` itself costs no torch."""
     shutil.copytree(runs / "folder", tmp_path / "run")
     code = """
-import sys, trainer
+import sys, stoker
 assert "torch" not in sys.modules
-model = trainer.load("run")
+model = stoker.load("run")
 import torch
 assert model(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).shape == (2, 3) and model.classes == ["bird", "cat", "dog"]
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -222,16 +249,17 @@ def test_inputs_of_another_type_or_shape_are_refused_with_what_is_wanted(runs):
 
 def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     (tmp_path / "nets_of_mine.py").write_text(
-        "from models.mlp import MLP\n\nclass Net(MLP):\n    pass\n", encoding="utf-8"
+        "from stoker.models.mlp import MLP\n\nclass Net(MLP):\n    pass\n", encoding="utf-8"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     shutil.copytree(runs / "digits", tmp_path / "run")
     config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "run" / "config.yaml").write_text(
-        config.replace("models.mlp.MLP", "nets_of_mine.Net"), encoding="utf-8"
+        config.replace("stoker.models.mlp.MLP", "nets_of_mine.Net"), encoding="utf-8"
     )
     with pytest.raises(
-        UserError, match=r"(?s)run=.*nets_of_mine\.Net: not among what may be built.*trusted=\[\"nets_of_mine\"\] if"
+        UserError,
+        match=r"(?s)run=.*nets_of_mine\.Net: not among what may be built.*trusted=\[\"nets_of_mine\"\] if",
     ):
         package.load(tmp_path / "run")
     assert "nets_of_mine" not in sys.modules
@@ -244,12 +272,17 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     weights = dict(found.module.state_dict())
     card.write(tmp_path / "run", weights, found.module, datasets.digits(), typed)
     text = (tmp_path / "run" / "model.md").read_text(encoding="utf-8")
-    [call] = re.findall(r"model = (trainer\.load\(.*?\))  #", text)  # as the card says that it is loaded
+    [call] = re.findall(
+        r"model = (stoker\.load\(.*?\))  #", text
+    )  # as the card says that it is loaded
     assert torch.equal(eval(call, {"trainer": package})(pixels), found(pixels))
 
 
 def test_folders_that_are_no_runs(runs, tmp_path):
-    for folder, message in ((tmp_path / "no", "there is no such folder"), (tmp_path, "there is no config.yaml in it")):
+    for folder, message in (
+        (tmp_path / "no", "there is no such folder"),
+        (tmp_path, "there is no config.yaml in it"),
+    ):
         with pytest.raises(UserError, match=message):
             package.load(folder)
     shutil.copytree(runs / "digits", tmp_path / "run")
@@ -344,7 +377,7 @@ def predicted(forks, runs, *arguments, output="out.jsonl"):
 
 def test_a_folder_of_images_gets_the_classes_that_the_model_gives_them(forks, runs):
     """In the order of their names, by an image, by a folder, and in both forms of file."""
-    from data.images import decode_image
+    from stoker.data.images import decode_image
 
     rows = predicted(forks, runs, "run=folder", "input=images", "eval_batch_size=7")
     files = sorted((runs / "images").rglob("*.png"))
@@ -358,7 +391,9 @@ def test_a_folder_of_images_gets_the_classes_that_the_model_gives_them(forks, ru
     assert list(rows[0]["probabilities"]) == model.classes
     [one] = predicted(forks, runs, "run=folder", f"input={files[3].relative_to(runs)}")
     assert one["file"] == rows[3]["file"] and one["class"] == rows[3]["class"]
-    cells = predicted(forks, runs, "run=folder", "input=images", "eval_batch_size=7", output="out.csv")
+    cells = predicted(
+        forks, runs, "run=folder", "input=images", "eval_batch_size=7", output="out.csv"
+    )
     assert [row["class"] for row in cells] == [row["class"] for row in rows]
     assert [float(row["P(dog)"]) for row in cells] == [row["probabilities"]["dog"] for row in rows]
     printed = asked(forks, runs, "task=predict", "run=folder", "input=images", "eval_batch_size=7")
@@ -371,9 +406,15 @@ def test_images_of_another_size_are_resized(forks, runs, tmp_path):
     write_images(tmp_path / "large", ["cat"], count=2, size=37)
     rows = predicted(forks, runs, "run=folder", f"input={tmp_path / 'large'}")
     with Image.open(tmp_path / "large" / "cat" / "01.png") as image:
-        pixels = torch.as_tensor(list(image.resize((8, 8), Image.Resampling.BILINEAR).tobytes()), dtype=torch.uint8)
-    shares = package.load(runs / "folder")(pixels.view(1, 8, 8, 3).permute(0, 3, 1, 2)).softmax(1)[0]
-    torch.testing.assert_close(torch.tensor(list(rows[1]["probabilities"].values())), shares, rtol=1e-6, atol=1e-7)
+        pixels = torch.as_tensor(
+            list(image.resize((8, 8), Image.Resampling.BILINEAR).tobytes()), dtype=torch.uint8
+        )
+    shares = package.load(runs / "folder")(pixels.view(1, 8, 8, 3).permute(0, 3, 1, 2)).softmax(1)[
+        0
+    ]
+    torch.testing.assert_close(
+        torch.tensor(list(rows[1]["probabilities"].values())), shares, rtol=1e-6, atol=1e-7
+    )
 
 
 def test_the_rows_of_a_table_get_the_trainers_own_predictions(forks, runs):
@@ -387,10 +428,15 @@ def test_the_rows_of_a_table_get_the_trainers_own_predictions(forks, runs):
     [typed] = re.findall(r"dataset\.delimiter=.*(?=\")", err)  # within the shell's own quotes
     second = predicted(forks, runs, "run=prices", "input=all.csv", typed)
     assert [row["line"] for row in first] == list(range(2, 302))
-    assert [row["value"] for row in second[::-1]] == pytest.approx([row["value"] for row in first], rel=1e-7)
+    assert [row["value"] for row in second[::-1]] == pytest.approx(
+        [row["value"] for row in first], rel=1e-7
+    )
     parts = datasets.split_indices(300, [0.1, 0.2], 0, stratified=False)
     with Trainer(model.module, device="cpu", tune=(), channels_last=False) as trainer:
-        expected = trainer.predict(DeviceLoader(data, "test", 64)).double() * data.target_scale + data.target_mean
+        expected = (
+            trainer.predict(DeviceLoader(data, "test", 64)).double() * data.target_scale
+            + data.target_mean
+        )
     found = torch.tensor([first[i]["value"] for i in parts[2].tolist()], dtype=torch.float64)
     torch.testing.assert_close(found, expected[:, 0], rtol=1e-7, atol=0)
     cells = predicted(forks, runs, "run=prices", "input=houses.csv", output="out.csv")
@@ -405,13 +451,19 @@ ROWS = [{"age": "40", "town": "Rom", "size": "1e6"}, {"age": "", "town": "Rom", 
 def test_what_a_row_lacks_is_handled_as_in_the_training(forks, runs):
     write_table(runs / "gaps.csv", ROWS, ("age", "town", "size"))
     err = refused(forks, runs, "task=predict", "run=prices", "input=gaps.csv", "output=o.csv")
-    assert "gaps.csv, line 3: the column 'age' has no value." in err and "dataset.missing=drop" in err
+    assert (
+        "gaps.csv, line 3: the column 'age' has no value." in err and "dataset.missing=drop" in err
+    )
     [row] = predicted(forks, runs, "run=prices", "input=gaps.csv", "dataset.missing=drop")
     assert row["line"] == 2
-    filled = predicted(forks, runs, "run=grades", "input=gaps.csv")  # as that run has filled them in: by the mean
+    filled = predicted(
+        forks, runs, "run=grades", "input=gaps.csv"
+    )  # as that run has filled them in: by the mean
     model = package.load(runs / "grades")
     mean = model.mean[0].item()
-    write_table(runs / "gaps.csv", [ROWS[0], ROWS[1] | {"age": repr(mean)}], ("age", "town", "size"))
+    write_table(
+        runs / "gaps.csv", [ROWS[0], ROWS[1] | {"age": repr(mean)}], ("age", "town", "size")
+    )
     assert predicted(forks, runs, "run=grades", "input=gaps.csv") == filled
 
 
@@ -420,18 +472,27 @@ def test_what_a_row_lacks_can_be_filled_in_where_the_training_lacked_nothing(for
     write_table(runs / "gaps.csv", ROWS, ("age", "town", "size"))
     filled = predicted(forks, runs, "run=prices", "input=gaps.csv", "dataset.missing=mean")
     mean = package.load(runs / "prices").mean[0].item()
-    write_table(runs / "gaps.csv", [ROWS[0], ROWS[1] | {"age": repr(mean)}], ("age", "town", "size"))
+    write_table(
+        runs / "gaps.csv", [ROWS[0], ROWS[1] | {"age": repr(mean)}], ("age", "town", "size")
+    )
     assert predicted(forks, runs, "run=prices", "input=gaps.csv") == filled
 
 
 def test_a_table_of_one_feature_needs_no_second_column(tmp_path):
     """For a run of that table; any other table of one column has another delimiter."""
-    (tmp_path / "two.csv").write_text("x,y\n" + "".join(f"{i},{2 * i + 0.5}\n" for i in range(30)), encoding="utf-8")
+    (tmp_path / "two.csv").write_text(
+        "x,y\n" + "".join(f"{i},{2 * i + 0.5}\n" for i in range(30)), encoding="utf-8"
+    )
     (tmp_path / "one.csv").write_text("x\n3\n\n4\n", encoding="utf-8")
     (tmp_path / "other.csv").write_text("x;y\n3;4\n", encoding="utf-8")
-    model = inference.Trained(torch.nn.Linear(1, 1), tables.csv(str(tmp_path / "two.csv"), "y").description())
+    model = inference.Trained(
+        torch.nn.Linear(1, 1), tables.csv(str(tmp_path / "two.csv"), "y").description()
+    )
     both = list(inference.predict(model, tmp_path / "two.csv"))[3:5]
-    assert list(inference.predict(model, tmp_path / "one.csv")) == [both[0] | {"line": 2}, both[1] | {"line": 4}]
+    assert list(inference.predict(model, tmp_path / "one.csv")) == [
+        both[0] | {"line": 2},
+        both[1] | {"line": 4},
+    ]
     with pytest.raises(UserError, match="other.csv has one column only"):
         list(inference.predict(model, tmp_path / "other.csv"))
 
@@ -440,7 +501,9 @@ def test_the_row_whose_outputs_are_not_finite_is_named(runs, tmp_path):
     model = package.load(runs / "prices")
     model.module = torch.nn.Sequential(torch.nn.Linear(5, 1), Odd())
     write_table(tmp_path / "t.csv", houses(5), ("age", "town", "size"))
-    with pytest.raises(TrainingError, match=r"t\.csv, line 5: the model gives numbers that are not finite"):
+    with pytest.raises(
+        TrainingError, match=r"t\.csv, line 5: the model gives numbers that are not finite"
+    ):
         list(inference.predict(model, tmp_path / "t.csv"))
 
 
@@ -450,7 +513,9 @@ def test_outputs_that_are_no_scores_are_given_in_python_alone(runs):
     model.module = Both()
     inputs = torch.zeros(2, 5, dtype=torch.float64)
     assert torch.equal(model(inputs)["all"], ((inputs - model.mean) / model.std).float())
-    with pytest.raises(UserError, match=r"gives a dict, and not one number a class or target.\n.*trainer\.load"):
+    with pytest.raises(
+        UserError, match=r"gives a dict, and not one number a class or target.\n.*stoker\.load"
+    ):
         list(inference.predict(model, runs / "houses.csv"))
 
 
@@ -470,7 +535,8 @@ def test_an_unknown_category_is_none_of_them(runs, caplog):
     model = package.load(runs / "prices")
     encode = tables.row_encoder(model.about["table"], ["town", "age", "size"], "x.csv", "error")
     assert (
-        encode(2, ["Rom", "40", "7"]) == [40.0, 0.0, 1.0, 0.0, 7.0] and encode(3, ["Oslo", "40", "7"])[1:4] == [0.0] * 3
+        encode(2, ["Rom", "40", "7"]) == [40.0, 0.0, 1.0, 0.0, 7.0]
+        and encode(3, ["Oslo", "40", "7"])[1:4] == [0.0] * 3
     )
     encode(4, ["Bonn", "40", "7"])
     assert [record.getMessage() for record in caplog.records] == [
@@ -503,16 +569,28 @@ def test_a_broken_image_is_named_or_left_out(forks, runs, tmp_path):
     shutil.copytree(runs / "images" / "cat", tmp_path / "cats" / "cat")
     (tmp_path / "cats" / "cat" / "05.png").write_bytes(b"no image")
     (tmp_path / "cats" / "notes.txt").write_text("no image either")
-    arguments = ("task=predict", f"run={runs / 'folder'}", "input=cats", "output=o.jsonl", "device=cpu")
+    arguments = (
+        "task=predict",
+        f"run={runs / 'folder'}",
+        "input=cats",
+        "output=o.jsonl",
+        "device=cpu",
+    )
     err = refused(forks, tmp_path, *arguments)
     assert "05.png: this image cannot be read" in err and "dataset.on_bad_sample=skip" in err
     done = forks.run(tmp_path, *arguments, "dataset.on_bad_sample=skip")
     assert done.code == 0 and "1 image cannot be read and is left out: cats" in done.err
     rows = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    assert len(rows) == 19 and "19 rows" in done.out and not any("05.png" in row["file"] for row in rows)
+    assert (
+        len(rows) == 19
+        and "19 rows" in done.out
+        and not any("05.png" in row["file"] for row in rows)
+    )
     for path in (tmp_path / "cats" / "cat").iterdir():
         path.write_bytes(b"no image")
-    err = refused(forks, tmp_path, *arguments[:-2], "output=p.csv", "device=cpu", "dataset.on_bad_sample=skip")
+    err = refused(
+        forks, tmp_path, *arguments[:-2], "output=p.csv", "device=cpu", "dataset.on_bad_sample=skip"
+    )
     assert "input=cats: none of its images can be read (cats" in err
 
 
@@ -553,12 +631,18 @@ def test_no_file_that_is_there_is_replaced(forks, runs):
         "predict": ["houses.csv", "prices/metrics.jsonl"],
         "export": [best.relative_to(runs), "houses.csv", "new"],
     }
-    before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file() and path.name not in ("out", "err")}
+    before = {
+        path: path.read_bytes()
+        for path in runs.rglob("*")
+        if path.is_file() and path.name not in ("out", "err")
+    }
     for task, names in outputs.items():
         own = ["input=houses.csv"] if task == "predict" else ["format=safetensors"]
         for name in names:
             err = refused(forks, runs, f"task={task}", "run=prices", *own, f"output={name}")
-            assert "there is such a file, and none is replaced" in err and "Type another output" in err
+            assert (
+                "there is such a file, and none is replaced" in err and "Type another output" in err
+            )
     assert all(path.read_bytes() == contents for path, contents in before.items())
     for _ in range(2):
         assert "prices/export/model.safetensors" in asked(
@@ -575,13 +659,33 @@ def test_an_output_that_cannot_be_written_is_named_as_it_was_typed(runs):
 
 def test_a_key_is_for_its_task(forks, runs):
     for arguments, message in {
-        ("task=predict", "run=prices", "input=x", "epochs=3"): "epochs: task=predict takes the run's own settings",
+        (
+            "task=predict",
+            "run=prices",
+            "input=x",
+            "epochs=3",
+        ): "epochs: task=predict takes the run's own settings",
         ("task=predict", "run=prices", "input=x", "split=val"): "split=val is for task=evaluate.",
         ("task=evaluate", "run=prices", "input=x"): "input=x is for task=predict.",
         ("format=onnx",): "format=onnx is for task=export.",
-        ("task=predict", "run=folder", "input=x", "dataset.missing=mean"): "dataset.missing is for a table",
-        ("task=predict", "run=prices", "input=x", "dataset.on_bad_sample=skip"): "dataset.on_bad_sample is for images",
-        ("task=export", "run=prices", "format=onnx", "device=cuda"): "device=cuda: an export is computed on the CPU",
+        (
+            "task=predict",
+            "run=folder",
+            "input=x",
+            "dataset.missing=mean",
+        ): "dataset.missing is for a table",
+        (
+            "task=predict",
+            "run=prices",
+            "input=x",
+            "dataset.on_bad_sample=skip",
+        ): "dataset.on_bad_sample is for images",
+        (
+            "task=export",
+            "run=prices",
+            "format=onnx",
+            "device=cuda",
+        ): "device=cuda: an export is computed on the CPU",
         ("task=evaluate", "run=prices", "split=trian"): "Did you mean 'train'?",
     }.items():
         assert message in refused(forks, runs, *arguments), arguments
@@ -590,7 +694,13 @@ def test_a_key_is_for_its_task(forks, runs):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_an_interrupted_prediction_leaves_nothing(forks, runs, tmp_path):
     write_table(tmp_path / "long.csv", houses(200_000))
-    arguments = ("task=predict", f"run={runs / 'prices'}", "input=long.csv", "output=o.csv", "device=cpu")
+    arguments = (
+        "task=predict",
+        f"run={runs / 'prices'}",
+        "input=long.csv",
+        "output=o.csv",
+        "device=cpu",
+    )
     when = {"signal": signal.SIGINT, "delay": 0.3, "watch": ".o.csv.*.part"}
     done = forks.run(tmp_path, *arguments, signals=[when])
     assert done.code == 130 and "Traceback" not in done.err and "interrupted" in done.err, done.err
@@ -600,9 +710,9 @@ def test_an_interrupted_prediction_leaves_nothing(forks, runs, tmp_path):
 PEAK = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
-import trainer
-from trainer import inference
-model = trainer.load(sys.argv[2])
+import stoker
+from stoker.runs import inference
+model = stoker.load(sys.argv[2])
 for _ in inference.predict(model, sys.argv[3], batch_size=64): pass
 for path in sys.argv[3:]:
     for _ in inference.predict(model, path, batch_size=64): pass
@@ -649,14 +759,22 @@ def test_the_parts_of_its_own_data(forks, runs):
         assert found == {key: result(runs, name)[f"test/{key}"] for key in found}
     found = evaluated(forks, runs, "run=digits", "split=train")
     data, model = in_place(runs, "digits"), package.load(runs / "digits")
-    assert found["acc"] == (model(data.train.inputs).argmax(1) == data.train.targets).double().mean().item()
-    assert result(runs, "digits")["best"]["value"] == evaluated(forks, runs, "run=digits", "split=val")["acc"]
+    assert (
+        found["acc"]
+        == (model(data.train.inputs).argmax(1) == data.train.targets).double().mean().item()
+    )
+    assert (
+        result(runs, "digits")["best"]["value"]
+        == evaluated(forks, runs, "run=digits", "split=val")["acc"]
+    )
 
 
 @pytest.mark.parametrize("size", [8, 12])
-def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(forks, runs, tmp_path, size):
+def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(
+    forks, runs, tmp_path, size
+):
     """Two of the three classes, which are others' numbers there, brighter: as the model itself sees them."""
-    from data.images import decode_image
+    from stoker.data.images import decode_image
 
     write_images(tmp_path / "two", ("cat", "dog"), size=size, seed=1, bright=20)
     every = ("split=all",)
@@ -666,13 +784,21 @@ def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(forks,
     outputs = model(torch.stack([decode_image(path, 8, 3, resize=True) for path in files]))
     targets = torch.tensor([model.classes.index(path.parent.name) for path in files])
     assert found["acc"] == (outputs.argmax(1) == targets).double().mean().item() < 1
-    assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(outputs, targets).item(), rel=1e-6)
+    assert found["loss"] == pytest.approx(
+        torch.nn.functional.cross_entropy(outputs, targets).item(), rel=1e-6
+    )
     (tmp_path / "two" / "cat").rename(tmp_path / "two" / "gnat")
     err = refused(forks, runs, "task=evaluate", "run=folder", f"dataset.root={tmp_path / 'two'}")
-    assert "the run knows no class 'gnat'" in err and "bird, cat, dog" in err and "a folder for each class" in err
+    assert (
+        "the run knows no class 'gnat'" in err
+        and "bird, cat, dog" in err
+        and "a folder for each class" in err
+    )
 
 
-def test_a_renamed_copy_of_the_images_that_is_in_order_again_gives_the_same_numbers(forks, runs, tmp_path):
+def test_a_renamed_copy_of_the_images_that_is_in_order_again_gives_the_same_numbers(
+    forks, runs, tmp_path
+):
     """A copy with the same names is the same data, to the last digit; so is one as another data set."""
     shutil.copytree(runs / "images", tmp_path / "copy")
     expected = evaluated(forks, runs, "run=folder")
@@ -682,16 +808,36 @@ def test_a_renamed_copy_of_the_images_that_is_in_order_again_gives_the_same_numb
 
 
 def test_another_table_is_read_by_the_columns_and_units_of_the_run(forks, runs, tmp_path):
-    rows = [row | {"town": "Oslo" if i % 9 == 0 else row["town"]} for i, row in enumerate(houses(80, seed=5))]
+    rows = [
+        row | {"town": "Oslo" if i % 9 == 0 else row["town"]}
+        for i, row in enumerate(houses(80, seed=5))
+    ]
     write_table(tmp_path / "other.csv", rows, ("price", "town", "size", "age"))
     every = ("split=all",)
-    found = evaluated(forks, runs, "run=prices", f"dataset.path={tmp_path / 'other.csv'}", "dataset.ignore=[]", *every)
-    values = [row["value"] for row in predicted(forks, runs, "run=prices", f"input={tmp_path / 'other.csv'}")]
-    errors = torch.tensor(values, dtype=torch.float64) - torch.tensor([float(row["price"]) for row in rows])
+    found = evaluated(
+        forks,
+        runs,
+        "run=prices",
+        f"dataset.path={tmp_path / 'other.csv'}",
+        "dataset.ignore=[]",
+        *every,
+    )
+    values = [
+        row["value"]
+        for row in predicted(forks, runs, "run=prices", f"input={tmp_path / 'other.csv'}")
+    ]
+    errors = torch.tensor(values, dtype=torch.float64) - torch.tensor(
+        [float(row["price"]) for row in rows]
+    )
     assert found["mse"] == pytest.approx(errors.square().mean().item(), rel=1e-5)
     assert found["mae"] == pytest.approx(errors.abs().mean().item(), rel=1e-5)
-    write_table(tmp_path / "other.csv", [row | {"grade": row["grade"].replace("low", "lower")} for row in houses(80)])
-    err = refused(forks, runs, "task=evaluate", "run=grades", f"dataset.path={tmp_path / 'other.csv'}")
+    write_table(
+        tmp_path / "other.csv",
+        [row | {"grade": row["grade"].replace("low", "lower")} for row in houses(80)],
+    )
+    err = refused(
+        forks, runs, "task=evaluate", "run=grades", f"dataset.path={tmp_path / 'other.csv'}"
+    )
     assert "the run knows no class 'lower'" in err and "Did you mean 'low'?" in err
 
 
@@ -712,7 +858,14 @@ def test_any_number_of_rows_of_any_classes_can_be_evaluated(forks, runs, tmp_pat
 def test_a_folder_of_one_class_can_be_evaluated(forks, runs, tmp_path):
     write_images(tmp_path / "one", ("dog",), seed=3)
     every = ("split=all",)
-    done = forks.run(runs, "task=evaluate", "run=folder", f"dataset.root={tmp_path / 'one'}", *every, "device=cpu")
+    done = forks.run(
+        runs,
+        "task=evaluate",
+        "run=folder",
+        f"dataset.root={tmp_path / 'one'}",
+        *every,
+        "device=cpu",
+    )
     assert done.err == "one: there are no samples of bird, cat.\n"
     found = {"acc": float(done.out.split()[-1])}
     rows = predicted(forks, runs, "run=folder", f"input={tmp_path / 'one'}")
@@ -734,34 +887,49 @@ def test_only_the_part_that_is_evaluated_is_counted(forks, runs):
         out = asked(forks, runs, "task=evaluate", "run=digits", f"split={split}")
         assert out.startswith(f"data     digits: {count:,} {split} samples of 1x8x8, 10 classes; ")
     out = asked(forks, runs, "task=evaluate", "run=digits", "split=all")
-    assert out.startswith("data     digits: all 1,797 samples of 1x8x8") and out.splitlines()[-1].startswith(
-        "all      loss "
-    )
+    assert out.startswith("data     digits: all 1,797 samples of 1x8x8") and out.splitlines()[
+        -1
+    ].startswith("all      loss ")
 
 
 def test_what_an_evaluation_streams_is_as_typed_or_else_as_it_had_to_be(forks, runs):
     for arguments, why in {
-        ("run=digits", "dataset.resident=false", "dataset.workers=1"): "streamed with 1 worker, as asked",
+        (
+            "run=digits",
+            "dataset.resident=false",
+            "dataset.workers=1",
+        ): "streamed with 1 worker, as asked",
         ("run=grades",): "streamed with 0 workers, as asked",
         ("run=grades", "dataset.resident=auto"): "resident on cpu, ",
     }.items():
         out = asked(forks, runs, "task=evaluate", *arguments).splitlines()
         assert why in out[0], arguments
-        assert float(out[-1].split()[-1]) == result(runs, arguments[0].removeprefix("run="))["test/acc"]
+        assert (
+            float(out[-1].split()[-1])
+            == result(runs, arguments[0].removeprefix("run="))["test/acc"]
+        )
 
 
 def test_other_data_that_does_not_fit_is_refused(forks, runs):
     for arguments, message in {
         ("run=digits", "dataset=synthetic"): "has inputs of 20, and the run was trained on 1x8x8",
         ("run=prices", "dataset=digits"): "digits is a classification, and the run is a regression",
-        ("run=digits", "dataset=csv", "dataset.path=houses.csv", "dataset.target=grade"): "which is no table",
+        (
+            "run=digits",
+            "dataset=csv",
+            "dataset.path=houses.csv",
+            "dataset.target=grade",
+        ): "which is no table",
         (
             "run=digits",
             "split=all",
             "dataset.val_fraction=0.2",
         ): "split=all is not cut, and there is dataset.val_fraction",
         ("run=digits", "epochs=3"): "epochs: task=evaluate takes the run's own settings",
-        ("run=digits", "dataset.augment=[flip]"): "dataset.augment: task=evaluate takes the run's own settings",
+        (
+            "run=digits",
+            "dataset.augment=[flip]",
+        ): "dataset.augment: task=evaluate takes the run's own settings",
         ("run=digits", "model=cnn"): "model: task=evaluate takes the run's own settings",
     }.items():
         assert message in refused(forks, runs, "task=evaluate", *arguments), arguments
@@ -771,13 +939,25 @@ def test_classes_are_matched_by_their_names():
     generator = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(60, 4, generator=generator), torch.arange(60) % 3
     make = functools.partial(Data, in_shape=(4,), kind="classification")
-    of_run = make("run", TensorSplit(inputs, targets), None, None, num_classes=3, classes=["a", "b", "c"]).description()
-    other = make("other", TensorSplit(inputs, targets), TensorSplit(inputs[:6], targets[:6]), None, num_classes=3)
+    of_run = make(
+        "run", TensorSplit(inputs, targets), None, None, num_classes=3, classes=["a", "b", "c"]
+    ).description()
+    other = make(
+        "other",
+        TensorSplit(inputs, targets),
+        TensorSplit(inputs[:6], targets[:6]),
+        None,
+        num_classes=3,
+    )
     other.classes = ["c", "a", "b"]
     other.prepare_as(of_run)
     assert other.classes == ["a", "b", "c"] and other.train.targets[:3].tolist() == [2, 0, 1]
-    assert other.val.targets[:3].tolist() == [2, 0, 1] and other.description() == of_run | {"dataset": "other"}
-    with pytest.raises(UserError, match="split=all: other has parts of its own. Type split= one of: train, val"):
+    assert other.val.targets[:3].tolist() == [2, 0, 1] and other.description() == of_run | {
+        "dataset": "other"
+    }
+    with pytest.raises(
+        UserError, match="split=all: other has parts of its own. Type split= one of: train, val"
+    ):
         other.part_to_evaluate("all")
 
 
@@ -786,20 +966,25 @@ def test_targets_are_brought_to_the_units_of_the_run():
 
     def regression(mean, scale):
         part = TensorSplit(torch.ones(8, 2), ((values - mean) / scale).float())
-        return Data("x", part, None, None, (2,), 1, "regression", target_mean=mean, target_scale=scale)
+        return Data(
+            "x", part, None, None, (2,), 1, "regression", target_mean=mean, target_scale=scale
+        )
 
     of_run, other = regression(3.0, 2.0), regression(1.0, 0.5)
     other.prepare_as(of_run.description())
     assert torch.equal(other.train.targets, of_run.train.targets) and other.target_scale == 2.0
-    other, of_run = regression(1.0, 0.5), regression(torch.tensor([3.0]), torch.tensor([2.0]))  # one a target
+    other, of_run = (
+        regression(1.0, 0.5),
+        regression(torch.tensor([3.0]), torch.tensor([2.0])),
+    )  # one a target
     other.prepare_as(of_run.description())
     assert torch.equal(other.train.targets, of_run.train.targets) and other.target_scale == [2.0]
 
 
 def test_the_readme_and_the_card_say_how(runs):
     text = (runs / "digits" / "model.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(import trainer.*?)```", text, re.DOTALL)
-    assert 'trainer.load("digits")' in code
+    [code] = re.findall(r"```python\n(import stoker.*?)```", text, re.DOTALL)
+    assert 'stoker.load("digits")' in code
     scope = {}
     here = os.getcwd()
     os.chdir(runs)
@@ -811,7 +996,12 @@ def test_the_readme_and_the_card_say_how(runs):
 
 
 def test_the_card_has_the_numbers_of_the_weights_that_it_is_of(forks, tmp_path):
-    job = ["run_dir=run", *JOBS["digits"], "monitor=val/acc", "monitor_mode=min"]  # which is not that of the end
+    job = [
+        "run_dir=run",
+        *JOBS["digits"],
+        "monitor=val/acc",
+        "monitor_mode=min",
+    ]  # which is not that of the end
     assert forks.run(tmp_path, *job).code == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     first, last = [json.loads(line) for line in lines if '"val/acc"' in line]

@@ -17,8 +17,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import assert_same
 from forks import Forks
+from stoker.trainer import checkpoint
 
-from trainer import checkpoint, rundir
+from stoker.runs import rundir
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 
@@ -26,9 +27,26 @@ SEED = int(os.environ.get("KILL_SEED", "0"))
 # All that has a state: dropout, augmentation, a schedule a step, micro-batches, EMA, patience, evaluations within the
 # epoch, a ragged last batch (of 12); 2.7 MB of it, so that a write takes some milliseconds.
 JOB = ["dataset=synthetic", "dataset.n=380", "dataset.in_shape=[1,8,8]", "run_dir=run"]
-JOB += ["dataset.augment=[flip,{crop: 2},{mixup: 0.2}]", "model.hidden=[512,256]", "model.dropout=0.2", "ema=0.9"]
-JOB += ["epochs=3", "batch_size=32", "grad_accum_steps=3", "max_grad_norm=1", "patience=30", "eval_every=4"]
-JOB += ["log_every=3", "checkpoint.every=3", "eval_batch_size=4", "+callbacks.marks._target_=marks.Marks"]
+JOB += [
+    "dataset.augment=[flip,{crop: 2},{mixup: 0.2}]",
+    "model.hidden=[512,256]",
+    "model.dropout=0.2",
+    "ema=0.9",
+]
+JOB += [
+    "epochs=3",
+    "batch_size=32",
+    "grad_accum_steps=3",
+    "max_grad_norm=1",
+    "patience=30",
+    "eval_every=4",
+]
+JOB += [
+    "log_every=3",
+    "checkpoint.every=3",
+    "eval_batch_size=4",
+    "+callbacks.marks._target_=marks.Marks",
+]
 WORKERS = ["dataset.resident=false", "dataset.workers=2"]
 TOTAL = 30  # steps
 PART = "run/checkpoints/.step_*.part"
@@ -60,11 +78,20 @@ def whole(forks, tmp_path_factory):
 def left(folder):
     """What a finished run has left, without what a clock says."""
     run = folder / "run"
-    states = {number: checkpoint.load(path) for number, path in checkpoint.files(run / "checkpoints").items()}
-    last, best = states[max(states)], states[states[max(states)]["callbacks"]["Checkpoint"]["best"]["step"]]
+    states = {
+        number: checkpoint.load(path)
+        for number, path in checkpoint.files(run / "checkpoints").items()
+    }
+    last, best = (
+        states[max(states)],
+        states[states[max(states)]["callbacks"]["Checkpoint"]["best"]["step"]],
+    )
     for state in (last, best):
         state.get("about", {}).pop("config", None)  # the number of workers is in it
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     rows = [{name: value for name, value in row.items() if name != "train/seconds"} for row in rows]
     result = json.loads((run / "result.json").read_text(encoding="utf-8"))
     result = {name: value for name, value in result.items() if not name.endswith(OTHERS)}
@@ -83,7 +110,11 @@ def assert_continues(forks, folder, whole, *arguments):
 def moment_of_a_kill(draw, seconds, writing):
     """When to kill: while a checkpoint is being written, or at any moment, the first ones and the last ones often."""
     if writing:
-        return {"watch": PART, "count": draw.randint(1, 4), "delay": draw.uniform(0, draw.choice([0.001, 0.005]))}
+        return {
+            "watch": PART,
+            "count": draw.randint(1, 4),
+            "delay": draw.uniform(0, draw.choice([0.001, 0.005])),
+        }
     kind = draw.choice(["any", "any", "start", "end"])
     if kind == "end":  # between the last checkpoint and result.json
         return {"watch": LAST, "delay": draw.uniform(0, 0.03)}
@@ -139,7 +170,9 @@ def moment_of_a_signal(draw, seconds):
 def assert_interrupted(done, folder, number, times):
     """The code is the signal's, the words are few, and the newest checkpoint is of the very last step."""
     run = folder / "run"
-    if done.code == -number and not done.err:  # before the first line of train.py, or after its last one
+    if (
+        done.code == -number and not done.err
+    ):  # before the first line of train.py, or after its last one
         assert done.out == "" or "task=evaluate" in done.out, done.out
         return
     # What a shell says of a process that was ended by a signal; Python's own end knows no handler any more.
@@ -147,7 +180,11 @@ def assert_interrupted(done, folder, number, times):
     assert code == 128 + number, (done.code, done.err)
     lines = [line for line in done.err.splitlines() if line]
     assert "Traceback" not in done.err and len(lines) <= 3, done.err
-    steps = [int(line) for line in (folder / "steps").read_text().split()] if (folder / "steps").exists() else [0]
+    steps = (
+        [int(line) for line in (folder / "steps").read_text().split()]
+        if (folder / "steps").exists()
+        else [0]
+    )
     if times == 1 and max(steps) > 0:
         assert max(checkpoint.files(run / "checkpoints")) == max(steps)
         assert not list(folder.glob(PART))
@@ -183,7 +220,9 @@ def test_an_interrupted_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, 
     minutes = (time.monotonic() - start) / 60
     with capsys.disabled():
         shown = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
-        print(f"\n{kinds.total()} interrupts ({shown}) in {runs} runs: {len(failures)} failures, {minutes:.1f} minutes")
+        print(
+            f"\n{kinds.total()} interrupts ({shown}) in {runs} runs: {len(failures)} failures, {minutes:.1f} minutes"
+        )
     assert not failures, "\n".join(failures)
 
 
@@ -193,7 +232,10 @@ def test_an_interrupt_while_workers_start(forks, whole, tmp_path, large):
         moment = {"watch": LAST, "delay": 0.06 * i / (30 if large else 3)}
         interrupt = {"signal": signal.SIGINT, "group": True, **moment}
         done = forks.run(tmp_path / str(i), *JOB, *WORKERS, signals=[interrupt])
-        assert done.code in (130, 0, -signal.SIGINT), (done.code, done.err)  # the last: at the end of Python itself
+        assert done.code in (130, 0, -signal.SIGINT), (
+            done.code,
+            done.err,
+        )  # the last: at the end of Python itself
         assert_continues(forks, tmp_path / str(i), whole, *WORKERS)
 
 
@@ -217,7 +259,11 @@ def cut(killed, tmp_path):
 
 def contents(folder, pattern="*"):
     """{path: bytes} of all files."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob(pattern) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob(pattern)
+        if path.is_file()
+    }
 
 
 def assert_explained(done, *codes):
@@ -266,7 +312,9 @@ def test_what_cannot_be_written(forks, whole, cut):
     assert_continues(forks, cut, whole)
 
 
-def test_a_folder_where_a_file_should_be_and_a_file_where_a_folder_should_be(forks, whole, cut, large):
+def test_a_folder_where_a_file_should_be_and_a_file_where_a_folder_should_be(
+    forks, whole, cut, large
+):
     run, aside = cut / "run", cut / "aside"
     for part in ["checkpoints", "metrics.jsonl", "result.json", "model.safetensors", "config.yaml"][
         : None if large else 3
@@ -297,9 +345,13 @@ def test_two_runs_in_one_directory(forks, whole, tmp_path):
         first = pool.submit(forks.run, hold.parent, *JOB)
         while not (hold.parent / "evaluating.16").exists() and not first.done():
             time.sleep(0.01)
-        before = contents(hold.parent / "run", "*.*l")  # .yaml, .jsonl; a checkpoint may still be in the writing
+        before = contents(
+            hold.parent / "run", "*.*l"
+        )  # .yaml, .jsonl; a checkpoint may still be in the writing
         for more in ([], ["seed=1"], ["resume=never", "overwrite=true"]):
-            assert_explained(other.run(tmp_path / "second", *JOB, *more, f"run_dir={hold.parent / 'run'}"), 75)
+            assert_explained(
+                other.run(tmp_path / "second", *JOB, *more, f"run_dir={hold.parent / 'run'}"), 75
+            )
         assert contents(hold.parent / "run", "*.*l") == before
         hold.unlink()
         assert first.result().code == 0, first.result().err

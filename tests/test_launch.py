@@ -19,10 +19,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import assert_same
 from forks import Forks
+from stoker.trainer import checkpoint, launch
+from stoker.trainer.errors import UserError
 from test_cli import answers, run
-
-from trainer import checkpoint, launch
-from trainer.errors import UserError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 
@@ -46,7 +45,10 @@ ENDS = 30  # seconds in which all end where one has failed
 
 def fault(kind, step=7, rank=1):
     """The settings that have a rank fail after a step."""
-    return [f"+callbacks.fault.{key}={value}" for key, value in {"_target_": "faults.Fault", "kind": kind}.items()] + [
+    return [
+        f"+callbacks.fault.{key}={value}"
+        for key, value in {"_target_": "faults.Fault", "kind": kind}.items()
+    ] + [
         f"+callbacks.fault.step={step}",
         f"+callbacks.fault.rank={rank}",
     ]
@@ -79,10 +81,17 @@ def start(folder, *command, **environment):
     """A program in `folder`, with its output in files; in a group of its own, as a terminal has it."""
     folder.mkdir(parents=True, exist_ok=True)
     own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    own |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **environment}
+    own |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(HERE),
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
     with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
         command = [sys.executable, *map(str, command)]
-        return subprocess.Popen(command, cwd=folder, env=own, stdout=out, stderr=err, start_new_session=True)
+        return subprocess.Popen(
+            command, cwd=folder, env=own, stdout=out, stderr=err, start_new_session=True
+        )
 
 
 def end(process, folder, patience=120):
@@ -91,7 +100,9 @@ def end(process, folder, patience=120):
         code = process.wait(patience)
     finally:
         process.kill()
-    return SimpleNamespace(code=code, **{name: (folder / name).read_text() for name in ("out", "err")})
+    return SimpleNamespace(
+        code=code, **{name: (folder / name).read_text() for name in ("out", "err")}
+    )
 
 
 def steps_are(folder, count, patience=100):
@@ -108,27 +119,47 @@ def steps_are(folder, count, patience=100):
 
 
 def test_a_killed_rank_is_named_once_and_ends_all(forks, tmp_path, large):
-    for world, rank, strategy in [(2, 1, "ddp")] + [(4, 1, "ddp"), (4, 3, "fsdp"), (2, 1, "fsdp")] * large:
+    for world, rank, strategy in [(2, 1, "ddp")] + [
+        (4, 1, "ddp"),
+        (4, 3, "fsdp"),
+        (2, 1, "fsdp"),
+    ] * large:
         folder = tmp_path / f"{world}{rank}{strategy}"
         begin = time.monotonic()
-        done = forks.ranks(folder, world, "run_dir=run", *JOB, f"strategy={strategy}", *fault("kill", rank=rank))
+        done = forks.ranks(
+            folder, world, "run_dir=run", *JOB, f"strategy={strategy}", *fault("kill", rank=rank)
+        )
         assert done.codes.pop(rank) == -9 and set(done.codes) == {3}, (done.codes, done.errs)
         assert not done.late and time.monotonic() - begin < 2 * ENDS
         said = "".join(done.errs)
-        assert said.startswith(f"error: rank {rank} (process {done.pids[rank]} on ") and "is gone" in said
+        assert (
+            said.startswith(f"error: rank {rank} (process {done.pids[rank]} on ")
+            and "is gone" in said
+        )
         assert said.count("error:") == 1 and "Traceback" not in said
         _, what, again = said.splitlines()
         assert what == "To go on from the last checkpoint:"
-        assert again.startswith(f"torchrun --nproc-per-node {world} train.py ") and again.count("run_dir=run") == 1
+        assert (
+            again.startswith(f"torchrun --nproc-per-node {world} train.py ")
+            and again.count("run_dir=run") == 1
+        )
 
 
 def test_a_rank_that_hangs_is_named_within_the_timeout(forks, tmp_path, large):
     done = forks.ranks(tmp_path / "nap", 2, "run_dir=run", *JOB, "rank_timeout=6", *fault("nap"))
-    assert done.codes[0] == 3 and done.errs[0].startswith(f"error: rank 1 (process {done.pids[1]} on "), done.errs
+    assert done.codes[0] == 3 and done.errs[0].startswith(
+        f"error: rank 1 (process {done.pids[1]} on "
+    ), done.errs
     assert "did not answer for 6 s" in done.errs[0] and done.errs[0].count("\n") == 3
     if large:
         job = start(
-            tmp_path / "hang", TRAIN, "run_dir=run", *JOB, "rank_timeout=6", "devices=4", *fault("hang", rank=2)
+            tmp_path / "hang",
+            TRAIN,
+            "run_dir=run",
+            *JOB,
+            "rank_timeout=6",
+            "devices=4",
+            *fault("hang", rank=2),
         )
         done = end(job, tmp_path / "hang")
         assert done.code == 3 and done.err.startswith("error: rank 2 (process"), done.err
@@ -136,14 +167,20 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(forks, tmp_path, large):
 
 
 def test_a_mistake_is_said_once_with_the_rank_that_made_it(forks, tmp_path):
-    for kind, code, text in (("mistake", 2, "callbacks.fault: a mistake."), ("bug", 1, "ZeroDivisionError: a bug")):
+    for kind, code, text in (
+        ("mistake", 2, "callbacks.fault: a mistake."),
+        ("bug", 1, "ZeroDivisionError: a bug"),
+    ):
         done = forks.ranks(tmp_path / kind, 2, "run_dir=run", *JOB, *fault(kind))
         assert done.codes == [code, code] and done.errs[0] == "", (done.codes, done.errs)
         assert "rank 1:" in done.errs[1] and done.errs[1].strip().endswith(text)
         assert done.errs[1].count(text) == 1 and "gloo" not in done.errs[1]
     done = forks.ranks(tmp_path / "fails", 2, "run_dir=run", *JOB, *fault("fails"))
     assert done.codes == [3, 3] and done.errs == ["", "error: rank 1: it is no good.\n"]
-    assert json.loads((tmp_path / "fails" / "run" / "result.json").read_text())["error"] == "it is no good."
+    assert (
+        json.loads((tmp_path / "fails" / "run" / "result.json").read_text())["error"]
+        == "it is no good."
+    )
     assert not (tmp_path / "mistake" / "run" / "result.json").exists()
     done = forks.ranks(tmp_path / "all", 2, "run_dir=run", *JOB, *fault("mistake", rank=-1))
     assert done.codes == [2, 2] and done.errs == ["error: callbacks.fault: a mistake.\n", ""]
@@ -157,12 +194,19 @@ def test_more_ranks_than_samples_is_an_error(forks, tmp_path):
 
 
 def test_ranks_with_another_config_or_data_are_refused(forks, tmp_path):
-    cases = [(["monitor=${oc.env:RANK}"], "config than rank 0: callbacks.early_stopping.monitor, monitor.")]
+    cases = [
+        (
+            ["monitor=${oc.env:RANK}"],
+            "config than rank 0: callbacks.early_stopping.monitor, monitor.",
+        )
+    ]
     cases += [(["dataset._target_=faults.other"], "data than rank 0: other.")]
     for i, (typed, what) in enumerate(cases):
         done = forks.ranks(tmp_path / str(i), 2, "run_dir=run", *JOB[2:], *typed)
         assert done.codes == [2, 2] and done.errs[1] == "", (done.codes, done.errs)
-        assert re.match(r"error: rank 1 \(process \d+ on .*\) has other " + re.escape(what), done.errs[0]), done.errs
+        assert re.match(
+            r"error: rank 1 \(process \d+ on .*\) has other " + re.escape(what), done.errs[0]
+        ), done.errs
         assert not (tmp_path / str(i) / "run").exists()
 
 
@@ -171,7 +215,8 @@ def test_ranks_with_other_code_are_refused(forks, tmp_path):
     script.write_text(
         textwrap.dedent("""
         import os
-        from trainer import cli, launch
+        from stoker.command import cli
+from stoker.trainer import launch
         def main():
             own = {"train.py": b"1", "mine.py": os.environ["RANK"].encode()}
             launch.check_alike({"code": own if os.environ["RANK"] != "2" else {"train.py": b"1"}})
@@ -180,7 +225,10 @@ def test_ranks_with_other_code_are_refused(forks, tmp_path):
     )
     done = forks.ranks(tmp_path / "run", 3, script=script)
     assert done.codes == [2, 2, 2] and done.errs[1:] == ["", ""], done.errs
-    assert "error: rank 1 (" in done.errs[0] and "has other code than rank 0: mine.py.\n" in done.errs[0]
+    assert (
+        "error: rank 1 (" in done.errs[0]
+        and "has other code than rank 0: mine.py.\n" in done.errs[0]
+    )
 
 
 def test_the_code_is_that_of_the_program_and_of_ones_own_packages():
@@ -193,7 +241,9 @@ def test_the_code_is_that_of_the_program_and_of_ones_own_packages():
 # signals
 
 
-def test_a_stopped_run_is_saved_at_one_step_and_continued_by_the_same_command(forks, whole, tmp_path, large):
+def test_a_stopped_run_is_saved_at_one_step_and_continued_by_the_same_command(
+    forks, whole, tmp_path, large
+):
     """SIGTERM to python train.py, which hands it on; Ctrl-C on a terminal reaches it alone, too."""
     cases = [(signal.SIGTERM, 143, [TRAIN, "devices=2"])]
     if large:
@@ -207,10 +257,20 @@ def test_a_stopped_run_is_saved_at_one_step_and_continued_by_the_same_command(fo
         os.killpg(process.pid, number)
         done = end(process, folder)
         assert done.code == code, done.err
-        step = int(re.search(r"^interrupted at step (\d+)\. To go on from there:$", done.err, re.MULTILINE)[1])
-        assert done.err.count("interrupted") == 1 and max(checkpoint.files(folder / "run" / "checkpoints")) == step
+        step = int(
+            re.search(
+                r"^interrupted at step (\d+)\. To go on from there:$", done.err, re.MULTILINE
+            )[1]
+        )
+        assert (
+            done.err.count("interrupted") == 1
+            and max(checkpoint.files(folder / "run" / "checkpoints")) == step
+        )
         if code != 1:
-            assert done.err.count("\n") == 4 and "\npython train.py devices=2 dataset=synthetic" in done.err, done.err
+            assert (
+                done.err.count("\n") == 4
+                and "\npython train.py devices=2 dataset=synthetic" in done.err
+            ), done.err
         else:
             assert "\ntorchrun --nproc-per-node 2 train.py dataset=synthetic" in done.err
         again = forks.ranks(folder, 2, *typed)
@@ -223,7 +283,7 @@ def test_a_signal_that_comes_twice_is_one_and_later_ends_at_once(tmp_path):
     script.write_text(
         textwrap.dedent("""
         import os, signal, sys, time
-        from trainer import stopping
+        from stoker.trainer import stopping
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell may have it ignored
         stopping.listen()
         stopping.ready, stopping.gentle = True, print
@@ -242,7 +302,9 @@ def test_a_signal_that_comes_twice_is_one_and_later_ends_at_once(tmp_path):
     assert (done.code, done.out) == (0, "SIGTERM\nalive\nstill alive\n")
 
 
-def test_a_kill_or_a_signal_at_any_moment_ends_all_and_the_run_goes_on(forks, whole, tmp_path, large, capsys):
+def test_a_kill_or_a_signal_at_any_moment_ends_all_and_the_run_goes_on(
+    forks, whole, tmp_path, large, capsys
+):
     if not large:
         pytest.skip("20 starts of the agent: pytest --large")
     slowest = 0.0
@@ -252,7 +314,9 @@ def test_a_kill_or_a_signal_at_any_moment_ends_all_and_the_run_goes_on(forks, wh
         process = start(folder, TRAIN, "devices=2", *typed)
         kind, ranks = draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]), []
         while not ranks:
-            found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
+            found = subprocess.run(
+                ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
+            )
             ranks = [int(pid) for pid in found.stdout.split()]
             time.sleep(0.05)
         time.sleep(draw.uniform(0, 12))
@@ -279,7 +343,9 @@ def test_a_kill_or_a_signal_at_any_moment_ends_all_and_the_run_goes_on(forks, wh
 # the agent
 
 
-def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been(whole, tmp_path, large):
+def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been(
+    whole, tmp_path, large
+):
     for rank in (1, 0) if large else (1,):
         folder = tmp_path / str(rank)
         command = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", TRAIN]
@@ -291,10 +357,15 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been
 
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path, large):
     cases = [("kill", 0, 3, "error: rank 0 (process")]
-    cases += [("mistake", 1, 2, "error: rank 1: callbacks"), ("bug", 1, 1, "rank 1:\nTraceback")] * large
+    cases += [
+        ("mistake", 1, 2, "error: rank 1: callbacks"),
+        ("bug", 1, 1, "rank 1:\nTraceback"),
+    ] * large
     for kind, rank, code, said in cases:
         folder = tmp_path / f"{kind}{rank}"
-        done = end(start(folder, TRAIN, *JOB, "devices=2", "run_dir=run", *fault(kind, rank=rank)), folder)
+        done = end(
+            start(folder, TRAIN, *JOB, "devices=2", "run_dir=run", *fault(kind, rank=rank)), folder
+        )
         assert done.code == code and done.err.startswith(said), (done.code, done.err)
         assert "torch.distributed" not in done.err and "closing signal" not in done.err
 
@@ -302,14 +373,33 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path, large):
 def test_a_sweep_has_jobs_of_several_processes(tmp_path, large):
     if not large:
         pytest.skip("three starts of the agent: pytest --large")
-    done = run(tmp_path, "-m", "seed=0,1", "devices=2", "epochs=1", *JOB[:4], "strategy=ddp", "hydra.sweep.dir=sweep")
+    done = run(
+        tmp_path,
+        "-m",
+        "seed=0,1",
+        "devices=2",
+        "epochs=1",
+        *JOB[:4],
+        "strategy=ddp",
+        "hydra.sweep.dir=sweep",
+    )
     assert done.code == 0, done.err
-    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/result.json"))]
+    results = [
+        json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/result.json"))
+    ]
     assert [result["steps"] for result in results] == [3, 3]
 
 
 def test_a_job_of_several_processes_leaves_why_it_failed_and_its_code(tmp_path):
-    typed = ["-m", "batch_size=1", "devices=2", "epochs=1", *JOB[:2], "strategy=ddp", "hydra.sweep.dir=sweep"]
+    typed = [
+        "-m",
+        "batch_size=1",
+        "devices=2",
+        "epochs=1",
+        *JOB[:2],
+        "strategy=ddp",
+        "hydra.sweep.dir=sweep",
+    ]
     done = run(tmp_path, *typed)
     left = json.loads((tmp_path / "sweep" / "0" / "result.json").read_text())
     assert done.code == left["code"] == 2 and done.err == f"error: {left['error']}\n"
@@ -317,25 +407,61 @@ def test_a_job_of_several_processes_leaves_why_it_failed_and_its_code(tmp_path):
 
 
 REFUSED = [
-    ("devices=2", "error: devices=2: with strategy=auto, one process", "Type strategy=ddp devices=2 or strategy=fsdp"),
+    (
+        "devices=2",
+        "error: devices=2: with strategy=auto, one process",
+        "Type strategy=ddp devices=2 or strategy=fsdp",
+    ),
     ("devices=0", "error: devices=0: give a whole number at least 1.", ""),
     ("devices=atuo", "error: devices=atuo: give auto, or a whole number", "Did you mean 'auto'?"),
     ("rank_timeout=0", "error: rank_timeout=0: give a number above 0", ""),
-    ("task=lr_find strategy=ddp devices=2", "error: task=lr_find is for one process.", "Leave out strategy=ddp and"),
+    (
+        "task=lr_find strategy=ddp devices=2",
+        "error: task=lr_find is for one process.",
+        "Leave out strategy=ddp and",
+    ),
     (
         "task=evaluate run=x devices=2 strategy=fsdp",
         "error: task=evaluate is",
         "Leave out devices=2 and strategy=fsdp.",
     ),
-    ("strategy=fsdp compile=true", "error: strategy=fsdp: sharded parameters are not compiled", "Type compile=false"),
-    ("strategy=fsdp compile=graph", "error: strategy=fsdp: sharded parameters are not compiled", "Type compile=false"),
-    ("strategy=ddp devices=2 micro_batch=auto", "error: micro_batch=auto: several processes", "Type micro_batch=N."),
-    ("strategy=ddp devices=5 batch_size=4", "error: batch_size=4: 5 processes", "Type batch_size=5 or more"),
+    (
+        "strategy=fsdp compile=true",
+        "error: strategy=fsdp: sharded parameters are not compiled",
+        "Type compile=false",
+    ),
+    (
+        "strategy=fsdp compile=graph",
+        "error: strategy=fsdp: sharded parameters are not compiled",
+        "Type compile=false",
+    ),
+    (
+        "strategy=ddp devices=2 micro_batch=auto",
+        "error: micro_batch=auto: several processes",
+        "Type micro_batch=N.",
+    ),
+    (
+        "strategy=ddp devices=5 batch_size=4",
+        "error: batch_size=4: 5 processes",
+        "Type batch_size=5 or more",
+    ),
 ]
 REFUSED_AMONG_SEVERAL = [
-    ("strategy=ddp devices=3", "error: devices=3: torchrun has started 2 processes.", "--nproc-per-node"),
-    ("strategy=dp:0+1", "error: strategy=dp:0+1: torchrun has started 2 processes", "Type strategy=auto."),
-    ("-m seed=0,1", "error: -m: a sweep starts runs by itself.", "Type python train.py -m ... strategy=ddp devices=N."),
+    (
+        "strategy=ddp devices=3",
+        "error: devices=3: torchrun has started 2 processes.",
+        "--nproc-per-node",
+    ),
+    (
+        "strategy=dp:0+1",
+        "error: strategy=dp:0+1: torchrun has started 2 processes",
+        "Type strategy=auto.",
+    ),
+    (
+        "-m seed=0,1",
+        "error: -m: a sweep starts runs by itself.",
+        "Type python train.py -m ... strategy=ddp devices=N.",
+    ),
     ("task=lr_find", "error: task=lr_find is for one process.", "Type python train.py"),
     ("micro_batch=auto", "error: micro_batch=auto: several processes", "Type micro_batch=N."),
     ("task=evaluate run=x", "error: task=evaluate is for one process.", "Type python train.py"),
@@ -345,12 +471,18 @@ REFUSED_AMONG_SEVERAL = [
 def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
     rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for name, table, environment in (("one", REFUSED, {}), ("several", REFUSED_AMONG_SEVERAL, rank)):
+    for name, table, environment in (
+        ("one", REFUSED, {}),
+        ("several", REFUSED_AMONG_SEVERAL, rank),
+    ):
         (tmp_path / name).mkdir()
         found = answers(tmp_path / name, table, "hydra", PYTHONPATH=str(tmp_path), **environment)
         for typed, said, what_to_type in table:
             done = found[typed]
-            assert done.code == 2 and done.err.startswith(said) and what_to_type in done.err, (typed, done.err)
+            assert done.code == 2 and done.err.startswith(said) and what_to_type in done.err, (
+                typed,
+                done.err,
+            )
             assert done.files == []
 
 
@@ -367,10 +499,26 @@ def test_how_many_processes_there_are():
 
 def test_two_hosts_train_what_one_does(forks, whole, tmp_path):
     """Two network namespaces with addresses of their own, a cable between them, and torchrun on each."""
-    if subprocess.run(["unshare", "-rn", "ip", "link"], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["unshare", "-rn", "ip", "link"], capture_output=True, check=False
+    ).returncode:
         pytest.skip("network namespaces are not allowed here")
-    environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = ["bash", HERE / "two_hosts.sh", "1", TRAIN, "run_dir=run", *JOB, *fault("slow", STEPS)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    environment = os.environ | {
+        "PYTHONPATH": str(HERE),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [
+        "bash",
+        HERE / "two_hosts.sh",
+        "1",
+        TRAIN,
+        "run_dir=run",
+        *JOB,
+        *fault("slow", STEPS),
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert_same(last(tmp_path / "run"), whole)

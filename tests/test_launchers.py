@@ -19,10 +19,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
+from stoker.trainer.errors import UserError
 from test_cli import answers, run
 
-from trainer import launchers, rundir
-from trainer.errors import UserError
+from stoker.runs import rundir
+from stoker.sweeps import launchers
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = ("joblib", "submitit_local", "ray")
@@ -33,12 +34,16 @@ JOB = (
     "model.hidden=[8]",
     "model.dropout=0.1",
 )  # 10 steps an epoch
-CNN = ("model=cnn", "epochs=1", "max_grad_norm=1")  # whose sums have another order with other threads
+CNN = (
+    "model=cnn",
+    "epochs=1",
+    "max_grad_norm=1",
+)  # whose sums have another order with other threads
 PATIENCE = 300  # seconds for one sweep: for a hang, no limit to be near to
 HOLD = """
 import pathlib, time
-from trainer import stopping
-from trainer.callbacks import Callback
+from stoker.trainer import stopping
+from stoker.trainer.callbacks import Callback
 class Hold(Callback):
     def on_step_end(self, trainer):
         while trainer.step == 13 and not stopping.received and pathlib.Path("hold").exists():
@@ -84,7 +89,9 @@ def end(process, folder):
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-    return SimpleNamespace(code=code, out=(folder / "out").read_text(), err=(folder / "err").read_text())
+    return SimpleNamespace(
+        code=code, out=(folder / "out").read_text(), err=(folder / "err").read_text()
+    )
 
 
 def sweep(folder, *arguments):
@@ -103,7 +110,9 @@ def weights(folder):
 
 
 def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[key], second[key]) for key in first
+    )
 
 
 def alone(folder, *arguments):
@@ -135,7 +144,9 @@ def device_in(slot, names, name="auto"):
 def test_only_auto_is_dealt_out_and_only_where_there_are_several():
     several = ["cpu", "cuda", "cuda:0", "cuda:1"]
     assert device_in(1, several, "cuda") == "cuda" and device_in(1, several, "cuda:0") == "cuda:0"
-    assert device_in(1, ["cpu", "cuda"]) == device_in(1, ["cpu"]) == device_in(None, several) == "auto"
+    assert (
+        device_in(1, ["cpu", "cuda"]) == device_in(1, ["cpu"]) == device_in(None, several) == "auto"
+    )
 
 
 def test_how_many_jobs_and_threads():
@@ -148,10 +159,14 @@ def test_how_many_jobs_and_threads():
 
 def test_a_slot_is_one_process_alone(tmp_path):
     """As long as the process lives; where all are taken, a job asks whether to go on, and waits."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from trainer import launchers; from pathlib import Path\n"
-    code += f"print(launchers.claim(Path({str(tmp_path)!r}), 0, 2, None), flush=True); sys.stdin.read()"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from stoker.sweeps import launchers; from pathlib import Path\n"
+    code += (
+        f"print(launchers.claim(Path({str(tmp_path)!r}), 0, 2, None), flush=True); sys.stdin.read()"
+    )
     taken = [
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     assert sorted(int(each.stdout.readline()) for each in taken) == [0, 1]
@@ -177,14 +192,24 @@ def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
     needs(launcher)
     at_once = max(2, launchers.cores())
     done = sweep(
-        tmp_path, f"hydra/launcher={launcher}", "seed=0,-1,1", *CNN, f"sweep.at_once={at_once}", "hydra.sweep.dir=all"
+        tmp_path,
+        f"hydra/launcher={launcher}",
+        "seed=0,-1,1",
+        *CNN,
+        f"sweep.at_once={at_once}",
+        "hydra.sweep.dir=all",
     )
     assert done.code == 2 and "Traceback" not in done.err, done.err
     lines = done.out.splitlines()
-    assert lines[0] == f"jobs     {at_once} at once, with a thread each; what they print is in all/jobs"
+    assert (
+        lines[0]
+        == f"jobs     {at_once} at once, with a thread each; what they print is in all/jobs"
+    )
     told = sorted(line for line in lines if line.startswith("job "))
     assert re.fullmatch(r"job 0    seed=0 .*: done, val/acc 0\.\d+, \d+\.\d s", told[0])
-    assert re.fullmatch(r"job 1    seed=-1 .*: failed, seed=-1: give a whole number at least 0\.", told[1])
+    assert re.fullmatch(
+        r"job 1    seed=-1 .*: failed, seed=-1: give a whole number at least 0\.", told[1]
+    )
     assert len(told) == 3 and told[2].startswith("job 2 ")
     for job in (0, 2):
         said = (tmp_path / "all" / "jobs" / f"{job}.txt").read_text()
@@ -204,10 +229,22 @@ def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, launcher, number,
         pytest.skip("one of them without --large")
     (tmp_path / "mine.py").write_text(HOLD)
     (tmp_path / "hold").touch()
-    command = [f"hydra/launcher={launcher}", "seed=0,1,2,3", *JOB, "epochs=3", "hydra.sweep.dir=all", "sweep.at_once=2"]
+    command = [
+        f"hydra/launcher={launcher}",
+        "seed=0,1,2,3",
+        *JOB,
+        "epochs=3",
+        "hydra.sweep.dir=all",
+        "sweep.at_once=2",
+    ]
     command += ["+callbacks.hold._target_=mine.Hold"]
     process = start(tmp_path, *command)
-    wait(lambda: process.poll() is not None or len(glob.glob(f"{tmp_path}/all/*/checkpoints/step_00000010.ckpt")) == 2)
+    wait(
+        lambda: (
+            process.poll() is not None
+            or len(glob.glob(f"{tmp_path}/all/*/checkpoints/step_00000010.ckpt")) == 2
+        )
+    )
     time.sleep(0.5)  # for step 13
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
@@ -221,11 +258,17 @@ def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, launcher, number,
         (tmp_path / "all" / f"{job}/checkpoints/step_00000013.ckpt").exists() for job in begun
     )
     if number != signal.SIGKILL:
-        assert "stopping: each job saves its step" in done.err and "2 unfinished, 2 not begun" in done.out
+        assert (
+            "stopping: each job saves its step" in done.err
+            and "2 unfinished, 2 not begun" in done.out
+        )
     (tmp_path / "hold").unlink()
     done = sweep(tmp_path, *command)
     assert done.code == 0 and "all: 4 done" in done.out, done.err
-    assert same(weights(tmp_path / "all" / str(begun[0])), alone(tmp_path, *JOB, "epochs=3", f"seed={begun[0]}"))
+    assert same(
+        weights(tmp_path / "all" / str(begun[0])),
+        alone(tmp_path, *JOB, "epochs=3", f"seed={begun[0]}"),
+    )
 
 
 def test_a_failed_job_ends_the_sweep_with_on_error_stop(tmp_path, large):
@@ -234,9 +277,19 @@ def test_a_failed_job_ends_the_sweep_with_on_error_stop(tmp_path, large):
         pytest.skip("--large")
     (tmp_path / "mine.py").write_text(HOLD)
     (tmp_path / "hold").touch()
-    command = ["hydra/launcher=joblib", "seed=0,-1,2,3", *JOB, "epochs=3", "hydra.sweep.dir=all", "sweep.at_once=2"]
+    command = [
+        "hydra/launcher=joblib",
+        "seed=0,-1,2,3",
+        *JOB,
+        "epochs=3",
+        "hydra.sweep.dir=all",
+        "sweep.at_once=2",
+    ]
     done = sweep(tmp_path, *command, "sweep.on_error=stop", "+callbacks.hold._target_=mine.Hold")
-    assert done.code == 2 and "job 1 failed, and sweep.on_error=stop: each job saves its step" in done.err, done.err
+    assert (
+        done.code == 2
+        and "job 1 failed, and sweep.on_error=stop: each job saves its step" in done.err
+    ), done.err
     assert not (tmp_path / "all" / "3").exists() and "Traceback" not in done.err
 
 
@@ -249,7 +302,12 @@ def test_a_job_that_submitit_interrupts_is_put_into_the_queue_and_goes_on(tmp_pa
     (tmp_path / "hold").touch()
     command = ["hydra/launcher=submitit_local", "seed=0,1", *JOB, "epochs=3", "hydra.sweep.dir=all"]
     process = start(tmp_path, *command, "+callbacks.hold._target_=mine.Hold")
-    wait(lambda: process.poll() is not None or glob.glob(f"{tmp_path}/all/0/checkpoints/step_00000010.ckpt"))
+    wait(
+        lambda: (
+            process.poll() is not None
+            or glob.glob(f"{tmp_path}/all/0/checkpoints/step_00000010.ckpt")
+        )
+    )
     owner = int((tmp_path / "all" / "0" / rundir.LOCK).read_text().split()[1])
     os.kill(owner, signal.SIGUSR2)
     wait(lambda: (tmp_path / "all/0/checkpoints/step_00000013.ckpt").exists())
@@ -261,17 +319,44 @@ def test_a_job_that_submitit_interrupts_is_put_into_the_queue_and_goes_on(tmp_pa
 
 
 MISTAKES = [
-    ("hydra/launcher=joblib", "hydra/launcher=joblib: this is for the jobs of a sweep.", "Type -m as well"),
-    ("-m seed=0,1 hydra/launcher=jobib", "hydra/launcher=jobib: there is no such choice.", "Did you mean 'joblib'?"),
-    ("-m seed=0,1 sweep.at_once=2", "sweep.at_once=2: hydra/launcher=basic has no use", "Type hydra/launcher=joblib"),
+    (
+        "hydra/launcher=joblib",
+        "hydra/launcher=joblib: this is for the jobs of a sweep.",
+        "Type -m as well",
+    ),
+    (
+        "-m seed=0,1 hydra/launcher=jobib",
+        "hydra/launcher=jobib: there is no such choice.",
+        "Did you mean 'joblib'?",
+    ),
+    (
+        "-m seed=0,1 sweep.at_once=2",
+        "sweep.at_once=2: hydra/launcher=basic has no use",
+        "Type hydra/launcher=joblib",
+    ),
     ("-m seed=0,1 sweep.per_gpu=0", "sweep.per_gpu=0: give a whole number at least 1.", ""),
 ]
 WITH = [
     ("joblib", "sweep.at_once=x", "sweep.at_once=x: give a whole number at least 1", "or auto"),
-    ("joblib", "hydra.launcher.n_jobs=0", "hydra.launcher.n_jobs=0: give a whole number at least 1", ""),
+    (
+        "joblib",
+        "hydra.launcher.n_jobs=0",
+        "hydra.launcher.n_jobs=0: give a whole number at least 1",
+        "",
+    ),
     ("joblib", "hydra.launcher.jobs=2", "hydra.launcher.jobs: there is no such key.", ""),
-    ("submitit_slurm", "sweep.per_gpu=2", "sweep.per_gpu=2: hydra/launcher=submitit_slurm has no use for it.", ""),
-    ("submitit_slurm", "sweep.at_once=2", "sweep.at_once=2: hydra", "Type hydra.launcher.array_parallelism="),
+    (
+        "submitit_slurm",
+        "sweep.per_gpu=2",
+        "sweep.per_gpu=2: hydra/launcher=submitit_slurm has no use for it.",
+        "",
+    ),
+    (
+        "submitit_slurm",
+        "sweep.at_once=2",
+        "sweep.at_once=2: hydra",
+        "Type hydra.launcher.array_parallelism=",
+    ),
 ]
 
 
@@ -282,7 +367,10 @@ def test_what_cannot_be_is_said_in_a_line_and_leaves_nothing(tmp_path):
             table.append((f"-m seed=0,1 hydra/launcher={launcher} {typed}", *said))
     for typed, done in answers(tmp_path, table).items():
         what, hint = next(said for mistake, *said in table if mistake == typed)
-        assert done.code == 2 and done.err.startswith(f"error: {what}") and hint in done.err, (typed, done.err)
+        assert done.code == 2 and done.err.startswith(f"error: {what}") and hint in done.err, (
+            typed,
+            done.err,
+        )
         assert len(done.err.splitlines()) <= 3 and done.files == [], typed
 
 
@@ -306,7 +394,9 @@ def test_the_keys_of_a_launcher_are_its_constructors(launcher):
     """Of submitit's, which takes any, those that its executor knows."""
     needs(launcher)
     with initialize_config_dir(str(ROOT / "configs")):
-        node = compose("train", [f"hydra/launcher={launcher}"], return_hydra_config=True).hydra.launcher
+        node = compose(
+            "train", [f"hydra/launcher={launcher}"], return_hydra_config=True
+        ).hydra.launcher
     keys = {key for key in node if key != "_target_"}
     if launcher == "joblib":
         import joblib

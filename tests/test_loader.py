@@ -6,18 +6,27 @@ import weakref
 import numpy
 import pytest
 import torch
+from stoker.data.datasets import Data, TensorSplit
+from stoker.data.loader import (
+    DeviceLoader,
+    HostLoader,
+    IterableLoader,
+    make_loaders,
+    permutation,
+    resident_bytes,
+    seekable,
+)
+from stoker.trainer.errors import TrainingError, UserError
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-
-from data.datasets import Data, TensorSplit
-from data.loader import DeviceLoader, HostLoader, IterableLoader, make_loaders, permutation, resident_bytes, seekable
-from trainer.errors import TrainingError, UserError
 
 
 def images(n=50, **changes):
     """Every pixel of image i is i, so that a batch tells which samples are in it."""
     inputs = torch.arange(n, dtype=torch.uint8).view(n, 1, 1, 1).expand(n, 1, 8, 8).contiguous()
     split = TensorSplit(inputs, torch.arange(n) % 5)
-    return Data("images", split, split, None, (1, 8, 8), 5, **{"mean": [0.5], "std": [0.25], **changes})
+    return Data(
+        "images", split, split, None, (1, 8, 8), 5, **{"mean": [0.5], "std": [0.25], **changes}
+    )
 
 
 def table(n=23, dtype=torch.float64):
@@ -40,24 +49,35 @@ def same(first, second):
 
 def test_permutation_is_a_function_of_seed_and_epoch():
     orders = [permutation(100, seed, epoch).tolist() for seed in range(5) for epoch in range(5)]
-    assert all(sorted(order) == list(range(100)) for order in orders) and len({tuple(order) for order in orders}) == 25
+    assert (
+        all(sorted(order) == list(range(100)) for order in orders)
+        and len({tuple(order) for order in orders}) == 25
+    )
     assert orders[7] == permutation(100, 1, 2).tolist()
 
 
-@pytest.mark.parametrize(("n", "block"), [(1000, 7), (1, 7), (5, 7), (3584, 7), (3585, 7), (1000, 1000), (10, 2)])
+@pytest.mark.parametrize(
+    ("n", "block"), [(1000, 7), (1, 7), (5, 7), (3584, 7), (3585, 7), (1000, 1000), (10, 2)]
+)
 def test_a_permutation_by_blocks_keeps_neighbours_near(n, block, monkeypatch):
-    monkeypatch.setattr("data.loader.WINDOW", 4)
+    monkeypatch.setattr("stoker.data.loader.WINDOW", 4)
     order = permutation(n, 3, 1, block)
-    assert sorted(order.tolist()) == list(range(n)) and torch.equal(order, permutation(n, 3, 1, block))
+    assert sorted(order.tolist()) == list(range(n)) and torch.equal(
+        order, permutation(n, 3, 1, block)
+    )
     if n >= 10 * block:
         assert not torch.equal(order, permutation(n, 3, 2, block)) and not torch.equal(
             order, permutation(n, 4, 1, block)
         )
     windows = [set((window // block).tolist()) for window in order.split(4 * block)]
-    assert all(len(blocks) <= 5 for blocks in windows)  # 4, and one more after the last block, which may be shorter
+    assert all(
+        len(blocks) <= 5 for blocks in windows
+    )  # 4, and one more after the last block, which may be shorter
     in_two = sum(len(blocks) for blocks in windows) - len(set.union(*windows))
     assert in_two <= len(windows)
-    if n >= 10 * block:  # samples of a block do not come one after the other, and blocks not in their order
+    if (
+        n >= 10 * block
+    ):  # samples of a block do not come one after the other, and blocks not in their order
         assert (order.diff() != 1).double().mean() > 0.5
 
 
@@ -78,11 +98,19 @@ def test_streamed_equals_resident(workers, augment, drop_last):
         assert same(resident, streamed)
 
 
-@pytest.mark.parametrize("augment", [[], ["flip", {"crop": 2}, "shift", "cutout", "cutmix", "mixup"]])
+@pytest.mark.parametrize(
+    "augment", [[], ["flip", {"crop": 2}, "shift", "cutout", "cutmix", "mixup"]]
+)
 def test_batches_gathered_together_equal_batches_gathered_one_by_one(augment):
-    split = TensorSplit(torch.randint(0, 256, (53, 3, 9, 8), dtype=torch.uint8), torch.arange(53) % 5)
-    data = Data("noise", split, None, None, (3, 9, 8), 5, mean=[0.1, 0.5, 0.4], std=[0.2, 0.3, 0.25])
-    together, single = (DeviceLoader(data, "train", 4, shuffle=True, augment=augment) for _ in range(2))
+    split = TensorSplit(
+        torch.randint(0, 256, (53, 3, 9, 8), dtype=torch.uint8), torch.arange(53) % 5
+    )
+    data = Data(
+        "noise", split, None, None, (3, 9, 8), 5, mean=[0.1, 0.5, 0.4], std=[0.2, 0.3, 0.25]
+    )
+    together, single = (
+        DeviceLoader(data, "train", 4, shuffle=True, augment=augment) for _ in range(2)
+    )
     assert together.batches_at_once == 16
     single.batches_at_once = 1
     for epoch, position in [(0, 0), (1, 5), (2, 13)]:
@@ -93,9 +121,14 @@ def test_batches_gathered_together_equal_batches_gathered_one_by_one(augment):
 
 def test_an_alternating_flip_flips_each_sample_in_every_second_epoch():
     ramp = torch.arange(8, dtype=torch.uint8).expand(40, 1, 8, 8).contiguous()
-    ramp[:, 0, 0] = torch.arange(40, dtype=torch.uint8).view(40, 1)  # the first row tells which sample it is
+    ramp[:, 0, 0] = torch.arange(40, dtype=torch.uint8).view(
+        40, 1
+    )  # the first row tells which sample it is
     data = Data("ramps", TensorSplit(ramp, torch.arange(40) % 5), None, None, (1, 8, 8), 5)
-    loader, flipped = DeviceLoader(data, "train", 7, shuffle=True, augment=[{"flip": "alternate"}]), []
+    loader, flipped = (
+        DeviceLoader(data, "train", 7, shuffle=True, augment=[{"flip": "alternate"}]),
+        [],
+    )
     for _ in range(4):
         batches = torch.cat([(inputs * 255).round() for inputs, _ in loader])
         order = batches[:, 0, 0, 0].long().argsort()
@@ -134,7 +167,9 @@ def test_a_seek_gives_the_tail_of_the_epoch(loader):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_an_epoch_is_every_sample_once(drop_last):
-    loader = DeviceLoader(images(mean=[0.0], std=[1.0]), "train", 8, shuffle=True, drop_last=drop_last)
+    loader = DeviceLoader(
+        images(mean=[0.0], std=[1.0]), "train", 8, shuffle=True, drop_last=drop_last
+    )
     seen = torch.cat([(inputs[:, 0, 0, 0] * 255).round().long() for inputs, _ in loader]).tolist()
     assert len(seen) == len(set(seen)) == (48 if drop_last else 50) and seen != sorted(seen)
     assert seen == permutation(50, 0, 0).tolist()[: len(seen)]
@@ -180,7 +215,9 @@ def test_floats_keep_their_type_and_are_copies(kind, dtype):
     data = table(dtype=dtype)
     before = data.test.inputs.clone()
     for inputs, targets in kind(data, "test", 10):
-        assert inputs.dtype == dtype and targets.dtype == torch.float32 and targets.shape[1:] == (2,)
+        assert (
+            inputs.dtype == dtype and targets.dtype == torch.float32 and targets.shape[1:] == (2,)
+        )
         inputs.zero_()
     assert torch.equal(data.test.inputs, before)
 
@@ -188,7 +225,9 @@ def test_floats_keep_their_type_and_are_copies(kind, dtype):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_global_generators_are_left_alone(workers):
     torch_state, python_state = torch.get_rng_state(), random.getstate()
-    loader = HostLoader(images(), "train", 7, workers=workers, shuffle=True, augment=["flip", "cutmix"])
+    loader = HostLoader(
+        images(), "train", 7, workers=workers, shuffle=True, augment=["flip", "cutmix"]
+    )
     list(loader), list(loader)
     list(DeviceLoader(images(), "train", 7, shuffle=True, augment=["flip", "mixup"]))
     assert torch.equal(torch.get_rng_state(), torch_state) and random.getstate() == python_state
@@ -228,12 +267,27 @@ def test_workers_end_with_the_loader():
 def test_make_loaders_chooses_and_says_why(monkeypatch):
     data = images()
     (train, val, test), why = make_loaders(data, batch_size=10, eval_batch_size=25, seed=4)
-    assert isinstance(train, DeviceLoader) and test is None and why.startswith("resident on cpu, 0.0 MiB of ")
-    assert (len(train), len(val), val.batch_size, train.samples, train.nbytes) == (5, 2, 25, 50, 3200)
-    monkeypatch.setattr("data.loader.free_memory", lambda device: 2 * 6400 - 1)
+    assert (
+        isinstance(train, DeviceLoader)
+        and test is None
+        and why.startswith("resident on cpu, 0.0 MiB of ")
+    )
+    assert (len(train), len(val), val.batch_size, train.samples, train.nbytes) == (
+        5,
+        2,
+        25,
+        50,
+        3200,
+    )
+    monkeypatch.setattr("stoker.data.loader.free_memory", lambda device: 2 * 6400 - 1)
     (streamed, _, _), why = make_loaders(data, batch_size=10, seed=4)
-    assert isinstance(streamed, HostLoader) and why.startswith("streamed with 0 workers, 0.0 MiB of")
-    assert resident_bytes(train, val) == train.nbytes + val.nbytes and resident_bytes(streamed, None) == 0
+    assert isinstance(streamed, HostLoader) and why.startswith(
+        "streamed with 0 workers, 0.0 MiB of"
+    )
+    assert (
+        resident_bytes(train, val) == train.nbytes + val.nbytes
+        and resident_bytes(streamed, None) == 0
+    )
     assert same(train, streamed)
     (forced, _, _), why = make_loaders(data, batch_size=10, seed=4, resident=True)
     assert isinstance(forced, DeviceLoader) and why == "resident on cpu, as asked"
@@ -250,8 +304,14 @@ def test_make_loaders_chooses_and_says_why(monkeypatch):
         ({"batch_size": 5, "resident": "yes"}, "dataset.resident=yes"),
         ({"batch_size": 5, "workers": -1}, "dataset.workers=-1"),
         ({"batch_size": 5, "workers": 2, "resident": True}, "no use for workers"),
-        ({"batch_size": 5, "timeout": 5}, "dataset.timeout=5: .* no use for workers.\\n.*dataset.timeout=300"),
-        ({"batch_size": 5, "timeout": 0, "resident": True}, "dataset.timeout=0: .* no use for workers"),
+        (
+            {"batch_size": 5, "timeout": 5},
+            "dataset.timeout=5: .* no use for workers.\\n.*dataset.timeout=300",
+        ),
+        (
+            {"batch_size": 5, "timeout": 0, "resident": True},
+            "dataset.timeout=0: .* no use for workers",
+        ),
         ({"batch_size": 5, "timeout": 5, "resident": False, "workers": 0}, None),
         ({"batch_size": 5, "augment": ["crop"]}, None),
         ({"batch_size": 5, "augment": [{"crop": 8}]}, "less than the 8 pixels"),
@@ -284,7 +344,11 @@ class Own:
 @pytest.mark.parametrize(
     ("give", "error", "words"),
     [
-        (lambda indices: (torch.zeros(len(indices), 3, 9, 8), torch.zeros(len(indices))), None, None),
+        (
+            lambda indices: (torch.zeros(len(indices), 3, 9, 8), torch.zeros(len(indices))),
+            None,
+            None,
+        ),
         (
             lambda indices: (torch.zeros(len(indices), 1, 9, 8), torch.zeros(1)),
             UserError,
@@ -295,17 +359,30 @@ class Own:
             UserError,
             r"of the shape \(1, 3, 9, 8\)",
         ),
-        (lambda indices: (torch.zeros(3, 9, 8), torch.tensor([1])), UserError, r"gives \(3, 9, 8\) and \(1,\)"),
+        (
+            lambda indices: (torch.zeros(3, 9, 8), torch.tensor([1])),
+            UserError,
+            r"gives \(3, 9, 8\) and \(1,\)",
+        ),
         (lambda indices: torch.zeros(len(indices), 3, 9, 8), UserError, "gives Tensor"),
-        (lambda indices: {}[0], TrainingError, r"Sample 0 of the train part of own cannot be read: KeyError: 0 \(.*\)"),
+        (
+            lambda indices: {}[0],
+            TrainingError,
+            r"Sample 0 of the train part of own cannot be read: KeyError: 0 \(.*\)",
+        ),
     ],
 )
 def test_the_first_sample_of_a_users_own_split_is_looked_at(give, error, words):
     data, state = Data("own", Own(give), None, None, (3, 9, 8), 2), torch.get_rng_state()
     if error is None:
         (train, _, _), why = make_loaders(data, batch_size=4, workers=0)
-        assert isinstance(train, HostLoader) and "workers, Own without tensors(), which would give" in why
-        with pytest.raises(UserError, match=r"resident=true: this is Own without tensors\(\).*\n.*resident=false"):
+        assert (
+            isinstance(train, HostLoader)
+            and "workers, Own without tensors(), which would give" in why
+        )
+        with pytest.raises(
+            UserError, match=r"resident=true: this is Own without tensors\(\).*\n.*resident=false"
+        ):
             make_loaders(data, batch_size=4, resident=True)
     else:
         with pytest.raises(error, match=words):
@@ -363,7 +440,8 @@ def test_what_does_not_fit_in_the_memory_says_so():
 
     split = Large(torch.zeros(4, 2), torch.arange(4) % 2)
     with pytest.raises(
-        TrainingError, match="train part of huge .* does not fit in the memory of cpu.\nType dataset.res"
+        TrainingError,
+        match="train part of huge .* does not fit in the memory of cpu.\nType dataset.res",
     ):
         make_loaders(Data("huge", split, None, None, (2,), 2), batch_size=2, resident=True)
 
@@ -386,7 +464,11 @@ def test_a_plain_dataloader_becomes_seekable(dataset, options):
         return [(batch[0] if isinstance(batch, list) else batch).tolist() for batch in loader]
 
     loader = seekable(DataLoader(dataset, batch_size=6, shuffle=True, **options), seed=3)
-    assert isinstance(loader, IterableLoader) and (len(loader), loader.batch_size, loader.samples) == (4, 6, 20)
+    assert isinstance(loader, IterableLoader) and (
+        len(loader),
+        loader.batch_size,
+        loader.samples,
+    ) == (4, 6, 20)
     torch.manual_seed(1)
     state = torch.get_rng_state()
     epochs = [epoch(loader, number) for number in range(3)]
@@ -395,7 +477,11 @@ def test_a_plain_dataloader_becomes_seekable(dataset, options):
     assert len({str(batches) for batches in epochs}) == 3
     if isinstance(dataset, Noisy):  # every sample has its own noise
         assert len({round(value % 1, 5) for batch in epochs[0] for value in batch}) == 20
-    assert epoch(loader, 1, 2) == epochs[1][2:] and epoch(loader, 0) == epochs[0] and epoch(loader, 2, 4) == []
+    assert (
+        epoch(loader, 1, 2) == epochs[1][2:]
+        and epoch(loader, 0) == epochs[0]
+        and epoch(loader, 2, 4) == []
+    )
     other = seekable(DataLoader(dataset, batch_size=6, shuffle=True, **options), seed=3)
     draws = []
     other.seek(2)

@@ -17,25 +17,30 @@ import urllib.request
 import pytest
 import torch
 from conftest import assert_same, make_data, make_trainer
+from stoker.data.loader import DeviceLoader
+from stoker.trainer import checkpoint
+from stoker.trainer.callbacks import Callback, Checkpoint
+from stoker.trainer.metrics import Accuracy
 from test_cli import ENVIRONMENT, ROOT, forked, read
 
-from data.loader import DeviceLoader
-from trainer import checkpoint, loggers, pictures
-from trainer.callbacks import Callback, Checkpoint
-from trainer.loggers import JSONL, Logger, MLflow, TensorBoard, WandB
-from trainer.metrics import Accuracy
+from stoker.runs import loggers, pictures
+from stoker.runs.loggers import JSONL, Logger, MLflow, TensorBoard, WandB
 
 TOOLS = ["tensorboard", "wandb", "mlflow"]
 CONFIG = {
     "optimizer.lr": 0.01,
-    "model._target_": "models.mlp.MLP",
+    "model._target_": "stoker.models.mlp.MLP",
     "ema": None,
     "tune": ["threads"],
     "drop_last": False,
     "device": "cpu",
 }
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAAAAABX3VL4AAAADElEQVR4nGNg+A+EAAYAAf+T0eSJAAAAAElFTkSuQmCC"
-SEEN = {"split": "test", "classes": ["a", "b", "$c"], "confusion": [[5, 1, 0], [0, 7, 0], [2, 0, 0]]}
+SEEN = {
+    "split": "test",
+    "classes": ["a", "b", "$c"],
+    "confusion": [[5, 1, 0], [0, 7, 0], [2, 0, 0]],
+}
 SEEN |= {"worst": [{"png": PNG, "true": 2, "predicted": 0, "probability": 0.9}]}
 FINAL = {"test/loss": 0.25, "test/acc": 0.75}
 
@@ -68,13 +73,18 @@ def events_of(folder):
 
 def of_tensorboard(folder):
     events = events_of(folder)
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    return {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
 
 
 def of_mlflow(folder):
     client, run = mlflow_of(folder)
     found = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
-    return {name: [(metric.step, metric.value) for metric in values] for name, values in found.items()}
+    return {
+        name: [(metric.step, metric.value) for metric in values] for name, values in found.items()
+    }
 
 
 def mlflow_of(folder, uri=None):
@@ -98,8 +108,12 @@ def of_wandb(folder, first=0):
 
 def values_of(items):
     """{name: value} of wandb's records of them; an image is no value."""
-    pairs = [([item.key] if item.key else item.nested_key, json.loads(item.value_json)) for item in items]
-    return {name[0]: value for name, value in pairs if len(name) == 1 and not isinstance(value, dict)}
+    pairs = [
+        ([item.key] if item.key else item.nested_key, json.loads(item.value_json)) for item in items
+    ]
+    return {
+        name[0]: value for name, value in pairs if len(name) == 1 and not isinstance(value, dict)
+    }
 
 
 def records_of(folder, first=0):
@@ -152,8 +166,12 @@ def as_kept(tool, numbers):
 def fit(folder, *callbacks, resume=None, **settings):
     data = make_data()
     callbacks = [JSONL(folder / "metrics.jsonl"), *callbacks]
-    trainer = make_trainer(metrics={"acc": Accuracy()}, callbacks=callbacks, log_every=3, **settings)
-    trainer.fit(DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 8), resume=resume)
+    trainer = make_trainer(
+        metrics={"acc": Accuracy()}, callbacks=callbacks, log_every=3, **settings
+    )
+    trainer.fit(
+        DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 8), resume=resume
+    )
     return trainer
 
 
@@ -210,9 +228,16 @@ def test_a_run_that_was_killed_goes_on_in_the_same_place_and_has_no_row_twice(tm
     expected, found = as_kept(tool, of_rows(whole)), numbers_of(tool, cut)
     del expected["train/seconds"], found["train/seconds"]
     if tool == "wandb":
-        runs = [record.run for record in records_of(cut) if record.WhichOneof("record_type") == "run"]
-        assert len({run.run_id for run in runs}) == 1 and len(list(cut.glob("wandb/offline-run-*"))) == 2
-        found = of_wandb(cut, first=1)  # the one that is printed has all, also what its service had not yet written
+        runs = [
+            record.run for record in records_of(cut) if record.WhichOneof("record_type") == "run"
+        ]
+        assert (
+            len({run.run_id for run in runs}) == 1
+            and len(list(cut.glob("wandb/offline-run-*"))) == 2
+        )
+        found = of_wandb(
+            cut, first=1
+        )  # the one that is printed has all, also what its service had not yet written
         del found["train/seconds"]
     assert found == expected
 
@@ -238,14 +263,22 @@ def test_a_run_that_another_database_has_is_a_new_one_here(tmp_path):
     logger = make("mlflow", tmp_path)
     logger.begun_at = 5
     logger.begin(None)
-    assert mlflow_of(tmp_path)[1].info.run_id == loggers.read_id(tmp_path / "mlflow-id.txt") != "0" * 32
+    assert (
+        mlflow_of(tmp_path)[1].info.run_id
+        == loggers.read_id(tmp_path / "mlflow-id.txt")
+        != "0" * 32
+    )
 
 
 def test_a_run_that_begins_anew_is_another_run(tmp_path):
     need("wandb")
     for _ in range(2):
         fit(tmp_path, make("wandb", tmp_path), max_steps=1)
-    ids = {record.run.run_id for record in records_of(tmp_path) if record.WhichOneof("record_type") == "run"}
+    ids = {
+        record.run.run_id
+        for record in records_of(tmp_path)
+        if record.WhichOneof("record_type") == "run"
+    }
     assert len(ids) == 2 and loggers.read_id(tmp_path / "wandb-id.txt") in ids
 
 
@@ -257,27 +290,53 @@ def test_an_id_that_no_run_has_is_none(tmp_path, text):
 
 def test_tensorboards_hparams_tab_has_the_settings_and_compares_unlike_runs(told):
     """With a list of metrics, an experiment's, the tab of all runs would have those of the first run alone."""
-    from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_END_INFO_TAG, SESSION_START_INFO_TAG
+    from tensorboard.plugins.hparams.metadata import (
+        EXPERIMENT_TAG,
+        SESSION_END_INFO_TAG,
+        SESSION_START_INFO_TAG,
+    )
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     content = events_of(told("tensorboard")).summary_metadata
     session = HParamsPluginData.FromString(content[SESSION_START_INFO_TAG].plugin_data.content)
     assert EXPERIMENT_TAG not in content and SESSION_END_INFO_TAG in content
     session = session.session_start_info.hparams
-    assert session["optimizer.lr"].number_value == 0.01 and session["tune"].string_value == "[threads]"
-    assert session["model._target_"].string_value == "models.mlp.MLP" and not {"ema", "device"} & set(session)
+    assert (
+        session["optimizer.lr"].number_value == 0.01 and session["tune"].string_value == "[threads]"
+    )
+    assert session["model._target_"].string_value == "stoker.models.mlp.MLP" and not {
+        "ema",
+        "device",
+    } & set(session)
 
 
 def test_the_other_tools_have_the_settings_the_name_and_the_sweep(told):
     need("wandb", "mlflow")
-    [run] = [record.run for record in records_of(told("wandb")) if record.WhichOneof("record_type") == "run"]
+    [run] = [
+        record.run
+        for record in records_of(told("wandb"))
+        if record.WhichOneof("record_type") == "run"
+    ]
     assert CONFIG.items() <= values_of(run.config.update).items()
     name = told("wandb").name
-    assert (run.run_group, run.display_name, run.project) == ("a-sweep", f"a-sweep/{name}", "stoker")
+    assert (run.run_group, run.display_name, run.project) == (
+        "a-sweep",
+        f"a-sweep/{name}",
+        "stoker",
+    )
     _, run = mlflow_of(told("mlflow"))
-    expected = {"optimizer.lr": "0.01", "ema": "null", "tune": "[threads]", "drop_last": "false", "device": "cpu"}
-    assert run.data.params == expected | {"model._target_": "models.mlp.MLP"}
-    assert run.info.run_name == f"a-sweep/{told('mlflow').name}" and run.data.tags["sweep"] == "a-sweep"
+    expected = {
+        "optimizer.lr": "0.01",
+        "ema": "null",
+        "tune": "[threads]",
+        "drop_last": "false",
+        "device": "cpu",
+    }
+    assert run.data.params == expected | {"model._target_": "stoker.models.mlp.MLP"}
+    assert (
+        run.info.run_name == f"a-sweep/{told('mlflow').name}"
+        and run.data.tags["sweep"] == "a-sweep"
+    )
     assert run.data.tags["mlflow.source.git.commit"] == "c0ffee"
     assert run.info.status == "FINISHED"
 
@@ -303,18 +362,29 @@ def test_a_tool_has_the_images(told, tool):
 def test_a_matrix_of_many_classes_and_a_name_that_is_a_formula_are_drawn():
     for n in (1, 30, 200):
         counts = torch.eye(n, dtype=torch.int64).tolist()
-        image = pictures.confusion(counts, [pictures.short(f"$class {i}$ " + "x" * 50) for i in range(n)])
-        assert image.dtype == "uint8" and image.shape[0] == image.shape[1] <= 1200 and image.std() > 0
-    assert pictures.of({}) == {} and pictures.of({"split": "test", "worst": [{"columns": {}}]}) == {}
+        image = pictures.confusion(
+            counts, [pictures.short(f"$class {i}$ " + "x" * 50) for i in range(n)]
+        )
+        assert (
+            image.dtype == "uint8" and image.shape[0] == image.shape[1] <= 1200 and image.std() > 0
+        )
+    assert (
+        pictures.of({}) == {} and pictures.of({"split": "test", "worst": [{"columns": {}}]}) == {}
+    )
 
 
 def test_samples_of_a_regression_and_of_a_model_that_gives_nan_are_drawn():
     seen = {"png": PNG, "true": [0.5, -1.0], "predicted": [2.0, None], "loss": None}
     [(name, image)] = pictures.of({"split": "test", "worst": [seen]}).items()
     assert name == "test/worst" and image.std() > 0
-    [(_, unsure)] = pictures.of(SEEN | {"confusion": None, "worst": [SEEN["worst"][0] | {"probability": None}]}).items()
+    [(_, unsure)] = pictures.of(
+        SEEN | {"confusion": None, "worst": [SEEN["worst"][0] | {"probability": None}]}
+    ).items()
     assert unsure.std() > 0 and (unsure != pictures.of(SEEN)["test/worst"]).any()
-    assert pictures.name_of([2.0, None], []) == "2.0000, nan" and pictures.name_of(2, ["a", "b", "c"]) == "c"
+    assert (
+        pictures.name_of([2.0, None], []) == "2.0000, nan"
+        and pictures.name_of(2, ["a", "b", "c"]) == "c"
+    )
 
 
 def test_histograms_are_there_on_request(tmp_path):
@@ -375,7 +445,12 @@ def test_a_logger_that_fails_costs_one_warning_and_no_bit(tmp_path, caplog, wher
     warnings = [record.getMessage() for record in caplog.records]
     expected = "callbacks=broken: the disk\\x1b[2J is full and more\nThe run goes on without it."
     assert warnings == [expected] * (where is not None)
-    usual = ["begin", *["write"] * len(loggers.read_rows(tmp_path / "a" / "metrics.jsonl")), "add_result", "end"]
+    usual = [
+        "begin",
+        *["write"] * len(loggers.read_rows(tmp_path / "a" / "metrics.jsonl")),
+        "add_result",
+        "end",
+    ]
     assert broken.calls == (calls or usual)
 
 
@@ -443,11 +518,21 @@ def test_a_server_that_never_answers_holds_no_run_up(tmp_path, silent_server):
     url = f"http://127.0.0.1:{silent_server}"
     script = SILENT.format(tests=str(ROOT / "tests"), root=str(ROOT), folder=str(tmp_path), url=url)
     servers = {"WANDB_BASE_URL": url, "WANDB_API_KEY": "a" * 40, "MLFLOW_HTTP_REQUEST_TIMEOUT": "1"}
-    command, options = [sys.executable, "-c", script], {"capture_output": True, "text": True, "timeout": 120}
+    command, options = (
+        [sys.executable, "-c", script],
+        {"capture_output": True, "text": True, "timeout": 120},
+    )
     done = subprocess.run(command, env=ENVIRONMENT | servers, check=False, **options)
     assert done.returncode == 0 and done.stdout == "[3, 3]\n", done.stderr
-    said = [line for line in done.stderr.splitlines() if not line.startswith("wandb:")]  # where it has the key from
-    assert [line.partition(" ")[0] for line in said] == ["callbacks=wandb:", "The", "callbacks=mlflow:", "The"]
+    said = [
+        line for line in done.stderr.splitlines() if not line.startswith("wandb:")
+    ]  # where it has the key from
+    assert [line.partition(" ")[0] for line in said] == [
+        "callbacks=wandb:",
+        "The",
+        "callbacks=mlflow:",
+        "The",
+    ]
 
 
 # Whole runs
@@ -459,11 +544,32 @@ def server(tmp_path):
     need("mlflow", "flask")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    places = [f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path / "artifacts")]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
+    places = [
+        f"sqlite:///{tmp_path}/server.db",
+        "--artifacts-destination",
+        str(tmp_path / "artifacts"),
+    ]
     command += ["--backend-store-uri", *places]
-    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    process = subprocess.Popen(command, env=os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true"}, cwd=tmp_path, **options)
+    options = {
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.DEVNULL,
+        "start_new_session": True,
+    }
+    process = subprocess.Popen(
+        command, env=os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true"}, cwd=tmp_path, **options
+    )
     try:
         for _ in range(600):
             assert process.poll() is None
@@ -485,14 +591,24 @@ def test_mlflows_server_has_the_rows_and_the_images(tmp_path, server):
     logger.finish(24, FINAL, SEEN)
     client, run = mlflow_of(tmp_path, server)
     found = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
-    found = {name: [(metric.step, metric.value) for metric in values] for name, values in found.items()}
-    expected = as_kept("mlflow", of_rows(tmp_path)) | {name: [(24, value)] for name, value in FINAL.items()}
+    found = {
+        name: [(metric.step, metric.value) for metric in values] for name, values in found.items()
+    }
+    expected = as_kept("mlflow", of_rows(tmp_path)) | {
+        name: [(24, value)] for name, value in FINAL.items()
+    }
     assert as_kept("mlflow", found) == expected and run.info.status == "FINISHED"
     images = [file.path for file in client.list_artifacts(run.info.run_id, "test")]
     assert images == ["test/confusion.png", "test/worst.png"]
 
 
-TINY = ["device=cpu", "max_steps=2", "model.hidden=[8]", "log_every=1", "callbacks=[tensorboard,wandb,mlflow]"]
+TINY = [
+    "device=cpu",
+    "max_steps=2",
+    "model.hidden=[8]",
+    "log_every=1",
+    "callbacks=[tensorboard,wandb,mlflow]",
+]
 
 
 def test_the_jobs_of_a_sweep_are_together_and_nothing_from_the_environment_is_told(tmp_path):
@@ -507,15 +623,22 @@ def test_the_jobs_of_a_sweep_are_together_and_nothing_from_the_environment_is_to
     for i, run in enumerate(sorted(runs, key=lambda run: run.info.run_name)):
         job, result = folder / "mine" / str(i), read(folder / "mine" / str(i) / "result.json")
         assert (
-            run.info.run_name == f"mine/{i}" and run.data.tags["sweep"] == "mine" and run.data.params["seed"] == str(i)
+            run.info.run_name == f"mine/{i}"
+            and run.data.tags["sweep"] == "mine"
+            and run.data.params["seed"] == str(i)
         )
         assert run.data.params["ema"] == "${oc.decode:${oc.env:SECRET}}"
         assert run.data.params["callbacks.jsonl.path"] == "${run_dir}/metrics.jsonl"
         assert run.data.params["callbacks.ema.decay"] == "${oc.decode:${oc.env:SECRET}}"
         assert run.data.params["callbacks.time_limit.minutes"] == "null"
-        [wandb_run] = [record.run for record in records_of(job) if record.WhichOneof("record_type") == "run"]
+        [wandb_run] = [
+            record.run for record in records_of(job) if record.WhichOneof("record_type") == "run"
+        ]
         assert (wandb_run.run_group, wandb_run.display_name) == ("mine", f"mine/{i}")
-        for numbers in (of_tensorboard(job), {name: [(0, value)] for name, value in run.data.metrics.items()}):
+        for numbers in (
+            of_tensorboard(job),
+            {name: [(0, value)] for name, value in run.data.metrics.items()},
+        ):
             assert numbers["test/acc"][-1][1] == pytest.approx(result["test/acc"], rel=1e-6)
             best = result["best"]
             assert numbers[f"best/{best['name']}"][-1][1] == pytest.approx(best["value"], rel=1e-6)
@@ -557,7 +680,9 @@ class DiesLate(Accuracy):
 @pytest.mark.parametrize(("of", "outcome"), [("error", "failed"), ("signal", "stopped")])
 def test_what_ends_a_run_in_its_test_is_told_too(forks, tmp_path, of, outcome):
     late = ["+metrics.late._target_=test_loggers.DiesLate", f"+metrics.late.of={of}"]
-    done = forks.run(tmp_path, *TINY[:-1], *late, "+callbacks.told._target_=test_loggers.Told", "run_dir=run")
+    done = forks.run(
+        tmp_path, *TINY[:-1], *late, "+callbacks.told._target_=test_loggers.Told", "run_dir=run"
+    )
     assert done.code == {"error": 1, "signal": 143}[of], done.err
     assert (tmp_path / "told").read_text() == f"{outcome}\n"
 
@@ -576,10 +701,15 @@ def test_of_several_processes_one_writes(tmp_path):
     need("tensorboard")
     forks = Forks(distributed=True)
     try:
-        done = forks.ranks(tmp_path, 2, *TINY[:-1], "callbacks=tensorboard", "strategy=ddp", "run_dir=run")
+        done = forks.ranks(
+            tmp_path, 2, *TINY[:-1], "callbacks=tensorboard", "strategy=ddp", "run_dir=run"
+        )
     finally:
         forks.close()
-    assert done.codes == [0, 0] and done.errs == ["", ""] and done.outs[1] == "", (done.errs, done.outs)
+    assert done.codes == [0, 0] and done.errs == ["", ""] and done.outs[1] == "", (
+        done.errs,
+        done.outs,
+    )
     assert len(list((tmp_path / "run" / "tensorboard").iterdir())) == 1
     rows = as_kept("tensorboard", of_rows(tmp_path / "run"))
     assert rows.items() <= of_tensorboard(tmp_path / "run").items()

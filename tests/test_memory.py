@@ -24,11 +24,18 @@ def test_many_jobs_take_the_memory_of_one(tmp_path, large):
         "max_steps=2",
         "hydra.sweep.dir=sweep",
     ]
-    command = [sys.executable, ROOT / "train.py", "-m", *settings, f"seed={','.join(map(str, range(jobs)))}"]
+    command = [
+        sys.executable,
+        ROOT / "train.py",
+        "-m",
+        *settings,
+        f"seed={','.join(map(str, range(jobs)))}",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     reports = [
-        json.loads((tmp_path / "sweep" / str(job) / "result.json").read_text())["memory_mib"] for job in range(jobs)
+        json.loads((tmp_path / "sweep" / str(job) / "result.json").read_text())["memory_mib"]
+        for job in range(jobs)
     ]
     one = sum(reports[0][part] for part in ("parameters", "optimizer", "data"))
     assert one > 70

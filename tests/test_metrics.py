@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stoker.data.datasets import Data, TensorSplit
+from stoker.trainer.errors import UserError
+from stoker.trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, Mean, TopK, default_metrics
 from torch.nn.functional import one_hot
 
-from data.datasets import Data, TensorSplit
-from trainer import build
-from trainer.errors import UserError
-from trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, Mean, TopK, default_metrics
+from stoker.command import build
 
 N, CLASSES, TARGETS = 100, 6, 3
 CLASSIFIERS = {
@@ -48,9 +48,9 @@ def scores(n=N, seed=0):
 def numbers(n=N, seed=0):
     """(outputs (N, T), targets (N, T)), related, far from 0."""
     generator = torch.Generator().manual_seed(seed)
-    targets = torch.randn(n, TARGETS, generator=generator) * torch.tensor([1.0, 3.0, 0.1]) + torch.tensor(
-        [5.0, -2.0, 100.0]
-    )
+    targets = torch.randn(n, TARGETS, generator=generator) * torch.tensor(
+        [1.0, 3.0, 0.1]
+    ) + torch.tensor([5.0, -2.0, 100.0])
     return targets + 0.3 * torch.randn(n, TARGETS, generator=generator), targets
 
 
@@ -76,7 +76,10 @@ def test_batches_of_seven_give_what_one_batch_gives(name):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([*CLASSIFIERS, *REGRESSORS]), st.lists(st.integers(1, N - 1), max_size=12, unique=True))
+@given(
+    st.sampled_from([*CLASSIFIERS, *REGRESSORS]),
+    st.lists(st.integers(1, N - 1), max_size=12, unique=True),
+)
 def test_any_partition_gives_the_same(name, cuts):
     make = {**CLASSIFIERS, **REGRESSORS}[name]
     outputs, targets = data_for(name)
@@ -129,7 +132,13 @@ def test_float32_sums_would_be_wrong():
 def test_accuracy_and_top_k_by_hand():
     outputs = torch.tensor([[3.0, 2.0, 1.0], [1.0, 3.0, 2.0], [1.0, 2.0, 3.0], [2.0, 1.0, 3.0]])
     targets = torch.tensor([0, 2, 0, 2])
-    for metric, expected in [(Accuracy(), 0.5), (TopK(1), 0.5), (TopK(2), 0.75), (TopK(3), 1.0), (TopK(50), 1.0)]:
+    for metric, expected in [
+        (Accuracy(), 0.5),
+        (TopK(1), 0.5),
+        (TopK(2), 0.75),
+        (TopK(3), 1.0),
+        (TopK(50), 1.0),
+    ]:
         metric.update(outputs, targets)
         assert metric.compute().item() == expected
 
@@ -137,8 +146,14 @@ def test_accuracy_and_top_k_by_hand():
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_soft_targets_count_as_their_largest(name):
     outputs, targets = scores()
-    soft = 0.7 * one_hot(targets, CLASSES).float() + 0.3 * one_hot((targets + 1) % CLASSES, CLASSES).float()
-    same(evaluated(CLASSIFIERS[name](), outputs, soft, 7), evaluated(CLASSIFIERS[name](), outputs, targets, 7))
+    soft = (
+        0.7 * one_hot(targets, CLASSES).float()
+        + 0.3 * one_hot((targets + 1) % CLASSES, CLASSES).float()
+    )
+    same(
+        evaluated(CLASSIFIERS[name](), outputs, soft, 7),
+        evaluated(CLASSIFIERS[name](), outputs, targets, 7),
+    )
 
 
 def test_confusion_against_a_slow_loop():
@@ -166,10 +181,16 @@ def test_pixels_are_samples(name):
 @pytest.mark.parametrize(
     ("outputs", "targets"),
     [
-        (torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64)),  # one logit: its largest is always the first
+        (
+            torch.zeros(4, 1),
+            torch.zeros(4, dtype=torch.int64),
+        ),  # one logit: its largest is always the first
         (torch.zeros(4, 1), torch.zeros(4, 1)),
         (torch.zeros(4), torch.zeros(4)),
-        (torch.zeros(4, CLASSES), torch.eye(4, CLASSES).roll(1, 1) + torch.eye(4, CLASSES)),  # several labels a sample
+        (
+            torch.zeros(4, CLASSES),
+            torch.eye(4, CLASSES).roll(1, 1) + torch.eye(4, CLASSES),
+        ),  # several labels a sample
         (torch.zeros(4, 3, CLASSES), torch.zeros(4, 3, dtype=torch.int64)),
     ],
 )
@@ -193,21 +214,32 @@ def test_regression_by_hand():
 
 def test_scale_gives_the_targets_own_units():
     outputs, targets = numbers()
-    same(evaluated(MSE(3.0), outputs, targets, 7), evaluated(MSE(), 3.0 * outputs.double(), 3.0 * targets.double(), 7))
-    same(evaluated(MAE(3.0), outputs, targets, 7), evaluated(MAE(), 3.0 * outputs.double(), 3.0 * targets.double(), 7))
+    same(
+        evaluated(MSE(3.0), outputs, targets, 7),
+        evaluated(MSE(), 3.0 * outputs.double(), 3.0 * targets.double(), 7),
+    )
+    same(
+        evaluated(MAE(3.0), outputs, targets, 7),
+        evaluated(MAE(), 3.0 * outputs.double(), 3.0 * targets.double(), 7),
+    )
 
 
 def test_r2_of_targets_far_from_zero():
     """Sums of squares about 0 would lose 1e-10 of 1e10: nothing would be left of the variance."""
     outputs, targets = (part.double() for part in numbers())
     expected = evaluated(R2(), outputs, targets, N)
-    torch.testing.assert_close(evaluated(R2(), outputs + 1e5, targets + 1e5, 7), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        evaluated(R2(), outputs + 1e5, targets + 1e5, 7), expected, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_r2_of_the_mean_is_zero_and_of_the_targets_one():
     _, targets = (part.double() for part in numbers())
     same(evaluated(R2(), targets, targets, 7), torch.tensor(1.0, dtype=torch.float64))
-    same(evaluated(R2(), targets.mean(0).expand_as(targets), targets, 7), torch.tensor(0.0, dtype=torch.float64))
+    same(
+        evaluated(R2(), targets.mean(0).expand_as(targets), targets, 7),
+        torch.tensor(0.0, dtype=torch.float64),
+    )
 
 
 @pytest.mark.parametrize("form", [list, torch.tensor])
@@ -215,7 +247,10 @@ def test_each_target_has_a_scale_of_its_own(form):
     outputs, targets = torch.randn(50, 3), torch.randn(50, 3)
     scale = [1.0, 100.0, 0.25]
     errors = (outputs.double() - targets.double()).abs() * torch.tensor(scale).double()
-    for metric, expected in ((MAE(form(scale)), errors.mean()), (MSE(form(scale)), errors.square().mean())):
+    for metric, expected in (
+        (MAE(form(scale)), errors.mean()),
+        (MSE(form(scale)), errors.square().mean()),
+    ):
         torch.testing.assert_close(evaluated(metric, outputs, targets, 7), expected)
 
 
@@ -225,7 +260,9 @@ def test_shapes_that_would_broadcast_are_refused(make):
         make().update(torch.zeros(4, 1), torch.zeros(4))
 
 
-@pytest.mark.parametrize("make", [lambda: TopK(0), lambda: TopK(1.5), lambda: Confusion(1), lambda: Confusion("a")])
+@pytest.mark.parametrize(
+    "make", [lambda: TopK(0), lambda: TopK(1.5), lambda: Confusion(1), lambda: Confusion("a")]
+)
 def test_impossible_settings(make):
     with pytest.raises(UserError, match="metrics"):
         make()
@@ -237,9 +274,15 @@ def test_a_table_of_other_classes_than_the_models_is_refused():
 
 
 def test_default_metrics():
-    assert {name: type(metric) for name, metric in default_metrics("classification").items()} == {"acc": Accuracy}
+    assert {name: type(metric) for name, metric in default_metrics("classification").items()} == {
+        "acc": Accuracy
+    }
     found = default_metrics("regression", 2.0)
-    assert {name: type(metric) for name, metric in found.items()} == {"r2": R2, "mae": MAE, "mse": MSE}
+    assert {name: type(metric) for name, metric in found.items()} == {
+        "r2": R2,
+        "mae": MAE,
+        "mse": MSE,
+    }
     assert found["mae"].scale == found["mse"].scale == 2.0
     assert (
         [found[name].higher_is_better for name in found] == [True, False, False]
@@ -252,12 +295,17 @@ def test_default_metrics():
 
 
 def test_mean_weighs_by_samples_and_in_float64():
-    values, weights = torch.rand(20), torch.randint(1, 9, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+    values, weights = (
+        torch.rand(20),
+        torch.randint(1, 9, (20,), generator=torch.Generator().manual_seed(0)).tolist(),
+    )
     metric = Mean()
     assert metric.compute().isnan()
     for value, weight in zip(values, weights, strict=True):
         metric.update(value.requires_grad_(), weight)
-    expected = sum(value * weight for value, weight in zip(values.tolist(), weights, strict=True)) / sum(weights)
+    expected = sum(
+        value * weight for value, weight in zip(values.tolist(), weights, strict=True)
+    ) / sum(weights)
     assert metric.compute().dtype == torch.float64 and not metric.compute().requires_grad
     assert metric.compute().item() == pytest.approx(expected, rel=1e-14)
     other = Mean()
@@ -279,7 +327,11 @@ def test_mean_of_bfloat16_losses_is_not_summed_in_bfloat16():
 
 def test_where_it_is_not_installed_one_is_told_how(monkeypatch):
     def find(name, *args):
-        found = (finder.find_spec(name, *args) for finder in before if not name.startswith("torchmetrics"))
+        found = (
+            finder.find_spec(name, *args)
+            for finder in before
+            if not name.startswith("torchmetrics")
+        )
         return next(filter(None, found), None)
 
     before = sys.meta_path
@@ -333,13 +385,19 @@ def test_equals_torchmetrics(name):
 )
 def test_torchmetrics_are_built_with_the_arguments_that_they_have(name, options):
     """The number of classes is offered to every metric, and those that hand **kwargs on refuse it."""
-    kind = getattr(importlib.import_module(f"torchmetrics.{name.split('.')[0]}"), name.split(".")[1])
+    kind = getattr(
+        importlib.import_module(f"torchmetrics.{name.split('.')[0]}"), name.split(".")[1]
+    )
     with build.trusting([]):
-        built = build.build("metrics.m", {"_target_": f"torchmetrics.{name}", **options}, num_classes=4)
+        built = build.build(
+            "metrics.m", {"_target_": f"torchmetrics.{name}", **options}, num_classes=4
+        )
     expected = kind(**options | ({"num_classes": 4} if "Multiclass" in name else {}))
     generator = torch.Generator().manual_seed(0)
     outputs = torch.randn(20, 4, generator=generator)
-    labels = outputs.roll(1, 0).argmax(1) if "Multiclass" in name else (outputs.roll(1, 0) > 0).float()
+    labels = (
+        outputs.roll(1, 0).argmax(1) if "Multiclass" in name else (outputs.roll(1, 0) > 0).float()
+    )
     built.update(outputs, labels)
     assert torch.equal(built.compute(), expected(outputs, labels))
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_same, make_data, make_trainer
+from stoker.data.loader import DeviceLoader
+from stoker.trainer import checkpoint, graph
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint
+from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.metrics import Accuracy
 
-from data.loader import DeviceLoader
-from trainer import checkpoint, graph
-from trainer.callbacks import EMA, Callback, Checkpoint
-from trainer.errors import TrainingError, UserError
-from trainer.lr_find import lr_find
-from trainer.metrics import Accuracy
+from stoker.diagnostics.lr_find import lr_find
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,22 +46,36 @@ class Small(torch.nn.Module):
     the head has its gradient.
     """
 
-    def __init__(self, most=99, most_evaluated=99, in_backward=False, norm=True, random=True, dtype=torch.float32):
+    def __init__(
+        self,
+        most=99,
+        most_evaluated=99,
+        in_backward=False,
+        norm=True,
+        random=True,
+        dtype=torch.float32,
+    ):
         super().__init__()
         torch.manual_seed(0)
         self.most, self.most_evaluated, self.in_backward = most, most_evaluated, in_backward
         norm = torch.nn.BatchNorm1d(16) if norm else torch.nn.Tanh()
-        self.body = torch.nn.Sequential(torch.nn.Linear(6, 16), norm, torch.nn.Dropout(0.5 if random else 0))
+        self.body = torch.nn.Sequential(
+            torch.nn.Linear(6, 16), norm, torch.nn.Dropout(0.5 if random else 0)
+        )
         self.head = torch.nn.Linear(16, 3)
         self.sizes, self.failed = [], None
         self.to(dtype)
 
     def forward(self, inputs):
-        assert self.failed is None or self.failed() is None  # what was too large is let go of before the next attempt
+        assert (
+            self.failed is None or self.failed() is None
+        )  # what was too large is let go of before the next attempt
         hidden = self.body(inputs)
         self.sizes.append(len(inputs))
         self.failed = weakref.ref(hidden) if len(inputs) > self.most else None
-        if len(inputs) > (self.most if self.training and not self.in_backward else self.most_evaluated):
+        if len(inputs) > (
+            self.most if self.training and not self.in_backward else self.most_evaluated
+        ):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         return self.head(FullBackward.apply(hidden, self.most) if self.in_backward else hidden)
 
@@ -83,20 +97,26 @@ def loaders(dtype=torch.float32):
 def fitted(model, micro_batch, more=(), resume=None, **settings):
     rows = Rows()
     settings = {"max_grad_norm": 0.5, "log_every": 3, "metrics": {"acc": Accuracy()}, **settings}
-    trainer = make_trainer(model, micro_batch=micro_batch, callbacks=[EMA(0.9), rows, *more], **settings)
+    trainer = make_trainer(
+        model, micro_batch=micro_batch, callbacks=[EMA(0.9), rows, *more], **settings
+    )
     trainer.fit(*loaders(next(model.parameters()).dtype), resume=resume)
     return copy.deepcopy(trainer.state_dict()), rows.rows
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(("most", "found"), [(1, 1), (3, 2), (4, 4)])
-def test_what_does_not_fit_is_what_would_have_fitted_from_the_start(caplog, in_backward, most, found):
+def test_what_does_not_fit_is_what_would_have_fitted_from_the_start(
+    caplog, in_backward, most, found
+):
     norm = most > 1  # of one sample there are no statistics
     auto = fitted(Small(most, in_backward=in_backward, norm=norm), "auto")
     assert_same(auto, fitted(Small(norm=norm), found))
     assert auto[0]["micro_batch"] == {"size": found}
     says = [record.getMessage() for record in caplog.records]
-    assert len(says) == {4: 1, 2: 2, 1: 3}[found] and says[0].startswith("Out of memory with 8 samples at once")
+    assert len(says) == {4: 1, 2: 2, 1: 3}[found] and says[0].startswith(
+        "Out of memory with 8 samples at once"
+    )
 
 
 def test_it_is_the_same_mathematics():
@@ -124,7 +144,9 @@ def test_the_size_is_in_the_checkpoint_and_a_continued_run_is_the_same(tmp_path,
     whole = fitted(Small(3), "auto", [saver])
     caplog.clear()
     model = Small(3)
-    continued = fitted(model, "auto", [Checkpoint(tmp_path, every=5, keep=9)], checkpoint.path_of(tmp_path, 10))
+    continued = fitted(
+        model, "auto", [Checkpoint(tmp_path, every=5, keep=9)], checkpoint.path_of(tmp_path, 10)
+    )
     assert_same(continued[0], whole[0])
     assert_same(continued[1], [row for row in whole[1] if row["step"] > 10])
     assert not caplog.records and max(model.sizes[:3]) == 2
@@ -139,7 +161,9 @@ def test_an_evaluation_and_a_prediction_give_the_same_in_parts(caplog, most):
     expected = whole.evaluate(loader)
     with caplog.at_level(logging.WARNING):
         results = trainer.evaluate(loader)
-    assert results == pytest.approx(expected, rel=1e-12) and results["val/acc"] == expected["val/acc"]
+    assert (
+        results == pytest.approx(expected, rel=1e-12) and results["val/acc"] == expected["val/acc"]
+    )
     assert "the evaluation goes on with" in caplog.records[-1].getMessage()
     caplog.clear()
     assert trainer.evaluate(loader) == results  # the size is known now
@@ -192,8 +216,12 @@ def test_an_evaluation_that_does_not_fit_says_so():
     model = Small(most_evaluated=3)
     for work in ("evaluate", "predict"):
         text = refusal(getattr(make_trainer(model), work), loaders()[1])
-        assert "with a batch of 25, in the evaluation" in text and "or a lower eval_batch_size" in text
-    assert "batch of 25, in the evaluation" in refusal(make_trainer(model).fit, *loaders())  # in the midst of a fit
+        assert (
+            "with a batch of 25, in the evaluation" in text and "or a lower eval_batch_size" in text
+        )
+    assert "batch of 25, in the evaluation" in refusal(
+        make_trainer(model).fit, *loaders()
+    )  # in the midst of a fit
     assert "in micro-batches of 1" in refusal(
         make_trainer(Small(most_evaluated=0), micro_batch="auto").evaluate, loaders()[1]
     )
@@ -214,8 +242,14 @@ def test_other_errors_are_not_taken_for_it():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"micro_batch": 4, "grad_accum_steps": 2}, "micro_batch=4 and grad_accum_steps=2 both cut the batch"),
-        ({"micro_batch": "auto", "grad_accum_steps": 2}, "micro_batch=auto and grad_accum_steps=2 both"),
+        (
+            {"micro_batch": 4, "grad_accum_steps": 2},
+            "micro_batch=4 and grad_accum_steps=2 both cut the batch",
+        ),
+        (
+            {"micro_batch": "auto", "grad_accum_steps": 2},
+            "micro_batch=auto and grad_accum_steps=2 both",
+        ),
         ({"micro_batch": 0}, "micro_batch=0: give"),
         ({"micro_batch": 2.5}, "micro_batch=2.5: give"),
         ({"micro_batch": True}, "micro_batch=true: give"),
@@ -258,7 +292,9 @@ def test_memory_that_the_machine_has_not():
     for micro_batch in (None, "auto"):
         text = refusal(make_trainer(Greedy(), micro_batch=micro_batch).fit, train_loader)
         assert text.startswith("Out of memory on cpu with a batch of 8")
-        assert "batch of 25" in refusal(make_trainer(Greedy(), micro_batch=micro_batch).predict, val_loader)
+        assert "batch of 25" in refusal(
+            make_trainer(Greedy(), micro_batch=micro_batch).predict, val_loader
+        )
     states = []
     for hopeless, micro_batch in ((False, "auto"), (None, 1)):
         torch.manual_seed(0)
@@ -279,7 +315,13 @@ def test_the_command_line_ends_with_3_or_goes_on(tmp_path):
         "        torch.empty(2**60 * (len(inputs) > 16), dtype=torch.uint8)\n"
         "        return super().forward(inputs)\n"
     )
-    command = [sys.executable, ROOT / "train.py", "model._target_=greedy.Greedy", "max_steps=3", "run_dir=run"]
+    command = [
+        sys.executable,
+        ROOT / "train.py",
+        "model._target_=greedy.Greedy",
+        "max_steps=3",
+        "run_dir=run",
+    ]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     failed, done = (
         subprocess.run([*command, *more], cwd=tmp_path, env=env, capture_output=True, text=True)
@@ -287,4 +329,6 @@ def test_the_command_line_ends_with_3_or_goes_on(tmp_path):
     )
     assert failed.returncode == 3 and "Traceback" not in failed.stderr, failed.stderr
     assert "error: Out of memory on cpu with a batch of 64" in failed.stderr
-    assert done.returncode == 0 and "the training goes on with 16 samples" in done.stderr, done.stderr
+    assert done.returncode == 0 and "the training goes on with 16 samples" in done.stderr, (
+        done.stderr
+    )

@@ -7,20 +7,23 @@ import re
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from stoker.trainer import checkpoint
+from stoker.trainer.callbacks import Callback, Checkpoint, Progress
+from stoker.trainer.errors import UserError
+from stoker.trainer.metrics import Accuracy, Mean
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from trainer import Trainer, checkpoint
-from trainer.callbacks import Callback, Checkpoint, Progress
-from trainer.errors import UserError
-from trainer.loggers import JSONL, read_rows
-from trainer.metrics import Accuracy, Mean
+from stoker import Trainer
+from stoker.runs.loggers import JSONL, read_rows
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def loader(shuffle=False, **options):
     split = make_data().train
-    return DataLoader(TensorDataset(split.inputs, split.targets), batch_size=8, shuffle=shuffle, **options)
+    return DataLoader(
+        TensorDataset(split.inputs, split.targets), batch_size=8, shuffle=shuffle, **options
+    )
 
 
 def of_dicts(third=False):
@@ -77,22 +80,35 @@ class TwoAtOnce:
     ("settings", "words"),
     [
         ({"model": None}, "model: give a torch.nn.Module, and not None"),
-        ({"model": torch.nn.Linear}, "model: give a torch.nn.Module, and not the class Linear: Linear(...) makes one"),
+        (
+            {"model": torch.nn.Linear},
+            "model: give a torch.nn.Module, and not the class Linear: Linear(...) makes one",
+        ),
         ({"loss": "mse"}, "torch.nn.MSELoss(), and not 'mse'"),
         ({"loss": torch.nn.MSELoss}, "and not the class MSELoss"),
         ({"optimizer": "adam"}, "functools.partial(torch.optim.AdamW"),
-        ({"optimizer": torch.optim.SGD(make_model().parameters(), lr=1)}, "functools.partial(torch.optim.AdamW"),
-        ({"scheduler": "cosine"}, "functools.partial(trainer.schedules.cosine"),
         (
-            {"scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(make_model().parameters(), lr=1), 3)},
-            "functools.partial(trainer.schedules.cosine",
+            {"optimizer": torch.optim.SGD(make_model().parameters(), lr=1)},
+            "functools.partial(torch.optim.AdamW",
+        ),
+        ({"scheduler": "cosine"}, "functools.partial(stoker.trainer.schedules.cosine"),
+        (
+            {
+                "scheduler": torch.optim.lr_scheduler.StepLR(
+                    torch.optim.SGD(make_model().parameters(), lr=1), 3
+                )
+            },
+            "functools.partial(stoker.trainer.schedules.cosine",
         ),
         ({"metrics": [Accuracy()]}, "metrics={'acc': Accuracy()}"),
-        ({"metrics": {"acc": Accuracy}}, "'acc' wants update, compute, reset, as Accuracy() has, and not the class"),
+        (
+            {"metrics": {"acc": Accuracy}},
+            "'acc' wants update, compute, reset, as Accuracy() has, and not the class",
+        ),
         ({"metrics": {"acc": min}}, "'acc' wants update, compute, reset"),
         ({"metrics": {"two": TwoAtOnce()}}, "'two' is several"),
         ({"callbacks": Progress()}, "callbacks=[Progress()], and not a Progress"),
-        ({"callbacks": [print]}, "is no trainer.callbacks.Callback"),
+        ({"callbacks": [print]}, "is no stoker.trainer.callbacks.Callback"),
     ],
 )
 def test_a_part_that_is_none_is_refused(settings, words):
@@ -104,15 +120,27 @@ def test_a_part_that_is_none_is_refused(settings, words):
 @pytest.mark.parametrize(
     ("kind", "train", "words"),
     [
-        (Trainer, of_dicts(), "A batch is a dict with 'x', 'y', and compute_loss takes (inputs, targets)"),
+        (
+            Trainer,
+            of_dicts(),
+            "A batch is a dict with 'x', 'y', and compute_loss takes (inputs, targets)",
+        ),
         (OfDicts, of_dicts(), None),
         (OfDicts, of_dicts(third=True), None),
-        (Trainer, [(torch.ones(8, 6), torch.ones(8, 6), torch.arange(8) % 3)] * 2, "A batch is a tuple of 3"),
+        (
+            Trainer,
+            [(torch.ones(8, 6), torch.ones(8, 6), torch.arange(8) % 3)] * 2,
+            "A batch is a tuple of 3",
+        ),
         (LossAlone, loader(), "compute_loss gives the mean loss, a tensor, and the outputs"),
         (Named, loader(), "compute_loss gives the mean loss, a tensor, and the outputs"),
         (Stepping, loader(), "train_step gives the mean loss of its batch, a tensor"),
         (Trainer, DataLoader(Endless(), 8), "Give its data set, Endless, a __len__"),
-        (Trainer, TensorDataset(torch.ones(8, 6), torch.arange(8) % 3), "that is batches, and not a TensorDataset"),
+        (
+            Trainer,
+            TensorDataset(torch.ones(8, 6), torch.arange(8) % 3),
+            "that is batches, and not a TensorDataset",
+        ),
     ],
 )
 def test_a_batch_or_a_step_of_another_form_is_explained(kind, train, words):
@@ -162,19 +190,27 @@ def test_an_evaluation_is_explained_too():
 
 @pytest.mark.parametrize("several", [{"a": loader(), "b": loader()}, [loader(), loader()]])
 def test_several_loaders_are_no_loader(several):
-    with pytest.raises(UserError, match=r"fit: give one loader, and not a (dict|list) of several.\n.*evaluate"):
+    with pytest.raises(
+        UserError, match=r"fit: give one loader, and not a (dict|list) of several.\n.*evaluate"
+    ):
         make_trainer().fit(loader(), several)
 
 
 @pytest.mark.parametrize(
     ("batches", "words"),
     [
-        (torch.ones(8, 6), "give a loader, that is batches, and not a Tensor.\nOne batch is [inputs]"),
+        (
+            torch.ones(8, 6),
+            "give a loader, that is batches, and not a Tensor.\nOne batch is [inputs]",
+        ),
         (TensorDataset(torch.ones(8, 6)), "and not a TensorDataset"),
         ([[torch.ones(n, 6) for n in (3, 4, 5)]], "a batch is a list of 3"),
         ([[torch.ones(3, 6), torch.ones(4, 6)]], "a batch is a list of 2"),
         (of_dicts(), "a batch is a dict with 'x', 'y', and all of it was given to the model"),
-        ([torch.ones(2, 5, 6), torch.ones(2, 4, 6)], "(4, 3) a sample in one batch and (5, 3) in another"),
+        (
+            [torch.ones(2, 5, 6), torch.ones(2, 4, 6)],
+            "(4, 3) a sample in one batch and (5, 3) in another",
+        ),
     ],
 )
 def test_predict_refuses_what_it_would_take_for_something_else(batches, words):
@@ -220,7 +256,10 @@ def test_weights_that_no_optimizer_has_are_named(caplog):
 
     class Two(Trainer):
         def stateful(self):
-            return {**super().stateful(), "other": torch.optim.SGD(self.module[0].parameters(), lr=0.1)}
+            return {
+                **super().stateful(),
+                "other": torch.optim.SGD(self.module[0].parameters(), lr=0.1),
+            }
 
     caplog.clear()
     model = make_model()
@@ -235,7 +274,9 @@ def test_a_tensor_is_logged_as_its_number(tmp_path):
             trainer.log({"train/own": torch.tensor(0.5)})
 
     make_trainer(callbacks=[Own(), JSONL(tmp_path / "rows.jsonl")], epochs=1).fit(loader())
-    assert [row["train/own"] for row in read_rows(tmp_path / "rows.jsonl") if "train/own" in row] == [0.5]
+    assert [
+        row["train/own"] for row in read_rows(tmp_path / "rows.jsonl") if "train/own" in row
+    ] == [0.5]
 
 
 def test_two_losses_of_ones_own_are_metrics():
@@ -270,7 +311,9 @@ def test_a_folder_is_gone_on_from_at_its_newest_and_loaded_at_its_best(tmp_path)
     assert other.step == 32
     trainer.load(str(tmp_path))
     assert trainer.step == 8
-    assert_same(dict(trainer.module.state_dict()), checkpoint.load(tmp_path / "step_00000008.ckpt")["model"])
+    assert_same(
+        dict(trainer.module.state_dict()), checkpoint.load(tmp_path / "step_00000008.ckpt")["model"]
+    )
     with pytest.raises(UserError, match=r"go on from them: fit\(..., resume="):
         make_trainer(callbacks=[Checkpoint(tmp_path)]).fit(loader())
 
@@ -285,7 +328,11 @@ def test_what_is_no_checkpoint_says_what_one_is(tmp_path, source):
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_file_of_torchs_own_is_named(tmp_path, zipped):
-    torch.save(make_model().state_dict(), stream := io.BytesIO(), _use_new_zipfile_serialization=zipped)
+    torch.save(
+        make_model().state_dict(), stream := io.BytesIO(), _use_new_zipfile_serialization=zipped
+    )
     (tmp_path / "a.pt").write_bytes(stream.getvalue())
-    with pytest.raises(checkpoint.DamagedCheckpoint, match="torch's own or a pickle, .* model.load_state_dict"):
+    with pytest.raises(
+        checkpoint.DamagedCheckpoint, match="torch's own or a pickle, .* model.load_state_dict"
+    ):
         make_trainer().load(tmp_path / "a.pt")

@@ -6,18 +6,17 @@ import itertools
 import pytest
 import torch
 from conftest import assert_same, make_trainer
-
-from data import datasets
-from data.loader import DeviceLoader, HostLoader
-from models.cnn import CNN
-from models.linear import Linear
-from models.mlp import MLP
-from models.resnet import ResNet
-from models.whitened_cnn import Whiten, WhitenedCNN, convolution, first_images
-from trainer import checkpoint, schedules
-from trainer.callbacks import EMA, Callback, Checkpoint, Lookahead
-from trainer.errors import UserError
-from trainer.optimizers import decoupled_sgd
+from stoker.data import datasets
+from stoker.data.loader import DeviceLoader, HostLoader
+from stoker.models.cnn import CNN
+from stoker.models.linear import Linear
+from stoker.models.mlp import MLP
+from stoker.models.resnet import ResNet
+from stoker.models.whitened_cnn import Whiten, WhitenedCNN, convolution, first_images
+from stoker.trainer import checkpoint, schedules
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint, Lookahead
+from stoker.trainer.errors import UserError
+from stoker.trainer.optimizers import decoupled_sgd
 
 IMAGES = [(1, 8, 8), (3, 9, 14), (1, 28, 28), (3, 32, 32)]
 SMALL_RESNET = {"widths": [8, 12, 16, 24], "blocks": [1, 2, 1, 1]}
@@ -28,7 +27,9 @@ CASES += [
     (MLP, (5,), {"norm": "layer", "activation": "gelu", "dropout": 0.1}),
     (MLP, (5,), {"hidden": []}),
 ]
-CASES += [(CNN, shape, knobs) for shape in IMAGES for knobs in ({}, {"channels": [4] * 6, "kernel": 5})] + [
+CASES += [
+    (CNN, shape, knobs) for shape in IMAGES for knobs in ({}, {"channels": [4] * 6, "kernel": 5})
+] + [
     (model, shape, knobs)
     for model, knobs in ((ResNet, SMALL_RESNET), (WhitenedCNN, SMALL_WHITENED))
     for shape in IMAGES
@@ -45,7 +46,9 @@ def test_shapes_gradients_and_learning(model, in_shape, knobs):
     first = torch.nn.functional.cross_entropy(outputs, targets)
     first.backward()
     learnt = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in learnt)
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in learnt
+    )
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
     for _ in range(8):
         optimizer.zero_grad()
@@ -60,14 +63,22 @@ def test_a_batch_is_the_sum_of_its_samples_in_evaluation(model, in_shape, knobs)
     network = model(in_shape, 3, **knobs).double().eval()
     inputs = torch.randn(4, *in_shape, dtype=torch.float64)
     torch.testing.assert_close(
-        network(inputs), torch.cat([network(sample) for sample in inputs.split(1)]), rtol=1e-10, atol=1e-12
+        network(inputs),
+        torch.cat([network(sample) for sample in inputs.split(1)]),
+        rtol=1e-10,
+        atol=1e-12,
     )
 
 
 @pytest.mark.parametrize("in_shape", IMAGES)
 @pytest.mark.parametrize(
     ("model", "knobs"),
-    [(CNN, {}), (CNN, {"channels": [4] * 6}), (ResNet, SMALL_RESNET), (WhitenedCNN, SMALL_WHITENED)],
+    [
+        (CNN, {}),
+        (CNN, {"channels": [4] * 6}),
+        (ResNet, SMALL_RESNET),
+        (WhitenedCNN, SMALL_WHITENED),
+    ],
 )
 def test_a_last_batch_of_one_sample_trains(model, knobs, in_shape):
     assert model(in_shape, 3, **knobs).train()(torch.randn(1, *in_shape)).isfinite().all()
@@ -82,11 +93,17 @@ def test_mlp_is_what_its_knobs_say():
     first, norm, last = (layer for layer in network.layers if list(layer.parameters()))
     assert first.bias is None
     hidden = torch.tanh(
-        torch.nn.functional.layer_norm(inputs.flatten(1) @ first.weight.T, (5,), norm.weight, norm.bias)
+        torch.nn.functional.layer_norm(
+            inputs.flatten(1) @ first.weight.T, (5,), norm.weight, norm.bias
+        )
     )
     torch.testing.assert_close(network(inputs), hidden @ last.weight.T + last.bias)
-    assert any(isinstance(layer, torch.nn.BatchNorm1d) for layer in MLP((3,), 2, norm="batch").layers)
-    assert [layer.p for layer in MLP((3,), 2, dropout=0.3).layers if isinstance(layer, torch.nn.Dropout)] == [0.3, 0.3]
+    assert any(
+        isinstance(layer, torch.nn.BatchNorm1d) for layer in MLP((3,), 2, norm="batch").layers
+    )
+    assert [
+        layer.p for layer in MLP((3,), 2, dropout=0.3).layers if isinstance(layer, torch.nn.Dropout)
+    ] == [0.3, 0.3]
 
 
 def test_resnet_is_resnet_18():
@@ -95,7 +112,9 @@ def test_resnet_is_resnet_18():
     assert sum(parameter.numel() for parameter in network.parameters()) == 11_173_962
     sizes = []
     for block in network.stages:
-        block.register_forward_hook(lambda module, inputs, output: sizes.append(tuple(output.shape[1:])))
+        block.register_forward_hook(
+            lambda module, inputs, output: sizes.append(tuple(output.shape[1:]))
+        )
     network(torch.randn(1, 3, 32, 32))
     assert sizes[1::2] == [(64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4)]
 
@@ -142,9 +161,19 @@ def test_whitened_cnn_is_the_papers_network():
     sizes = []
     for layer in [network.first, *network.blocks]:
         if isinstance(layer, torch.nn.Conv2d):
-            layer.register_forward_hook(lambda module, inputs, output: sizes.append(tuple(output.shape[1:])))
+            layer.register_forward_hook(
+                lambda module, inputs, output: sizes.append(tuple(output.shape[1:]))
+            )
     network.train()(torch.randn(2, 3, 32, 32))
-    assert sizes == [(24, 31, 31), (64, 31, 31), (64, 15, 15), (256, 15, 15), (256, 7, 7), (256, 7, 7), (256, 3, 3)]
+    assert sizes == [
+        (24, 31, 31),
+        (64, 31, 31),
+        (64, 15, 15),
+        (256, 15, 15),
+        (256, 7, 7),
+        (256, 7, 7),
+        (256, 3, 3),
+    ]
     with pytest.raises(UserError, match="3x3 up"):
         WhitenedCNN((3, 2, 32), 10)
     assert WhitenedCNN((1, 3, 3), 2).train()(torch.randn(1, 1, 3, 3)).isfinite().all()
@@ -157,7 +186,10 @@ def test_a_convolution_hands_its_inputs_on_at_first():
 
 
 def test_the_logits_are_the_mean_over_the_views():
-    network = {views: WhitenedCNN((3, 9, 8), 4, [8, 8], views=views) for views in ("none", "mirror", "mirror_shift")}
+    network = {
+        views: WhitenedCNN((3, 9, 8), 4, [8, 8], views=views)
+        for views in ("none", "mirror", "mirror_shift")
+    }
     images = torch.randn(5, 3, 9, 8, dtype=torch.float64)
     state = network["none"].train().state_dict()
     logits = {}
@@ -177,7 +209,9 @@ def test_the_logits_are_the_mean_over_the_views():
 @pytest.mark.parametrize("channels", [1, 3])
 def test_whitened_patches_are_uncorrelated(channels):
     images = torch.randn(200, channels, 9, 11)
-    images = (images + 2 * images.mean((1, 2, 3), keepdim=True) + images.roll(1, 3)).clone()  # neighbours are alike
+    images = (
+        images + 2 * images.mean((1, 2, 3), keepdim=True) + images.roll(1, 3)
+    ).clone()  # neighbours are alike
     network = WhitenedCNN(images.shape[1:], 3, [8])
     network.whiten(images.split(64), eps=1e-9)
     outputs = torch.nn.functional.conv2d(images, network.first.weight)
@@ -211,7 +245,11 @@ def whitened_trainer(*callbacks, loader=DeviceLoader, **settings):
         loss=torch.nn.CrossEntropyLoss(label_smoothing=0.2),
         optimizer=functools.partial(decoupled_sgd, lr=5, batch_size=10),
         scheduler=functools.partial(schedules.linear, warmup=0.23, final=0.07),
-        callbacks=[Whiten(images=25, bias_epochs=1.5), Lookahead(every=4, decay=0.7, power=3), *callbacks],
+        callbacks=[
+            Whiten(images=25, bias_epochs=1.5),
+            Lookahead(every=4, decay=0.7, power=3),
+            *callbacks,
+        ],
         decay_all=True,
         **settings,
     )
@@ -233,11 +271,16 @@ def test_whiten_sets_the_filters_once_and_the_bias_learns_for_a_while():
     step = trainer.train_step
     trainer.train_step = lambda batch: seen_by_training.append(batch[0].clone()) or step(batch)
     trainer.fit(batches)
-    torch.testing.assert_close(trainer.module.first.weight, expected.first.weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        trainer.module.first.weight, expected.first.weight, rtol=1e-4, atol=1e-5
+    )
     frozen = 11  # steps of 7 an epoch that begin before 1.5 epochs
     moves = [not torch.equal(a, b) for a, b in itertools.pairwise(biases)]
     assert all(moves[: frozen - 1])
-    assert not trainer.module.first.bias.requires_grad and not trainer.module.first.weight.requires_grad
+    assert (
+        not trainer.module.first.bias.requires_grad
+        and not trainer.module.first.weight.requires_grad
+    )
     assert not any(moves[frozen:])
     # What was looked at for the filters is seen again by the training.
     assert len(seen_by_training) == 21
@@ -246,7 +289,11 @@ def test_whiten_sets_the_filters_once_and_the_bias_learns_for_a_while():
 
 def test_frozen_filters_stay_what_they_are_whatever_averages_the_weights():
     trainer, batches = whitened_trainer(EMA(0.5))
-    trainer.callbacks = [Lookahead(every=2), trainer.callbacks[2], trainer.callbacks[0]]  # the whitening comes last
+    trainer.callbacks = [
+        Lookahead(every=2),
+        trainer.callbacks[2],
+        trainer.callbacks[0],
+    ]  # the whitening comes last
     seen = []
 
     class Watch(Callback):
@@ -266,7 +313,9 @@ def test_frozen_filters_stay_what_they_are_whatever_averages_the_weights():
 def test_a_resumed_whitened_training_ends_as_the_whole_one(tmp_path, loader, step):
     whole, batches = whitened_trainer(Checkpoint(tmp_path, every=3, keep=99), loader=loader)
     whole.fit(batches)
-    again, batches = whitened_trainer(Checkpoint(tmp_path / "again", every=3, keep=99), loader=loader)
+    again, batches = whitened_trainer(
+        Checkpoint(tmp_path / "again", every=3, keep=99), loader=loader
+    )
     with torch.no_grad():
         for parameter in again.module.parameters():  # nothing of a new start may stay
             parameter.add_(0.1)

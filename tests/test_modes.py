@@ -44,13 +44,28 @@ def test_a_plan_says_all_and_leaves_nothing(train, tmp_path):
     done = train(tmp_path, "task=plan", "callbacks=doctor", "ema=0.99")
     assert (done.code, done.err) == (0, "") and not left(tmp_path)
     names = [line[:9].strip() for line in done.out.splitlines()]
-    wanted = ["data", "device", "model", "plan", "schedule", "", "memory", "disk", "time", "", "run", ""]
+    wanted = [
+        "data",
+        "device",
+        "model",
+        "plan",
+        "schedule",
+        "",
+        "memory",
+        "disk",
+        "time",
+        "",
+        "run",
+        "",
+    ]
     assert names == wanted
     assert "plan     10 epochs of 20 steps = 200 steps" in done.out
     assert "lr 0.000273 at step 1, 0.003 at step 11, 2.05e-07 at step 200" in done.out
     assert re.search(r"of 200 steps \([\d.]+ m?s each\)", done.out)
     assert "run      runs/<date>-mlp-digits; nothing was written" in done.out
-    assert done.out.splitlines()[-1].strip() == "python train.py callbacks=doctor ema=0.99 device=cpu"
+    assert (
+        done.out.splitlines()[-1].strip() == "python train.py callbacks=doctor ema=0.99 device=cpu"
+    )
 
 
 def test_its_memory_is_that_of_the_run(train, tmp_path):
@@ -68,7 +83,9 @@ def test_a_plan_of_a_run_that_is_there_is_of_what_is_left(train, tmp_path):
     again = train(tmp_path, "task=plan", "epochs=2", "run_dir=run")
     assert "run      run, where it goes on at step 40; nothing was written" in again.out
     other = train(tmp_path, "task=plan", "epochs=2", "run_dir=run", "model.hidden=[8]")
-    assert other.code == 2 and "run_dir=run holds a run with other settings: model.hidden" in other.err
+    assert (
+        other.code == 2 and "run_dir=run holds a run with other settings: model.hidden" in other.err
+    )
 
 
 def test_a_profiled_run_is_the_same_run(train, tmp_path):
@@ -76,10 +93,17 @@ def test_a_profiled_run_is_the_same_run(train, tmp_path):
     done = train(tmp_path, "epochs=1", "run_dir=with", "report=false", "profile=true")
     assert (plain.code, done.code) == (0, 0) and "profiler" not in done.err
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "with"))
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
     assert "profile  steps 14 to 18 on cpu, by operator:" in done.out and "aten::addmm" in done.out
-    assert left(tmp_path / "with" / "profile") == ["operators.txt", "steps_14_to_18.pt.trace.json.gz"]
-    trace = gzip.decompress((tmp_path / "with" / "profile" / "steps_14_to_18.pt.trace.json.gz").read_bytes())
+    assert left(tmp_path / "with" / "profile") == [
+        "operators.txt",
+        "steps_14_to_18.pt.trace.json.gz",
+    ]
+    trace = gzip.decompress(
+        (tmp_path / "with" / "profile" / "steps_14_to_18.pt.trace.json.gz").read_bytes()
+    )
     assert json.loads(trace)["traceEvents"]
     again = train(tmp_path, "epochs=1", "run_dir=with", "report=false")
     assert again.code == 0  # that it was profiled is no other setting
@@ -88,10 +112,15 @@ def test_a_profiled_run_is_the_same_run(train, tmp_path):
 def test_overfitting_says_whether_it_learns_and_leaves_nothing(train, tmp_path):
     done = train(tmp_path, "overfit=1", "dataset.augment=[flip]")
     assert (done.code, done.err) == (0, "") and not left(tmp_path)
-    assert re.search(r"verdict  it learns, after \d+ steps on 1 batch of 64 samples: loss .* acc 1.0000", done.out)
+    assert re.search(
+        r"verdict  it learns, after \d+ steps on 1 batch of 64 samples: loss .* acc 1.0000",
+        done.out,
+    )
     failed = train(tmp_path, "overfit=1", "optimizer.lr=1e-9", "max_steps=30")
     assert failed.code == 3 and not left(tmp_path)
-    assert "error: overfit=1: it does not learn, after 30 steps on 1 batch of 64 samples" in failed.err
+    assert (
+        "error: overfit=1: it does not learn, after 30 steps on 1 batch of 64 samples" in failed.err
+    )
     assert failed.err.rstrip().endswith("Look at layers.1, layers.4, layers.7 (small updates).")
 
 
@@ -108,20 +137,35 @@ def test_a_nan_in_a_gradient_ends_a_run_that_is_debugged(train, tmp_path):
 
 def test_a_run_that_is_debugged_is_the_same_run_on_the_cpu(train, tmp_path):
     plain = train(tmp_path, "epochs=1", "run_dir=plain", "report=false")
-    done = train(tmp_path, "epochs=1", "run_dir=debugged", "report=false", "debug=true", "dataset.resident=false")
+    done = train(
+        tmp_path,
+        "epochs=1",
+        "run_dir=debugged",
+        "report=false",
+        "debug=true",
+        "dataset.resident=false",
+    )
     assert (plain.code, done.code) == (0, 0) and "streamed with 0 workers" in done.out
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "debugged"))
+    first, second = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("plain", "debugged")
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("debug=true compile=true", "error: debug=true is compile=false, and there is compile=true. Leave out one"),
+        (
+            "debug=true compile=true",
+            "error: debug=true is compile=false, and there is compile=true. Leave out one",
+        ),
         ("debug=true epochs=none", "error: epochs=none: give a whole number"),
         ("overfit=1 task=plan", "error: overfit=1 is for task=train."),
         ("overfit=1000", "error: overfit=1000: an epoch has 20 batches. Type overfit=1."),
-        ("overfit=1 strategy=ddp devices=2", "error: overfit=1 is for one process. Leave out strategy=ddp and"),
+        (
+            "overfit=1 strategy=ddp devices=2",
+            "error: overfit=1 is for one process. Leave out strategy=ddp and",
+        ),
     ],
 )
 def test_what_does_not_go_together(train, tmp_path, typed, said):

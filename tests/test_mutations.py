@@ -10,15 +10,29 @@ from test_cli import forked, no_torch  # noqa: F401 (a fixture)
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = {
-    folder.name: {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.yaml"))}
+    folder.name: {
+        path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("*.yaml"))
+    }
     for folder in sorted(CONFIGS.iterdir())
     if folder.is_dir() and folder.name not in ("trainer", "experiment", "callbacks", "hydra")
 }
 TOP = yaml.safe_load((CONFIGS / "train.yaml").read_text(encoding="utf-8"))
 KEYS = [key for key in TOP if key not in ("defaults", "hydra", "checkpoint", "metrics")]
 KEYS += ["checkpoint.every", "checkpoint.keep"]
-DEFAULT = {"dataset": "digits", "model": "mlp", "loss": "cross_entropy", "optimizer": "adamw", "scheduler": "cosine"}
-NESTED = [f"{group}.{key}" for group, option in DEFAULT.items() for key in GROUPS[group][option] if key[0] != "_"]
+DEFAULT = {
+    "dataset": "digits",
+    "model": "mlp",
+    "loss": "cross_entropy",
+    "optimizer": "adamw",
+    "scheduler": "cosine",
+}
+NESTED = [
+    f"{group}.{key}"
+    for group, option in DEFAULT.items()
+    for key in GROUPS[group][option]
+    if key[0] != "_"
+]
 CHOICES = {
     "precision": ["auto", "fp32", "bf16", "fp16"],
     "monitor_mode": ["auto", "min", "max"],
@@ -26,7 +40,15 @@ CHOICES = {
     "device": ["auto", "cpu", "cuda"],
     "task": ["train", "evaluate", "lr_find", "plan"],
 }
-WHOLE = ["epochs", "batch_size", "eval_batch_size", "grad_accum_steps", "log_every", "seed", "checkpoint.keep"]
+WHOLE = [
+    "epochs",
+    "batch_size",
+    "eval_batch_size",
+    "grad_accum_steps",
+    "log_every",
+    "seed",
+    "checkpoint.keep",
+]
 WHOLE += ["max_steps", "eval_every", "patience", "checkpoint.every"]
 NUMBERS = [
     "optimizer.lr",
@@ -91,17 +113,38 @@ def choice_typo(rng):
 
 
 def wrong_type(rng):
-    wrong = [(key, "abc") for key in WHOLE + FLAGS + LISTS + NUMBERS] + [(key, "[1,2]") for key in WHOLE + FLAGS]
-    wrong += [(key, "1.5") for key in WHOLE + FLAGS + LISTS[:3]] + [(key, "{a:1}") for key in WHOLE + FLAGS + NUMBERS]
+    wrong = [(key, "abc") for key in WHOLE + FLAGS + LISTS + NUMBERS] + [
+        (key, "[1,2]") for key in WHOLE + FLAGS
+    ]
+    wrong += [(key, "1.5") for key in WHOLE + FLAGS + LISTS[:3]] + [
+        (key, "{a:1}") for key in WHOLE + FLAGS + NUMBERS
+    ]
     wrong += [(key, "true") for key in WHOLE + ["optimizer.lr", "model.dropout", "device"]]
-    wrong += [("model", "[mlp]"), ("model", "{a:1}"), ("checkpoint", "3"), ("callbacks.ema", "x"), ("metrics", "[1]")]
-    wrong += [("run_dir", "[a]"), ("resume", "{a:1}"), ("trusted", "3"), ("precision", "[fp32]"), ("compile", "{a:1}")]
+    wrong += [
+        ("model", "[mlp]"),
+        ("model", "{a:1}"),
+        ("checkpoint", "3"),
+        ("callbacks.ema", "x"),
+        ("metrics", "[1]"),
+    ]
+    wrong += [
+        ("run_dir", "[a]"),
+        ("resume", "{a:1}"),
+        ("trusted", "3"),
+        ("precision", "[fp32]"),
+        ("compile", "{a:1}"),
+    ]
     key, value = rng.choice(wrong)
     return [f"{key}={value}"], key, None
 
 
 def wrong_range(rng):
-    wrong = [(key, value) for key in WHOLE if key != "seed" for value in ("0", "-1", "-99999999999999999999")]
+    wrong = [
+        (key, value)
+        for key in WHOLE
+        if key != "seed"
+        for value in ("0", "-1", "-99999999999999999999")
+    ]
     wrong += [
         ("seed", "-1"),
         ("seed", str(10 ** rng.randrange(20, 400))),
@@ -109,14 +152,23 @@ def wrong_range(rng):
         ("ema", "-0.1"),
         ("ema", "nan"),
     ]
-    wrong += [("max_grad_norm", "-1"), ("max_grad_norm", "nan"), ("max_minutes", "0"), ("max_minutes", "-inf")]
+    wrong += [
+        ("max_grad_norm", "-1"),
+        ("max_grad_norm", "nan"),
+        ("max_minutes", "0"),
+        ("max_minutes", "-inf"),
+    ]
     key, value = rng.choice(wrong)
     return [f"{key}={value}"], key, None
 
 
 def null_or_empty(rng):
     key = rng.choice([*WHOLE[1:7], *FLAGS, "optimizer.lr", "model.hidden", "model.activation"])
-    return [f"{key}={rng.choice(['null', ''])}" if key != "model.activation" else f"{key}=null"], key, None
+    return (
+        [f"{key}={rng.choice(['null', ''])}" if key != "model.activation" else f"{key}=null"],
+        key,
+        None,
+    )
 
 
 def missing_or_unknown(rng):
@@ -189,20 +241,56 @@ def interpolation(rng):
 
 def torch_has_to_know(rng):
     word = "".join(rng.choices(string.ascii_lowercase, k=7))
-    wrong = [("optimizer.lr", "-1"), ("optimizer.betas", "[2,3]"), ("optimizer.betas", "[a]"), ("optimizer.eps", "-1")]
-    wrong += [("model.hidden", "[a]"), ("model.hidden", "[-1]"), ("model.hidden", "[[1]]"), ("model.hidden", "[1.5]")]
-    wrong += [("model.dropout", "2"), ("model.dropout", "nan"), ("model.norm", "3"), ("model.activation", word)]
-    wrong += [("dataset.val_fraction", "2"), ("dataset.mean", "[a]"), ("dataset.std", "[0]"), ("dataset.mean", "[]")]
-    wrong += [("dataset.augment", "[3]"), ("dataset.augment", f"[{word}]"), ("dataset.augment", "[{flip:3}]")]
-    wrong += [("dataset.augment", "[{shift:a}]"), ("dataset.augment", "[null]"), ("dataset.workers", "-1")]
-    wrong += [("scheduler.warmup", "-1"), ("scheduler.final", "-1"), ("scheduler.warmup", "nan"), ("monitor", word)]
+    wrong = [
+        ("optimizer.lr", "-1"),
+        ("optimizer.betas", "[2,3]"),
+        ("optimizer.betas", "[a]"),
+        ("optimizer.eps", "-1"),
+    ]
+    wrong += [
+        ("model.hidden", "[a]"),
+        ("model.hidden", "[-1]"),
+        ("model.hidden", "[[1]]"),
+        ("model.hidden", "[1.5]"),
+    ]
+    wrong += [
+        ("model.dropout", "2"),
+        ("model.dropout", "nan"),
+        ("model.norm", "3"),
+        ("model.activation", word),
+    ]
+    wrong += [
+        ("dataset.val_fraction", "2"),
+        ("dataset.mean", "[a]"),
+        ("dataset.std", "[0]"),
+        ("dataset.mean", "[]"),
+    ]
+    wrong += [
+        ("dataset.augment", "[3]"),
+        ("dataset.augment", f"[{word}]"),
+        ("dataset.augment", "[{flip:3}]"),
+    ]
+    wrong += [
+        ("dataset.augment", "[{shift:a}]"),
+        ("dataset.augment", "[null]"),
+        ("dataset.workers", "-1"),
+    ]
+    wrong += [
+        ("scheduler.warmup", "-1"),
+        ("scheduler.final", "-1"),
+        ("scheduler.warmup", "nan"),
+        ("monitor", word),
+    ]
     wrong += [
         ("loss.label_smoothing", "2"),
         ("loss", "mse"),
         ("model", "cnn dataset=synthetic"),
         ("batch_size", "5000"),
     ]
-    wrong += [("model._target_", slip(rng, "models.mlp.MLP")), ("optimizer._target_", "torch.optim.nope.Nope")]
+    wrong += [
+        ("model._target_", slip(rng, "stoker.models.mlp.MLP")),
+        ("optimizer._target_", "torch.optim.nope.Nope"),
+    ]
     wrong += [
         ("+model._recursive_", "false"),
         ("+model._convert_", "all"),
@@ -225,10 +313,16 @@ def torch_has_to_know(rng):
         ("dataset", "synthetic dataset.n=0"),
         ("dataset", "synthetic dataset.in_shape=[]"),
     ]
-    wrong += [("dataset", "synthetic dataset.n=1000000000000"), ("dataset", "synthetic dataset.in_shape=[a]")]
-    wrong += [("dataset", f"csv dataset.path={word} dataset.target=y"), ("dataset", f"mnist dataset.root={word}")]
     wrong += [
-        ("trainer._target_", "models.mlp.MLP"),
+        ("dataset", "synthetic dataset.n=1000000000000"),
+        ("dataset", "synthetic dataset.in_shape=[a]"),
+    ]
+    wrong += [
+        ("dataset", f"csv dataset.path={word} dataset.target=y"),
+        ("dataset", f"mnist dataset.root={word}"),
+    ]
+    wrong += [
+        ("trainer._target_", "stoker.models.mlp.MLP"),
         ("run_dir", "/dev/null/x"),
         ("run_dir", "x" * 300),
         ("resume", word),
@@ -247,7 +341,13 @@ def maybe_right(rng):
         ("model.hidden", "[]"),
         ("ema", "0.9"),
     ]
-    right += [("++seed", "3"), ("++model.dropout", "0.1"), ("patience", "3"), ("log_every", "1_000"), ("seed", '"3"')]
+    right += [
+        ("++seed", "3"),
+        ("++model.dropout", "0.1"),
+        ("patience", "3"),
+        ("log_every", "1_000"),
+        ("seed", '"3"'),
+    ]
     right += [
         ("optimizer.lr", "inf"),
         ("optimizer.lr", "1e400"),
@@ -255,8 +355,18 @@ def maybe_right(rng):
         ("run_dir", "tä st"),
         ("run_dir", "3"),
     ]
-    right += [("run_dir", "'\x1b[31m'"), ("monitor", "null"), ("tune", "[]"), ("compile", "1"), ("channels_last", "1")]
-    right += [("log_every", "9223372036854775807"), ("eval_batch_size", "9223372036854775807"), ("seed", "9" * 18)]
+    right += [
+        ("run_dir", "'\x1b[31m'"),
+        ("monitor", "null"),
+        ("tune", "[]"),
+        ("compile", "1"),
+        ("channels_last", "1"),
+    ]
+    right += [
+        ("log_every", "9223372036854775807"),
+        ("eval_batch_size", "9223372036854775807"),
+        ("seed", "9" * 18),
+    ]
     right += [
         ("max_grad_norm", "1e300"),
         ("optimizer.eps", "0"),
@@ -307,10 +417,22 @@ def maybe_right(rng):
         ("dataset.augment", "null"),
     ]
     key, value = rng.choice(right)
-    return f"{key}={value}".split(" max")[0:1] + ([f"max{value.split(' max')[1]}"] if " max" in value else []), "", None
+    return (
+        f"{key}={value}".split(" max")[0:1]
+        + ([f"max{value.split(' max')[1]}"] if " max" in value else []),
+        "",
+        None,
+    )
 
 
-EARLY = [key_typo] * 8 + [group_typo] * 3 + [option_typo] * 4 + [choice_typo] * 3 + [wrong_type] * 5 + [wrong_range] * 3
+EARLY = (
+    [key_typo] * 8
+    + [group_typo] * 3
+    + [option_typo] * 4
+    + [choice_typo] * 3
+    + [wrong_type] * 5
+    + [wrong_range] * 3
+)
 EARLY += [null_or_empty] * 2 + [missing_or_unknown] * 3 + [not_understood] * 3 + [interpolation] * 2
 LATE = [torch_has_to_know] * 3 + [maybe_right] * 2
 
@@ -335,7 +457,9 @@ def wrongs(rows, answers):
             yield f"{kind}: {shown}: code {done.code}: {done.err[-300:]}"
         elif done.code == 0 and kind != "maybe_right":
             yield f"{kind}: {shown}: was taken"
-        elif done.code and (not 1 <= len(lines) <= 3 or not lines[0].startswith("error: ") or names not in done.err):
+        elif done.code and (
+            not 1 <= len(lines) <= 3 or not lines[0].startswith("error: ") or names not in done.err
+        ):
             yield f"{kind}: {shown}: {len(lines)} lines: {done.err[:300]}"
         elif done.code and any(not c.isprintable() for line in lines for c in line):
             yield f"{kind}: {shown}: control characters: {done.err!r}"
@@ -357,12 +481,20 @@ def test_mistakes_are_answered_without_torch(tmp_path, no_torch, large):  # noqa
 def test_mistakes_that_only_torch_knows_are_answered_too(tmp_path, large):
     rows = table(LATE, 150 if large else 12)
     answers = forked(tmp_path, [TINY + typed for _, typed, _, _ in rows], "hydra", "torch")
-    print(f"{len(rows)} mutations, {sum(done.code == 0 for done in answers)} of them valid settings")
+    print(
+        f"{len(rows)} mutations, {sum(done.code == 0 for done in answers)} of them valid settings"
+    )
     assert list(wrongs(rows, answers)) == []
 
 
-@pytest.mark.parametrize(("word", "other"), [("seed", "sede"), ("a", "b"), ("model", "modell"), ("lr", "l")])
+@pytest.mark.parametrize(
+    ("word", "other"), [("seed", "sede"), ("a", "b"), ("model", "modell"), ("lr", "l")]
+)
 def test_slips_are_one_letter(word, other):
-    from trainer.errors import is_one_slip
+    from stoker.trainer.errors import is_one_slip
 
-    assert is_one_slip(other, word) and is_one_slip(word, other) and not is_one_slip(f"{other}xy", word)
+    assert (
+        is_one_slip(other, word)
+        and is_one_slip(word, other)
+        and not is_one_slip(f"{other}xy", word)
+    )

@@ -6,11 +6,10 @@ import math
 import pytest
 import torch
 from conftest import make_data, make_trainer
-
-from data.loader import DeviceLoader
-from trainer import optimizers, schedules
-from trainer.errors import UserError
-from trainer.optimizers import decoupled_sgd
+from stoker.data.loader import DeviceLoader
+from stoker.trainer import optimizers, schedules
+from stoker.trainer.errors import UserError
+from stoker.trainer.optimizers import decoupled_sgd
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -21,7 +20,9 @@ def parameters():
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
 def test_the_fused_form_where_nothing_was_chosen(name):
-    optimizer = optimizers.build(functools.partial(getattr(torch.optim, name), lr=0.1), parameters(), CPU)
+    optimizer = optimizers.build(
+        functools.partial(getattr(torch.optim, name), lr=0.1), parameters(), CPU
+    )
     assert optimizer.defaults["fused"] is True and optimizer.defaults["lr"] == 0.1
     assert optimizers.build(getattr(torch.optim, name), parameters(), CPU).defaults["fused"] is True
     on_meta = optimizers.build(getattr(torch.optim, name), parameters(), META)
@@ -30,13 +31,20 @@ def test_the_fused_form_where_nothing_was_chosen(name):
 
 @pytest.mark.parametrize("chosen", [{"foreach": False}, {"foreach": True}, {"fused": False}])
 def test_not_where_something_was(chosen):
-    optimizer = optimizers.build(functools.partial(torch.optim.AdamW, lr=0.1, **chosen), parameters(), CPU)
-    assert not optimizer.defaults["fused"] and {name: optimizer.defaults[name] for name in chosen} == chosen
+    optimizer = optimizers.build(
+        functools.partial(torch.optim.AdamW, lr=0.1, **chosen), parameters(), CPU
+    )
+    assert (
+        not optimizer.defaults["fused"]
+        and {name: optimizer.defaults[name] for name in chosen} == chosen
+    )
 
 
 def test_not_where_there_is_none():
     assert "fused" not in optimizers.build(torch.optim.RMSprop, parameters(), CPU).defaults
-    optimizer = optimizers.build(lambda groups: torch.optim.AdamW(groups, lr=0.2), parameters(), CPU)
+    optimizer = optimizers.build(
+        lambda groups: torch.optim.AdamW(groups, lr=0.2), parameters(), CPU
+    )
     assert not optimizer.defaults["fused"] and optimizer.defaults["lr"] == 0.2
 
 
@@ -64,7 +72,9 @@ def test_fused_and_plain_steps_agree():
     results = []
     for chosen in ({}, {"foreach": False}):
         groups = parameters()
-        optimizer = optimizers.build(functools.partial(torch.optim.AdamW, lr=0.1, **chosen), groups, CPU)
+        optimizer = optimizers.build(
+            functools.partial(torch.optim.AdamW, lr=0.1, **chosen), groups, CPU
+        )
         for _ in range(5):
             groups[0]["params"][0].grad = torch.tensor([[1.0, -2.0], [0.5, 0.1]])
             optimizer.step()
@@ -72,14 +82,24 @@ def test_fused_and_plain_steps_agree():
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("options", [{"lr": -1}, {"lr": 0.1, "weight_decay": -1}, {"lr": 0.1, "betas": (2, 0.9)}])
+@pytest.mark.parametrize(
+    "options", [{"lr": -1}, {"lr": 0.1, "weight_decay": -1}, {"lr": 0.1, "betas": (2, 0.9)}]
+)
 def test_a_value_that_torch_refuses_is_the_users_mistake(options):
     key = list(options)[-1]
-    with pytest.raises(UserError, match=rf"^optimizer.{key}: Invalid .* Type another value for optimizer.{key}\."):
+    with pytest.raises(
+        UserError, match=rf"^optimizer.{key}: Invalid .* Type another value for optimizer.{key}\."
+    ):
         optimizers.build(functools.partial(torch.optim.AdamW, **options), parameters(), CPU)
 
 
-KINDS = [torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.SGD]
+KINDS = [
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.NAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +107,9 @@ def test_lean_steps_equal_those_of_torch(kind):
     results = []
     for lean in (True, False):
         groups = parameters()
-        optimizer = optimizers.build(functools.partial(kind, lr=0.1), groups, CPU, compiled=not lean)
+        optimizer = optimizers.build(
+            functools.partial(kind, lr=0.1), groups, CPU, compiled=not lean
+        )
         assert ("step" in vars(optimizer)) == lean
         for i in range(4):
             groups[0]["params"][0].grad = torch.tensor([[1.0, -2.0], [0.5, i]])
@@ -132,7 +154,9 @@ def test_groups_that_a_factory_makes_stay_as_they_are():
     weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
 
     def four(groups):
-        return torch.optim.SGD([{"params": [w], "lr": lr} for w, lr in zip(weights, (0.1, 0.2, 0.1, 0.2), strict=True)])
+        return torch.optim.SGD(
+            [{"params": [w], "lr": lr} for w, lr in zip(weights, (0.1, 0.2, 0.1, 0.2), strict=True)]
+        )
 
     def two(groups):
         return torch.optim.SGD([{"params": weights[:2]}, {"params": weights[2:]}], lr=0.1)
@@ -145,7 +169,9 @@ def test_groups_that_a_factory_makes_stay_as_they_are():
 def test_an_optimizer_that_wants_a_closure_is_refused_and_one_for_sparse_gradients_built():
     with pytest.raises(UserError, match=r"LBFGS evaluates a step many times. Type optimizer=adamw"):
         optimizers.build(torch.optim.LBFGS, parameters(), CPU)
-    assert isinstance(optimizers.build(torch.optim.SparseAdam, parameters(), CPU), torch.optim.SparseAdam)
+    assert isinstance(
+        optimizers.build(torch.optim.SparseAdam, parameters(), CPU), torch.optim.SparseAdam
+    )
 
 
 def test_groups_of_equal_settings_become_one():
@@ -155,14 +181,23 @@ def test_groups_of_equal_settings_become_one():
             {"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.0},
         ]
 
-    for kind, expected in ((torch.optim.SGD, [2]), (torch.optim.Adam, [2]), (torch.optim.AdamW, [1, 1])):
+    for kind, expected in (
+        (torch.optim.SGD, [2]),
+        (torch.optim.Adam, [2]),
+        (torch.optim.AdamW, [1, 1]),
+    ):
         optimizer = optimizers.build(functools.partial(kind, lr=0.1), groups(), CPU)
         assert [len(group["params"]) for group in optimizer.param_groups] == expected
 
 
 def make_model():
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 3)]
+    layers = [
+        torch.nn.Linear(6, 16),
+        torch.nn.BatchNorm1d(16),
+        torch.nn.Tanh(),
+        torch.nn.Linear(16, 3),
+    ]
     return torch.nn.Sequential(*layers).double()
 
 
@@ -171,7 +206,12 @@ def make_model():
 def test_it_is_sgd_on_the_sum_of_the_losses_with_the_papers_numbers(batch_size, decay_all):
     """The paper adds the losses of a batch up, where the Trainer's loss is their mean."""
     lr, momentum, weight_decay, bias_scale = 11.5, 0.85, 0.0153, 8.0
-    settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "bias_scale": bias_scale}
+    settings = {
+        "lr": lr,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "bias_scale": bias_scale,
+    }
     trainer = make_trainer(
         make_model(),
         optimizer=functools.partial(decoupled_sgd, batch_size=batch_size, **settings),
@@ -182,12 +222,20 @@ def test_it_is_sgd_on_the_sum_of_the_losses_with_the_papers_numbers(batch_size, 
     trainer.fit(loader)
 
     model, kilostep = make_model(), 1024 * (1 + 1 / (1 - momentum))
-    rate, bias_rate, decay = lr / kilostep, bias_scale * lr / kilostep, weight_decay * batch_size / kilostep
+    rate, bias_rate, decay = (
+        lr / kilostep,
+        bias_scale * lr / kilostep,
+        weight_decay * batch_size / kilostep,
+    )
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [
         {"params": matrices, "lr": rate, "weight_decay": decay / rate},
-        {"params": vectors, "lr": bias_rate, "weight_decay": decay / bias_rate if decay_all else 0.0},
+        {
+            "params": vectors,
+            "lr": bias_rate,
+            "weight_decay": decay / bias_rate if decay_all else 0.0,
+        },
     ]
     optimizer = torch.optim.SGD(groups, momentum=momentum, nesterov=True)
     scheduler = schedules.linear(optimizer, total_steps=3 * len(loader), warmup=2, final=0.1)
@@ -200,12 +248,21 @@ def test_it_is_sgd_on_the_sum_of_the_losses_with_the_papers_numbers(batch_size, 
             scheduler.step()
     for ours, theirs in zip(trainer.module.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
-    assert trainer.optimizer.param_groups[0]["initial_lr"] == pytest.approx(rate * batch_size)  # the one that is shown
+    assert trainer.optimizer.param_groups[0]["initial_lr"] == pytest.approx(
+        rate * batch_size
+    )  # the one that is shown
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("lr", 0), ("batch_size", 0), ("momentum", 1), ("momentum", 0), ("weight_decay", -1), ("bias_scale", 0)],
+    [
+        ("lr", 0),
+        ("batch_size", 0),
+        ("momentum", 1),
+        ("momentum", 0),
+        ("weight_decay", -1),
+        ("bias_scale", 0),
+    ],
 )
 def test_impossible_settings_name_their_key(key, value):
     settings = {"lr": 1.0, "batch_size": 10, key: value}

@@ -5,21 +5,23 @@ import functools
 import pytest
 import torch
 from conftest import make_data, make_model, make_trainer
+from stoker.data.datasets import Data, TensorSplit
+from stoker.data.loader import DeviceLoader
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.metrics import R2, Accuracy
 from torch import nn
 
-from data.datasets import Data, TensorSplit
-from data.loader import DeviceLoader
-from trainer import overfit
-from trainer.callbacks import Callback
-from trainer.errors import TrainingError, UserError
-from trainer.metrics import R2, Accuracy
+from stoker.diagnostics import overfit
 
 
 def learn(model=None, data=None, count=1, metrics=None, steps=None, batch_size=8, **settings):
     data = make_data() if data is None else data
     metrics = {"acc": Accuracy()} if metrics is None else metrics
     trainer = make_trainer(model, metrics=metrics, **settings)
-    return overfit.learn(trainer, DeviceLoader(data, "train", batch_size, shuffle=True), count, steps), trainer
+    return overfit.learn(
+        trainer, DeviceLoader(data, "train", batch_size, shuffle=True), count, steps
+    ), trainer
 
 
 def of(inputs, targets, **more):
@@ -32,7 +34,10 @@ def test_a_model_that_can_learn_does(capsys):
     assert said.startswith(f"it learns, after {trainer.step} steps on 1 batch of 8 samples: loss ")
     assert ", acc 1.0000 (chance 0." in said
     out = capsys.readouterr().out
-    assert "overfit  the first batch, without augmentation, for at most 1,000 steps, AdamW lr 0.01" in out
+    assert (
+        "overfit  the first batch, without augmentation, for at most 1,000 steps, AdamW lr 0.01"
+        in out
+    )
 
 
 def test_it_is_the_first_batches_that_are_learnt_and_nothing_else():
@@ -91,19 +96,29 @@ def test_a_loss_alone_has_to_fall():
     ("settings", "suspect"),
     [
         ({"optimizer": functools.partial(torch.optim.SGD, lr=1e-9)}, r"0, 3 \(small updates\)"),
-        ({"optimizer": functools.partial(torch.optim.SGD, lr=1e38)}, "optimizer.lr, which is too high"),
-        ({"optimizer": functools.partial(torch.optim.SGD, lr=2e-2)}, "the number of steps, as the loss still falls"),
+        (
+            {"optimizer": functools.partial(torch.optim.SGD, lr=1e38)},
+            "optimizer.lr, which is too high",
+        ),
+        (
+            {"optimizer": functools.partial(torch.optim.SGD, lr=2e-2)},
+            "the number of steps, as the loss still falls",
+        ),
     ],
 )
 def test_a_rate_that_is_wrong(settings, suspect):
-    with pytest.raises(TrainingError, match=f"(?s)overfit=1: it does not learn, after .*Look at .*{suspect}"):
+    with pytest.raises(
+        TrainingError, match=f"(?s)overfit=1: it does not learn, after .*Look at .*{suspect}"
+    ):
         learn(make_model(), steps=50, **settings)
 
 
 def test_data_that_contradicts_itself():
     inputs = torch.randn(4, 6).repeat(2, 1)
     data = of(inputs, torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]))
-    with pytest.raises(TrainingError, match="in which 4 samples are there again with another target"):
+    with pytest.raises(
+        TrainingError, match="in which 4 samples are there again with another target"
+    ):
         learn(make_model(), data, steps=100)
 
 

@@ -15,18 +15,29 @@ import torch
 from conftest import assert_same
 from forks import Forks
 from safetensors.torch import load_file
-
-from trainer import checkpoint
-from trainer.state import WAYS
+from stoker.trainer import checkpoint
+from stoker.trainer.state import WAYS
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 
 # 57 samples in batches of 10, the last of 7: none can be dealt out evenly to 2 or 4; 18 steps.
-JOB = ["run_dir=run", "dataset._target_=jobs.numbered", "model.hidden=[16]", "trainer._target_=jobs.Recording"]
-JOB += ["optimizer=sgd", "epochs=3", "batch_size=10", "eval_batch_size=9", "log_every=4", "eval_every=5"]
+JOB = [
+    "run_dir=run",
+    "dataset._target_=jobs.numbered",
+    "model.hidden=[16]",
+    "trainer._target_=jobs.Recording",
+]
+JOB += [
+    "optimizer=sgd",
+    "epochs=3",
+    "batch_size=10",
+    "eval_batch_size=9",
+    "log_every=4",
+    "eval_every=5",
+]
 JOB += ["max_grad_norm=0.5", "checkpoint.every=7", "checkpoint.keep=50"]
-CLASSES = ["+metrics.top2._target_=trainer.metrics.TopK", "+metrics.top2.k=2"]
-CLASSES += ["+metrics.confusion._target_=trainer.metrics.Confusion"]
+CLASSES = ["+metrics.top2._target_=stoker.trainer.metrics.TopK", "+metrics.top2.k=2"]
+CLASSES += ["+metrics.confusion._target_=stoker.trainer.metrics.Confusion"]
 STEPS = 18
 CLOSE = 1e-6
 SEED = int(os.environ.get("KILL_SEED", "0"))
@@ -60,9 +71,15 @@ def train(forks, folder, world, *job):
     done = forks.ranks(folder, world, *job)
     assert done.codes == [0] * world, (done.codes, done.late, done.errs)
     if world == 1:  # which is not worth a mistake
-        assert done.errs[0].endswith("one process, so it changes nothing.\n") and done.errs[0].count("\n") == 1
+        assert (
+            done.errs[0].endswith("one process, so it changes nothing.\n")
+            and done.errs[0].count("\n") == 1
+        )
     else:
-        assert done.errs == [""] * world and done.outs[1:] == [""] * (world - 1), (done.errs, done.outs[1:])
+        assert done.errs == [""] * world and done.outs[1:] == [""] * (world - 1), (
+            done.errs,
+            done.outs[1:],
+        )
     return left(folder, world)
 
 
@@ -81,12 +98,22 @@ def left(folder, world=1):
     """The checkpoints, rows and results in a run directory, without what a clock says, and what each rank was given."""
     run = folder / "run"
     states = saved(run / "checkpoints")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     for row in rows:
         row.pop("train/seconds", None)
     result = json.loads((run / "result.json").read_text(encoding="utf-8"))
-    numbers = {name: value for name, value in result.items() if "/" in name and not name.endswith("/seconds")}
-    given = [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("given.*"))]
+    numbers = {
+        name: value
+        for name, value in result.items()
+        if "/" in name and not name.endswith("/seconds")
+    }
+    given = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(folder.glob("given.*"))
+    ]
     assert len(given) in (0, world)
     return SimpleNamespace(states=states, rows=rows, numbers=numbers, given=given)
 
@@ -97,8 +124,16 @@ def assert_close(value, other, where="", within=CLOSE):
     if isinstance(value, torch.Tensor):
         assert value.dtype == other.dtype and value.shape == other.shape, where
         if value.numel():
-            error = (value - other).abs().max().item() if value.is_floating_point() else int(not value.equal(other))
-            assert error <= within * other.abs().max().item(), (where, error, other.abs().max().item())
+            error = (
+                (value - other).abs().max().item()
+                if value.is_floating_point()
+                else int(not value.equal(other))
+            )
+            assert error <= within * other.abs().max().item(), (
+                where,
+                error,
+                other.abs().max().item(),
+            )
     elif isinstance(value, dict):
         assert list(value) == list(other), where
         for key in value:
@@ -130,7 +165,9 @@ def assert_same_training(several, one, within=CLOSE):
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_numbers_are_those_of_one_process(forks, single, tmp_path, world, strategy, parts, ema, large):
+def test_the_numbers_are_those_of_one_process(
+    forks, single, tmp_path, world, strategy, parts, ema, large
+):
     if not (large or (parts, ema) == (3, "0.9") or (world == 2 and (parts, ema) == (1, "null"))):
         pytest.skip("--large")
     job = [*JOB, *CLASSES, f"grad_accum_steps={parts}", f"ema={ema}"]
@@ -139,7 +176,9 @@ def test_the_numbers_are_those_of_one_process(forks, single, tmp_path, world, st
     assert_same_training(several, one)
     given = one.given[0]
     assert [len(numbers) for _, numbers in given] == [10, 10, 10, 10, 10, 7] * 3
-    assert several.given == [[[step, numbers[rank::world]] for step, numbers in given] for rank in range(world)]
+    assert several.given == [
+        [[step, numbers[rank::world]] for step, numbers in given] for rank in range(world)
+    ]
 
 
 JOBS = {
@@ -176,7 +215,15 @@ def test_so_they_are_for_other_jobs(forks, single, tmp_path, job, large):
         if job == "a last batch of 2" and world == 4:
             continue  # refused
         assert_same_training(
-            train(forks, tmp_path / f"{strategy}{world}", world, *JOB, *JOBS[job], f"strategy={strategy}"), one
+            train(
+                forks,
+                tmp_path / f"{strategy}{world}",
+                world,
+                *JOB,
+                *JOBS[job],
+                f"strategy={strategy}",
+            ),
+            one,
         )
 
 
@@ -217,16 +264,25 @@ def test_a_folder_of_images(forks, tmp_path):
 
     generator = torch.Generator().manual_seed(0)
     for i in range(60):
-        pixels = torch.randint(0, 256, (8, 8, 3), generator=generator, dtype=torch.uint8) // (1 + i % 3)
+        pixels = torch.randint(0, 256, (8, 8, 3), generator=generator, dtype=torch.uint8) // (
+            1 + i % 3
+        )
         path = tmp_path / "images" / "abc"[i % 3] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels.numpy()).save(path)
-    job = ["run_dir=run", "dataset=image_folder", f"dataset.root={tmp_path / 'images'}", "dataset.augment=[flip]"]
+    job = [
+        "run_dir=run",
+        "dataset=image_folder",
+        f"dataset.root={tmp_path / 'images'}",
+        "dataset.augment=[flip]",
+    ]
     job += ["model=cnn", "model.channels=[4,8]", "optimizer=sgd", "epochs=2", "batch_size=10"]
     done = forks.run(tmp_path / "one", *job, "dataset.cache=false")
     assert done.code == 0, done.err
     for cache in ("false", tmp_path / "cache"):
-        several = train(forks, tmp_path / f"two {cache == 'false'}", 2, *job, f"dataset.cache={cache}")
+        several = train(
+            forks, tmp_path / f"two {cache == 'false'}", 2, *job, f"dataset.cache={cache}"
+        )
         assert_same_training(several, left(tmp_path / "one"), within=1e-5)
 
 
@@ -247,12 +303,18 @@ def scripted(forks, folder, world, name, strategy="auto"):
         assert done.code == 0 and done.err == "", done.err
     else:
         done = forks.ranks(folder, world, name, strategy, script=SCRIPTS)
-        assert done.codes == [0] * world and done.errs == [""] * world, (done.codes, done.late, done.errs)
+        assert done.codes == [0] * world and done.errs == [""] * world, (
+            done.codes,
+            done.late,
+            done.errs,
+        )
     return [json.loads(path.read_text()) for path in sorted(folder.glob("results.*"))]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_an_evaluation_counts_every_sample_once_and_a_prediction_has_their_order(forks, tmp_path, strategy, large):
+def test_an_evaluation_counts_every_sample_once_and_a_prediction_has_their_order(
+    forks, tmp_path, strategy, large
+):
     (one,) = scripted(forks, tmp_path / "one", 1, "evaluate")
     for world in (2, 3, 4) if large else (4,):
         several = scripted(forks, tmp_path / str(world), world, "evaluate", strategy)
@@ -296,7 +358,11 @@ def test_more_ranks_than_samples_in_a_batch_are_refused(forks, tmp_path, batch_s
     """57 = 3 * 18 + 3."""
     done = forks.ranks(tmp_path, 4, *JOB, f"batch_size={batch_size}")
     assert done.codes == [2] * 4, (done.codes, done.late, done.errs)
-    assert "batch_size" in done.errs[0] and "Type" in done.errs[0] and len(done.errs[0].splitlines()) <= 3, done.errs
+    assert (
+        "batch_size" in done.errs[0]
+        and "Type" in done.errs[0]
+        and len(done.errs[0].splitlines()) <= 3
+    ), done.errs
     assert not list(tmp_path.glob("run/*"))
 
 
@@ -313,7 +379,9 @@ FULL = [
 ]
 CUT = 7  # the step of the checkpoint that is gone on from, in the middle of the second epoch
 OFTEN = ("single", "ddp2", "fsdp4")  # without --large
-KINDS = {"single": (1, "single")} | {f"{strategy}{world}": (world, strategy) for world, strategy in WORLDS}
+KINDS = {"single": (1, "single")} | {
+    f"{strategy}{world}": (world, strategy) for world, strategy in WORLDS
+}
 
 
 def run_as(forks, folder, kind, *job):
@@ -341,7 +409,9 @@ def cut_off(folder, copy, step=CUT):
     """A copy of a run as it was when it had just saved after this step."""
     shutil.copytree(folder, copy)
     for path in [
-        path for pattern in ("*.*", "out", "err", "run/result.json", "run/model.*") for path in copy.glob(pattern)
+        path
+        for pattern in ("*.*", "out", "err", "run/result.json", "run/model.*")
+        for path in copy.glob(pattern)
     ]:
         path.unlink()
     checkpoint.go_back(copy / "run" / "checkpoints", step)
@@ -361,7 +431,9 @@ def assert_continued(forks, whole, tmp_path, writer, reader, job, within=CLOSE):
 
 @pytest.mark.parametrize("reader", KINDS)
 @pytest.mark.parametrize("writer", KINDS)
-def test_a_checkpoint_of_any_kind_is_gone_on_from_by_any_kind(forks, whole, tmp_path, writer, reader, large):
+def test_a_checkpoint_of_any_kind_is_gone_on_from_by_any_kind(
+    forks, whole, tmp_path, writer, reader, large
+):
     if not (large or {writer, reader} <= {*OFTEN}):
         pytest.skip("--large")
     assert_continued(forks, whole, tmp_path, writer, reader, FULL)
@@ -387,7 +459,10 @@ def test_the_scale_of_fp16_is_that_of_all_ranks(forks, whole, tmp_path, kind, la
     assert_continued(forks, whole, tmp_path, kind, kind, job)
     cut_off(whole(kind, *job)[0], tmp_path / "one")
     end = run_as(forks, tmp_path / "one", "single", *job).states[STEPS]
-    assert end["scheduler"]["steps"] > states[CUT]["scheduler"]["steps"] and end["scaler"]["scale"] < 2.0**22
+    assert (
+        end["scheduler"]["steps"] > states[CUT]["scheduler"]["steps"]
+        and end["scaler"]["scale"] < 2.0**22
+    )
 
 
 # Stops
@@ -409,7 +484,9 @@ def assert_stopped(forks, folder, kind, *job, codes=0, **options):
     done = forks.ranks(folder, world, *job, f"strategy={strategy}", **options)
     assert done.codes == [codes] * world, (done.codes, done.late, done.errs)
     assert not any(done.outs[1:]) and not any(done.errs[1:]), (done.outs, done.errs)
-    assert (done.errs[0] == "") == (codes == 0) and len(done.errs[0].strip().splitlines()) <= 3, done.errs[0]
+    assert (done.errs[0] == "") == (codes == 0) and len(done.errs[0].strip().splitlines()) <= 3, (
+        done.errs[0]
+    )
     return steps_of(folder, world)
 
 
@@ -422,21 +499,33 @@ def assert_goes_on(forks, whole, folder, kind, *job):
     assert_same([end.rows, end.numbers], [undisturbed.rows, undisturbed.numbers])
 
 
-@pytest.mark.parametrize("kind, to", [("ddp2", 0), ("ddp2", None), ("fsdp2", 1), ("fsdp2", None), ("ddp4", None)])
+@pytest.mark.parametrize(
+    "kind, to", [("ddp2", 0), ("ddp2", None), ("fsdp2", 1), ("fsdp2", None), ("ddp4", None)]
+)
 def test_a_signal_stops_all_ranks_after_the_same_step(forks, whole, tmp_path, kind, to, large):
     """A signal to one rank, or to each at a moment of its own."""
     if not large and to is None:  # a few of those are in the next test
         pytest.skip("--large")
     for i in range(20 if large else 1):
         folder, draw = tmp_path / str(i), random.Random(f"{SEED} {kind} {to} {i}")
-        first = {"signal": signal.SIGTERM, "watch": "given.*", "count": KINDS[kind][0], "delay": draw.uniform(0, 0.3)}
+        first = {
+            "signal": signal.SIGTERM,
+            "watch": "given.*",
+            "count": KINDS[kind][0],
+            "delay": draw.uniform(0, 0.3),
+        }
         if to is None:
             others = draw.sample(range(KINDS[kind][0]), KINDS[kind][0])
-            signals = [{"signal": signal.SIGTERM, "rank": rank, "delay": draw.uniform(0, 0.02)} for rank in others]
+            signals = [
+                {"signal": signal.SIGTERM, "rank": rank, "delay": draw.uniform(0, 0.02)}
+                for rank in others
+            ]
             signals[0] |= first
         else:
             signals = [first | {"rank": to}]
-        step = assert_stopped(forks, folder, kind, *SLOW, codes=128 + signal.SIGTERM, signals=signals)
+        step = assert_stopped(
+            forks, folder, kind, *SLOW, codes=128 + signal.SIGTERM, signals=signals
+        )
         assert 0 < step < STEPS
         assert_goes_on(forks, whole, folder, kind, *SLOW)
 
@@ -450,7 +539,9 @@ def test_signals_at_any_moment(forks, whole, tmp_path, large):
         signals += [{"signal": signal.SIGTERM, "rank": 1, "delay": draw.uniform(0, 0.02)}]
         done = forks.ranks(folder, 2, *SLOW, f"strategy={KINDS[kind][1]}", signals=signals)
         assert not done.late and set(done.codes) <= {0, 143, -15}, (i, kind, done.codes, done.errs)
-        assert not any("Traceback" in error or len(error.strip().splitlines()) > 3 for error in done.errs), done.errs
+        assert not any(
+            "Traceback" in error or len(error.strip().splitlines()) > 3 for error in done.errs
+        ), done.errs
         assert_goes_on(forks, whole, folder, kind, *SLOW)
 
 
@@ -473,7 +564,11 @@ def test_a_time_that_is_over_is_over_for_all(forks, whole, tmp_path, slow):
 def test_a_callback_of_ones_own_stops_all(forks, whole, tmp_path, rank, large):
     if rank == 3 and not large:
         pytest.skip("--large")
-    stop = ["+callbacks.stop._target_=jobs.StopAt", "+callbacks.stop.step=8", f"+callbacks.stop.rank={rank}"]
+    stop = [
+        "+callbacks.stop._target_=jobs.StopAt",
+        "+callbacks.stop.step=8",
+        f"+callbacks.stop.rank={rank}",
+    ]
     step = assert_stopped(forks, tmp_path, "ddp4", *SLOW, *stop)
     assert step == 8 if rank == -1 else 8 <= step < STEPS
 

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not 
 SCRIPT = Path(__file__).with_name("corners.py")
 FEW = [(2, "ddp"), (2, "fsdp")]
 MANY = [*FEW, (3, "fsdp"), (4, "ddp")]
-BYPASSED = "A step has to call self.model, the whole of it and once for each backward(), not self.module."
+BYPASSED = (
+    "A step has to call self.model, the whole of it and once for each backward(), not self.module."
+)
 SHARDS = "Type strategy=ddp, or another optimizer if it is that. A step has to call self.model, not parts of it."
 
 
@@ -31,7 +33,10 @@ def given(tmp_path_factory):
             done = forks.ranks(folder, world, strategy, str(folder), *names, script=SCRIPT)
             assert done.codes == [0] * world, (done.codes, done.late, done.errs)
         names, ranks = [name for group in groups for name in group], range(world)
-        return {name: [torch.load(folder / f"{name}.{rank}", weights_only=False) for rank in ranks] for name in names}
+        return {
+            name: [torch.load(folder / f"{name}.{rank}", weights_only=False) for rank in ranks]
+            for name in names
+        }
 
     yield by
     forks.close()
@@ -49,7 +54,9 @@ def test_its_numbers_are_those_of_one_process_also_after_a_resume(given, worlds,
         several = given(world, strategy)[corner][0]
         for state, results in several:
             for group, own in zip(
-                state["optimizer"]["param_groups"], one[0][0]["optimizer"]["param_groups"], strict=True
+                state["optimizer"]["param_groups"],
+                one[0][0]["optimizer"]["param_groups"],
+                strict=True,
             ):
                 group |= {way: own[way] for way in ("foreach", "fused") if way in own}
             assert_close([state, results], one[0], f"{world} {strategy}", 1e-9)
@@ -89,7 +96,10 @@ def test_fsdp_has_its_part_of_parameters_gradients_and_optimizer_state(given, wo
 
 
 REASONS = {
-    ("bypassing", "ddp"): f"not the same on all processes: their gradients were not exchanged.\n{BYPASSED}",
+    (
+        "bypassing",
+        "ddp",
+    ): f"not the same on all processes: their gradients were not exchanged.\n{BYPASSED}",
     ("bypassing", "fsdp"): SHARDS,
     ("gan", "ddp"): f"a parameter has had two gradients in one backward().\n{BYPASSED}",
     ("gan", "fsdp"): SHARDS,

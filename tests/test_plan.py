@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 from conftest import make_data, make_model, make_trainer
+from stoker.data.loader import DeviceLoader
+from stoker.trainer import checkpoint, schedules, summary
+from stoker.trainer.callbacks import EMA, Callback
 
-from data.loader import DeviceLoader
-from trainer import checkpoint, plan, schedules, summary
-from trainer.callbacks import EMA, Callback
+from stoker.diagnostics import plan
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,11 @@ def test_its_memory_is_that_of_the_parts():
     found, trainer = look(model)
     mib = 2**20
     assert found.memory["parameters"] == found.memory["gradients"] == size / mib
-    assert found.memory["optimizer"] == summary.mib(summary.optimizer_tensors(trainer.optimizer)) > 2 * size / mib
+    assert (
+        found.memory["optimizer"]
+        == summary.mib(summary.optimizer_tensors(trainer.optimizer))
+        > 2 * size / mib
+    )
     train_loader, val_loader = loaders()
     assert found.memory["data"] == (train_loader.nbytes + val_loader.nbytes) / mib
     # The loader gathers all 60 samples at once: 6 numbers and a class each. Of a batch of 8 the tanh's outputs (16) and
@@ -70,7 +75,9 @@ def test_the_copy_for_a_checkpoint_and_the_averages_are_a_part_of_it():
     size = summary.mib(make_model().parameters())
     memory = look(callbacks=[EMA(0.9)])[0].memory
     assert size <= memory["averages"] < size + 1e-3
-    assert 4 * size < memory["a checkpoint's copy"] < 4 * size + 1e-2  # weights, two moments, the average
+    assert (
+        4 * size < memory["a checkpoint's copy"] < 4 * size + 1e-2
+    )  # weights, two moments, the average
     assert "averages" not in look()[0].memory
 
 
@@ -128,7 +135,11 @@ def test_the_lines_add_up():
     )  # fmt: skip
     lines = list(plan.lines(found, started=1.0, evaluations=10, saves=5, keep=2))
     parts = "parameters 1.0", "gradients 1.0", "optimizer 2.0", "data 3.0"
-    times = ["1.0 s to the first step", "2.0 s more for that one", "10.0 s of 1,000 steps (10 ms each)"]
+    times = [
+        "1.0 s to the first step",
+        "2.0 s more for that one",
+        "10.0 s of 1,000 steps (10 ms each)",
+    ]
     times += ["5.0 s of 10 evaluations", "0.5 s of 5 checkpoints", "1.0 s of the test"]
     assert lines == [
         "schedule ▁█▁",
@@ -138,8 +149,13 @@ def test_the_lines_add_up():
         "time     about 19.5 s, by 50 steps of it:",
         f"         {', '.join(times)}",
     ]
-    *others, time, parts, stopped = plan.lines(found, started=1.0, evaluations=10, saves=5, keep=2, minutes=0.1)
-    assert time == "time     about 8.0 s, by 50 steps of it:" and [*others, parts] == [*lines[:4], lines[5]]
+    *others, time, parts, stopped = plan.lines(
+        found, started=1.0, evaluations=10, saves=5, keep=2, minutes=0.1
+    )
+    assert time == "time     about 8.0 s, by 50 steps of it:" and [*others, parts] == [
+        *lines[:4],
+        lines[5],
+    ]
     assert stopped == "         of which max_minutes=0.1 is the end at about step 343"
     assert list(plan.lines(found, started=1.0, evaluations=10, saves=5, keep=2, minutes=1)) == lines
     unknown = plan.Found(**{**vars(found), "memory": memory | {"peak": math.nan}, "rates": {}})

@@ -7,16 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from stoker.data.loader import DeviceLoader
+from stoker.trainer.callbacks import Callback
 
-from data.loader import DeviceLoader
-from trainer import profiling
-from trainer.callbacks import Callback
-from trainer.profiling import ACTIVE, BEFORE, MOST, WARMUP, Profile
-from trainer.timing import Timing
+from stoker.diagnostics import profiling
+from stoker.diagnostics.profiling import ACTIVE, BEFORE, MOST, WARMUP, Profile
+from stoker.diagnostics.timing import Timing
 
 
 def fitted(*callbacks, **settings):
-    trainer = make_trainer(make_model(dropout=0.3), callbacks=callbacks, epochs=None, **{"max_steps": 30, **settings})
+    trainer = make_trainer(
+        make_model(dropout=0.3), callbacks=callbacks, epochs=None, **{"max_steps": 30, **settings}
+    )
     trainer.fit(DeviceLoader(make_data(), "train", 8, shuffle=True))
     return trainer
 
@@ -30,8 +32,14 @@ def test_the_trace_has_the_steps_after_the_first_ones(tmp_path, capsys):
     fitted(Profile(tmp_path / "profile"))
     first = BEFORE + WARMUP + 1
     path, trace = trace_of(tmp_path / "profile")
-    assert path.name == f"steps_{first}_to_{first + ACTIVE - 1}.pt.trace.json.gz"  # a name that TensorBoard knows
-    steps = {event["name"] for event in trace["traceEvents"] if str(event.get("name")).startswith("ProfilerStep")}
+    assert (
+        path.name == f"steps_{first}_to_{first + ACTIVE - 1}.pt.trace.json.gz"
+    )  # a name that TensorBoard knows
+    steps = {
+        event["name"]
+        for event in trace["traceEvents"]
+        if str(event.get("name")).startswith("ProfilerStep")
+    }
     assert len(steps) == ACTIVE
     forwards = [event for event in trace["traceEvents"] if event.get("name") == "aten::addmm"]
     assert len(forwards) == 2 * ACTIVE  # two linear layers a step
@@ -66,7 +74,9 @@ def test_a_run_that_stops_before_it_leaves_nothing(tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"grad_accum_steps": 2}, {"max_grad_norm": 0.5}])
 def test_it_changes_nothing(tmp_path, settings):
     with_it, without = fitted(Profile(tmp_path), **settings), fitted(**settings)
-    assert_same(with_it.state_dict() | {"callbacks": None}, without.state_dict() | {"callbacks": None})
+    assert_same(
+        with_it.state_dict() | {"callbacks": None}, without.state_dict() | {"callbacks": None}
+    )
 
 
 def test_its_own_time_is_none_of_the_trainings(monkeypatch):
@@ -85,12 +95,21 @@ def row(key, cpu, device, count, kind=torch.autograd.DeviceType.CPU):
 
 
 def test_the_table_is_by_the_time_of_the_device():
-    rows = [row("aten::mm", 100, 3000, 10), row("aten::add", 300, 1000, 20), row("ProfilerStep*", 9000, 9000, 5)]
-    rows += [row("a_kernel", 0, 4000, 10, torch.autograd.DeviceType.CUDA)]  # the time of aten::mm and aten::add again
+    rows = [
+        row("aten::mm", 100, 3000, 10),
+        row("aten::add", 300, 1000, 20),
+        row("ProfilerStep*", 9000, 9000, 5),
+    ]
+    rows += [
+        row("a_kernel", 0, 4000, 10, torch.autograd.DeviceType.CUDA)
+    ]  # the time of aten::mm and aten::add again
     on_cpu = profiling.operators(rows, 5, torch.device("cpu"))
     assert [(o.name, o.seconds, o.share, o.calls) for o in on_cpu] == [
         ("aten::add", pytest.approx(60e-6), 0.75, 4),
         ("aten::mm", pytest.approx(20e-6), 0.25, 2),
     ]
-    assert [o.name for o in profiling.operators(rows, 5, torch.device("cuda"))] == ["aten::mm", "aten::add"]
+    assert [o.name for o in profiling.operators(rows, 5, torch.device("cuda"))] == [
+        "aten::mm",
+        "aten::add",
+    ]
     assert list(profiling.table(on_cpu))[1] == "            0.060   75.0%            4  aten::add"

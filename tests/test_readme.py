@@ -43,9 +43,14 @@ def environment():
 
 def test_its_commands_are_understood(tmp_path):
     """Each is composed and checked, and trains nothing: what is wrong with a key or a choice is found without that."""
-    commands = [shlex.split(line, comments=True) for line in re.findall(r"^python train\.py.*", README, re.MULTILINE)]
     commands = [
-        command for command in commands if "mypackage" not in str(command) and not {"-m", "--help"} & set(command)
+        shlex.split(line, comments=True)
+        for line in re.findall(r"^python train\.py.*", README, re.MULTILINE)
+    ]
+    commands = [
+        command
+        for command in commands
+        if "mypackage" not in str(command) and not {"-m", "--help"} & set(command)
     ]
     assert len(commands) >= 9
     for command in commands:

@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DATA = os.environ.get("DATA_ROOT", "")
-needs_mnist = pytest.mark.skipif(not Path(DATA, "MNIST", "raw").is_dir(), reason="needs MNIST below DATA_ROOT")
+needs_mnist = pytest.mark.skipif(
+    not Path(DATA, "MNIST", "raw").is_dir(), reason="needs MNIST below DATA_ROOT"
+)
 needs_photographs = pytest.mark.skipif(
     not Path(DATA, "cifar10_jpeg").is_dir(), reason="needs the folder cifar10_jpeg below DATA_ROOT"
 )
@@ -26,11 +28,16 @@ def train(tmp_path, *settings):
 
 
 @needs_mnist
-@pytest.mark.parametrize(("model", "epochs", "accuracy"), [("linear", 3, 0.92), ("mlp", 3, 0.975), ("cnn", 1, 0.985)])
+@pytest.mark.parametrize(
+    ("model", "epochs", "accuracy"), [("linear", 3, 0.92), ("mlp", 3, 0.975), ("cnn", 1, 0.985)]
+)
 def test_at_most_three_epochs_of_mnist_with_the_defaults(tmp_path, model, epochs, accuracy, large):
     if model == "cnn" and not large:
         pytest.skip("--large")
-    assert train(tmp_path, "dataset=mnist", f"model={model}", f"epochs={epochs}")["test/acc"] >= accuracy
+    assert (
+        train(tmp_path, "dataset=mnist", f"model={model}", f"epochs={epochs}")["test/acc"]
+        >= accuracy
+    )
 
 
 @needs_mnist
@@ -58,5 +65,11 @@ def test_a_folder_of_photographs_trains(photographs, tmp_path, model, steps, acc
     if model == "resnet" and not large:
         pytest.skip("--large")
     narrow = ["model.widths=[16,32,64,128]"] if model == "resnet" else []
-    settings = ["dataset=image_folder", f"dataset.root={photographs}", f"model={model}", f"max_steps={steps}", *narrow]
+    settings = [
+        "dataset=image_folder",
+        f"dataset.root={photographs}",
+        f"model={model}",
+        f"max_steps={steps}",
+        *narrow,
+    ]
     assert train(tmp_path, *settings)["test/acc"] >= accuracy

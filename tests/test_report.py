@@ -23,14 +23,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
+from stoker.data import datasets
+from stoker.data.loader import make_loaders, normalizer
+from stoker.data.tables import csv
+from stoker.models.mlp import MLP
+from stoker.trainer.metrics import Accuracy, default_metrics
 
-import train
-from data import datasets
-from data.loader import make_loaders, normalizer
-from data.tables import csv
-from models.mlp import MLP
-from trainer import Trainer, examine, page, plots, report, sweep
-from trainer.metrics import Accuracy, default_metrics
+from stoker import Trainer, tasks
+from stoker.runs import examine, plots, report
+from stoker.sweeps import page, sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -75,7 +76,13 @@ class Page(HTMLParser):
 def run(tmp_path_factory):
     """The directory of a run on the digits as a user has it, what it printed, and its page."""
     folder = tmp_path_factory.mktemp("report")
-    command = [sys.executable, str(ROOT / "train.py"), "epochs=2", "optimizer.lr=2e-3", "run_dir=run"]
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "epochs=2",
+        "optimizer.lr=2e-3",
+        "run_dir=run",
+    ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder / "run", done
@@ -107,7 +114,9 @@ def test_the_run_ends_with_its_report_and_is_rebuilt_byte_for_byte(run, monkeypa
     assert 10_000 < len(written) < report.MOST_PAGE
     monkeypatch.chdir(folder.parent)
     (folder / "report.html").unlink()
-    assert report.main(["run"]) == 0 and capsys.readouterr().out == done.stdout.splitlines()[-1] + "\n"
+    assert (
+        report.main(["run"]) == 0 and capsys.readouterr().out == done.stdout.splitlines()[-1] + "\n"
+    )
     assert (folder / "report.html").read_bytes() == written
 
 
@@ -115,7 +124,9 @@ def test_what_was_seen_is_what_the_weights_do(run, tested):
     _, inputs, labels, logits = tested
     seen, predicted, shares = read(run[0]), logits.argmax(1), logits.double().softmax(1)
     counts = [[int(((labels == i) & (predicted == j)).sum()) for j in range(10)] for i in range(10)]
-    assert seen["confusion"] == counts and seen["samples"] == len(labels) and seen["split"] == "test"
+    assert (
+        seen["confusion"] == counts and seen["samples"] == len(labels) and seen["split"] == "test"
+    )
     assert seen["chance"] == max(map(sum, counts)) / len(labels)
     losses = -shares.log().gather(1, labels.unsqueeze(1)).squeeze(1)
     entropy = -(shares * shares.log()).sum(1)
@@ -136,12 +147,17 @@ def test_the_page_shows_these_numbers(run, tested):
     _, _, labels, logits = tested
     shown, predicted = page_of(run[0]), logits.argmax(1)
     cells = [int(text or 0) for text in shown.all("td", "cell")]
-    assert cells == [int(((labels == i) & (predicted == j)).sum()) for i in range(10) for j in range(10)]
+    assert cells == [
+        int(((labels == i) & (predicted == j)).sum()) for i in range(10) for j in range(10)
+    ]
     assert shown.all("th", "name") == [str(i) for i in range(10)]
     [matrix] = shown.all("table", "matrix")
     for i in range(10):
         right = ((labels == i) & (predicted == i)).sum().item()
-        precision, recall = right / (predicted == i).sum().item(), right / (labels == i).sum().item()
+        precision, recall = (
+            right / (predicted == i).sum().item(),
+            right / (labels == i).sum().item(),
+        )
         assert f"{precision:.3f}{recall:.3f}{(labels == i).sum()}" in re.sub(r"\s", "", matrix)
     rows = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
     values = [row["val/acc"] for row in rows if "val/acc" in row]
@@ -153,13 +169,20 @@ def test_the_page_shows_these_numbers(run, tested):
         f"alone would be {report.percent(chance)}; val/acc rose from {values[0]:.4f} after epoch 1 to {values[1]:.4f} "
         "after epoch 2."
     )
-    assert shown.all("p", "soft")[0] == ("MLP on digits, cpu, fp32, 1,259 training + 179 validation + 359 test samples")
-    assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]  # key, value, default
+    assert shown.all("p", "soft")[0] == (
+        "MLP on digits, cpu, fp32, 1,259 training + 179 validation + 359 test samples"
+    )
+    assert shown.all("tr", "changed")[:2] == [
+        "epochs210",
+        "optimizer.lr0.0020.003",
+    ]  # key, value, default
     [details] = shown.all("details")  # each setting once: trainer.epochs is ${epochs}
     assert "epochs" in details and "trainer.epochs" not in details and "optimizer.lr" in details
     images = [attributes["src"] for tag, attributes, _ in shown.elements if tag == "img"]
     seen = read(run[0])
-    assert images == [f"data:image/png;base64,{s['png']}" for s in seen["worst"] + seen["uncertain"]]
+    assert images == [
+        f"data:image/png;base64,{s['png']}" for s in seen["worst"] + seen["uncertain"]
+    ]
     assert len([1 for tag, attributes, _ in shown.elements if tag == "svg"]) == 3
     commands = shown.all("pre")
     assert "python train.py epochs=2 optimizer.lr=2e-3" in commands
@@ -169,13 +192,21 @@ def test_the_page_shows_these_numbers(run, tested):
 def test_the_page_stands_alone(run):
     text = report.html(run[0])
     shown = Page(text)
-    assert not {"script", "link", "iframe", "a", "object", "form"} & {tag for tag, *_ in shown.elements}
-    assert not any(name.startswith("on") for _, attributes, _ in shown.elements for name in attributes)
+    assert not {"script", "link", "iframe", "a", "object", "form"} & {
+        tag for tag, *_ in shown.elements
+    }
+    assert not any(
+        name.startswith("on") for _, attributes, _ in shown.elements for name in attributes
+    )
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in html.unescape(text)
     assert not re.search(r"https?:", text) and not re.search(r"url\((?!#)", text)
     ids = [attributes["id"] for _, attributes, _ in shown.elements if "id" in attributes]
     assert len(ids) == len(set(ids)) > 100
-    used = {name.removeprefix("#") for _, a, _ in shown.elements if (name := a.get("href", "")).startswith("#")}
+    used = {
+        name.removeprefix("#")
+        for _, a, _ in shown.elements
+        if (name := a.get("href", "")).startswith("#")
+    }
     used |= set(re.findall(r"url\(#([^)]+)\)", text))
     assert used and used <= set(ids)
     assert "#0101" not in text  # each colour is the page's
@@ -243,7 +274,9 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     data = datasets.synthetic("regression", n=5000, num_classes=targets, val_fraction=0.7)
     data.target_mean, data.target_scale = 5.0, 2.0
     model = torch.nn.Linear(20, targets)
-    trainer = make_trainer(model, loss=torch.nn.MSELoss(), metrics=default_metrics("regression", 2.0))
+    trainer = make_trainer(
+        model, loss=torch.nn.MSELoss(), metrics=default_metrics("regression", 2.0)
+    )
     (_, loader, _), _ = make_loaders(data, batch_size=64, eval_batch_size=99)
     results, seen = examine.evaluate(trainer, loader, "val", data)
     examine.write(tmp_path / "evaluation.json", seen, data)
@@ -260,8 +293,12 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     assert seen["worst"][0]["true"] == pytest.approx(true[order[0]].tolist(), rel=1e-6)
     # The page of it, with the numbers that the run would have.
     (tmp_path / "config.yaml").write_text("seed: 0\n", encoding="utf-8")
-    (tmp_path / "result.json").write_text(json.dumps(results | {"val/mae": 1.5, "val/r2": 0.5}), encoding="utf-8")
-    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "train/loss": 2}\n{"epoch": 2, "train/loss": 1}\n')
+    (tmp_path / "result.json").write_text(
+        json.dumps(results | {"val/mae": 1.5, "val/r2": 0.5}), encoding="utf-8"
+    )
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"epoch": 1, "train/loss": 2}\n{"epoch": 2, "train/loss": 1}\n'
+    )
     shown = page_of(tmp_path)
     [verdict] = shown.all("p", "verdict")
     assert verdict == (
@@ -301,7 +338,9 @@ def test_two_processes_see_what_one_sees(forks, run, tmp_path):
     now = read(tmp_path / "run")
     assert now["confusion"] == before["confusion"]
     for name in ("worst", "uncertain"):
-        assert [{k: v for k, v in sample.items() if not isinstance(v, float)} for sample in now[name]] == [
+        assert [
+            {k: v for k, v in sample.items() if not isinstance(v, float)} for sample in now[name]
+        ] == [
             {k: v for k, v in sample.items() if not isinstance(v, float)} for sample in before[name]
         ]
 
@@ -310,9 +349,17 @@ def test_images_have_their_files_and_without_a_test_part_the_validation_is_shown
     for number, name in enumerate(("<b>cats", "dogs") * 12):
         folder = tmp_path / "pictures" / name
         folder.mkdir(parents=True, exist_ok=True)
-        pixels = bytes(random.Random(number).randrange(100, 156) + (number % 2) * 60 for _ in range(12 * 10 * 3))
+        pixels = bytes(
+            random.Random(number).randrange(100, 156) + (number % 2) * 60
+            for _ in range(12 * 10 * 3)
+        )
         Image.frombytes("RGB", (12, 10), pixels).save(folder / f"{number}.png")
-    typed = ["dataset=image_folder", "dataset.root=pictures", "dataset.cache=false", "dataset.test_fraction=0"]
+    typed = [
+        "dataset=image_folder",
+        "dataset.root=pictures",
+        "dataset.cache=false",
+        "dataset.test_fraction=0",
+    ]
     typed += ["dataset.size=10", "epochs=1", "batch_size=4", "model=linear", "run_dir=run"]
     done = forks.run(tmp_path, *typed)
     assert done.code == 0, done.err
@@ -320,9 +367,14 @@ def test_images_have_their_files_and_without_a_test_part_the_validation_is_shown
     assert seen["split"] == "val" and "test/loss" not in read(tmp_path / "run", "result.json")
     files = {sample["file"] for sample in seen["worst"]}
     assert files and all((tmp_path / "pictures" / file).is_file() for file in files)
-    assert sorted(files) == sorted({text for text in shown.all("span", "soft") if text.endswith(".png")})
+    assert sorted(files) == sorted(
+        {text for text in shown.all("span", "soft") if text.endswith(".png")}
+    )
     assert "b" not in [tag for tag, _, text in shown.elements if text == "cats"]
-    assert any(text.startswith("There is no test part: the best weights were") for text in shown.all("p", "soft"))
+    assert any(
+        text.startswith("There is no test part: the best weights were")
+        for text in shown.all("p", "soft")
+    )
     shutil.rmtree(tmp_path / "run")
     assert forks.run(tmp_path, *typed, "report=false").code == 0
     assert not {"evaluation.json", "report.html"} & set(os.listdir(tmp_path / "run"))
@@ -333,57 +385,107 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     for name in ("result.json", "evaluation.json"):
         (tmp_path / "run" / name).unlink()
     shown = page_of(tmp_path / "run")
-    again = ["python train.py epochs=2 optimizer.lr=2e-3", "python train.py epochs=2 optimizer.lr=2e-3 run_dir="]
-    assert [command.removesuffix(str(tmp_path / "run")) for command in shown.all("pre")[:2]] == again
+    again = [
+        "python train.py epochs=2 optimizer.lr=2e-3",
+        "python train.py epochs=2 optimizer.lr=2e-3 run_dir=",
+    ]
+    assert [
+        command.removesuffix(str(tmp_path / "run")) for command in shown.all("pre")[:2]
+    ] == again
     [verdict] = shown.all("p", "verdict")
-    assert verdict.startswith("val/acc rose from ") and verdict.endswith("has not come to its end, up to step 40.")
+    assert verdict.startswith("val/acc rose from ") and verdict.endswith(
+        "has not come to its end, up to step 40."
+    )
     assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert [command.removesuffix(str(tmp_path / "run")) for command in page_of(tmp_path / "run").all("pre")] == again
+    assert [
+        command.removesuffix(str(tmp_path / "run"))
+        for command in page_of(tmp_path / "run").all("pre")
+    ] == again
     (tmp_path / "run" / "checkpoints").mkdir()
-    (tmp_path / "run" / "checkpoints" / "step_00000045.ckpt").touch()  # as of one that was interrupted there
-    assert page_of(tmp_path / "run").all("p", "verdict") == [verdict.replace("step 40.", "step 45.")]
+    (
+        tmp_path / "run" / "checkpoints" / "step_00000045.ckpt"
+    ).touch()  # as of one that was interrupted there
+    assert page_of(tmp_path / "run").all("p", "verdict") == [
+        verdict.replace("step 40.", "step 45.")
+    ]
     config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "run" / "config.yaml").write_text(config.partition("\n")[2], encoding="utf-8")
-    assert all("task=" in command for command in page_of(tmp_path / "run").all("pre"))  # nobody knows what was typed
+    assert all(
+        "task=" in command for command in page_of(tmp_path / "run").all("pre")
+    )  # nobody knows what was typed
 
 
 def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
     slow = ["kind=slow", "step=1", "rank=0", "_target_=faults.Fault"]
-    typed = ["dataset=synthetic", "log_every=1", "run_dir=a b", *(f"+callbacks.fault.{setting}" for setting in slow)]
+    typed = [
+        "dataset=synthetic",
+        "log_every=1",
+        "run_dir=a b",
+        *(f"+callbacks.fault.{setting}" for setting in slow),
+    ]
     interrupt = {"signal": signal.SIGINT, "watch": "a b/metrics.jsonl", "delay": 0}
     done = forks.run(tmp_path, *typed, signals=[interrupt])
     *_, said, again, seen = done.err.splitlines()
     assert done.code == 130 and again.startswith("python train.py dataset=synthetic ")
     step = re.fullmatch(r"interrupted at step (\d+)\. To go on from there:", said)[1]
-    assert seen == "To see it so far: python -m trainer.report 'a b'" and not (tmp_path / "a b/report.html").exists()
+    assert (
+        seen == "To see it so far: python -m stoker.runs.report 'a b'"
+        and not (tmp_path / "a b/report.html").exists()
+    )
     assert report.write(tmp_path / "a b").is_file()
     shown = page_of(tmp_path / "a b")
     [verdict] = shown.all("p", "verdict")
     assert f"up to step {step}" in verdict
-    evaluate, *others = shown.all("pre")[2:]  # a callback of one's own is built, so they trust it, and say so
-    assert all(command.endswith(" 'trusted=[faults]'") for command in [evaluate, *others]) and len(others) == 2
-    assert any(text.startswith("These commands run the code of faults, ") for text in shown.all("p"))
+    evaluate, *others = shown.all("pre")[
+        2:
+    ]  # a callback of one's own is built, so they trust it, and say so
+    assert (
+        all(command.endswith(" 'trusted=[faults]'") for command in [evaluate, *others])
+        and len(others) == 2
+    )
+    assert any(
+        text.startswith("These commands run the code of faults, ") for text in shown.all("p")
+    )
     done = forks.run(tmp_path, *shlex.split(evaluate)[2:])
     assert done.code == 0 and done.out.splitlines()[-1].startswith("test     loss "), done.err
     shutil.rmtree(tmp_path / "a b")
     done = forks.run(tmp_path, *typed, "report=false", signals=[interrupt])
-    assert done.code == 130 and done.err.splitlines()[-1].startswith("python train.py dataset=synthetic ")
+    assert done.code == 130 and done.err.splitlines()[-1].startswith(
+        "python train.py dataset=synthetic "
+    )
 
 
 def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
-    typed = ["dataset=synthetic", "callbacks=doctor", "optimizer.lr=3", "model.norm=none", "epochs=1", "run_dir=run"]
+    typed = [
+        "dataset=synthetic",
+        "callbacks=doctor",
+        "optimizer.lr=3",
+        "model.norm=none",
+        "epochs=1",
+        "run_dir=run",
+    ]
     done = forks.run(tmp_path, *typed)
     warned = re.findall(r"^doctor: (.*)\n(.*)$", done.err, re.MULTILINE)
     assert done.code == 0 and warned and done.err.count("doctor: ") == len(warned)
     assert read(tmp_path / "run", "result.json")["doctor"] == ["\n".join(lines) for lines in warned]
-    shown, found = page_of(tmp_path / "run"), [line[0].upper() + line[1:] for lines in warned for line in lines]
-    assert "What the doctor found" in shown.all("h2") and [p for p in shown.all("p") if p in found] == found
+    shown, found = (
+        page_of(tmp_path / "run"),
+        [line[0].upper() + line[1:] for lines in warned for line in lines],
+    )
+    assert (
+        "What the doctor found" in shown.all("h2")
+        and [p for p in shown.all("p") if p in found] == found
+    )
     assert forks.run(tmp_path, *typed).code == 0  # which has come to its end, and does no step more
     assert read(tmp_path / "run", "result.json")["doctor"] == ["\n".join(lines) for lines in warned]
-    assert "doctor" not in read(run[0], "result.json") and "What the doctor found" not in page_of(run[0]).all("h2")
+    assert "doctor" not in read(run[0], "result.json") and "What the doctor found" not in page_of(
+        run[0]
+    ).all("h2")
     many = {"doctor": [3, *["a" * 10**4 + "\n" + "b" * 10**4] * 50]}
-    assert [tuple(map(len, lines)) for lines in report.warnings(many)] == [(report.MOST_WARNING,) * 2] * 20
+    assert [tuple(map(len, lines)) for lines in report.warnings(many)] == [
+        (report.MOST_WARNING,) * 2
+    ] * 20
 
 
 # What is said.
@@ -398,15 +500,27 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         return [{"epoch": i, "step": i, name: value} for i, value in enumerate(values, 1)]
 
     def best(rows, step, mode="max", name="val/acc"):
-        return report.best_of({"best": {"name": name, "mode": mode, "step": step, "value": rows[step - 1][name]}}, rows)
+        return report.best_of(
+            {"best": {"name": name, "mode": mode, "step": step, "value": rows[step - 1][name]}},
+            rows,
+        )
 
-    even = {"kind": "classification", "split": "test", "confusion": [[5, 5], [5, 5]], "chance": 0.5, "samples": 20}
+    even = {
+        "kind": "classification",
+        "split": "test",
+        "confusion": [[5, 5], [5, 5]],
+        "chance": 0.5,
+        "samples": 20,
+    }
     chance = "which is no better than chance: the most frequent class alone would be 50.0 %"
     usual = "where the most frequent class alone would be 50.0 %"
     luck, good = even | {"confusion": [[6, 4], [4, 6]]}, even | {"confusion": [[9, 1], [1, 9]]}
     half, so_far = "50.0 % of 20 test samples right", "the run has not come to its end, up to step"
     went = "val/acc went from 0.5000 after epoch 1 to"
-    numbers, then = {"kind": "regression", "split": "test", "samples": 9}, "after epoch 1 to 1.5000 after epoch 2."
+    numbers, then = (
+        {"kind": "regression", "split": "test", "samples": 9},
+        "after epoch 1 to 1.5000 after epoch 2.",
+    )
     mean = "on 9 test samples than always answering their mean (r2 -0.5000), and is off by 3.0000 on average."
     price = "The model explains 50.0 % of the variance of price in 9 test samples, where always answering their mean"
     price = f"{price} would explain none"
@@ -416,7 +530,13 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         ({}, [{"epoch": 0, "step": 3}], {}, None, "There is no evaluation yet, up to step 3."),
         ({}, up[:1], {}, None, f"val/acc is 0.5000 after epoch 1; {so_far} 1."),
         ({}, [*up, {"epoch": 3, "step": 8}], {}, None, f"{went} 0.7000 after epoch 3; {so_far} 8."),
-        ({}, down[:1], even, None, f"The model gets {half}, {chance}; val/loss is 2.0000 after epoch 1; {so_far} 1."),
+        (
+            {},
+            down[:1],
+            even,
+            None,
+            f"The model gets {half}, {chance}; val/loss is 2.0000 after epoch 1; {so_far} 1.",
+        ),
         ({}, [], even, None, f"The model gets {half}, {chance}."),
         ({}, [], luck, None, f"The model gets 60.0 % of 20 test samples right, {chance}."),
         ({}, [], good, None, f"The model gets 90.0 % of 20 test samples right, {usual}."),
@@ -428,7 +548,13 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             f"The model gets {half}, {chance}.",
         ),
         ({"error": "it broke.\nType x."}, up, even, None, "The run has failed: it broke. Type x."),
-        ({"a": 1}, up, {}, best(up, 2), "val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2."),
+        (
+            {"a": 1},
+            up,
+            {},
+            best(up, 2),
+            "val/acc rose from 0.5000 after epoch 1 to 0.7500 after epoch 2.",
+        ),
         ({"a": 1}, up, {}, best(up, 1), "val/acc was 0.5000 after epoch 1, and not better later."),
         ({"a": 1}, up[:1], {}, best(up, 1), "val/acc was 0.5000 after epoch 1."),
         ({"a": 1}, down, {}, best(down, 2, "min", "val/loss"), f"val/loss fell from 2.0000 {then}"),
@@ -456,62 +582,115 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
 
 def test_data_of_ones_own_has_its_own_name():
     def about(**dataset):
-        return report.about({"model": {"_target_": "models.mlp.MLP"}, "dataset": dataset}, {"device": "cpu"}, {})
+        return report.about(
+            {"model": {"_target_": "stoker.models.mlp.MLP"}, "dataset": dataset},
+            {"device": "cpu"},
+            {},
+        )
 
-    assert about(_target_="data.datasets.digits") == "MLP on digits, cpu"
-    assert about(_target_="data.tables.csv", path="a/houses.csv") == "MLP on houses.csv, cpu"
-    assert about(_target_="data.images.image_folder", root=f"{'a' * 300}/photos/") == "MLP on photos, cpu"
+    assert about(_target_="stoker.data.datasets.digits") == "MLP on digits, cpu"
+    assert about(_target_="stoker.data.tables.csv", path="a/houses.csv") == "MLP on houses.csv, cpu"
     assert (
-        about(_target_="data.images.image_folder", root=[3])
-        == "MLP on image_folder, cpu"
-        == about(_target_="data.images.image_folder", root=".")
+        about(_target_="stoker.data.images.image_folder", root=f"{'a' * 300}/photos/")
+        == "MLP on photos, cpu"
     )
-    assert about(_target_="data.tables.csv") == "MLP on csv, cpu"
+    assert (
+        about(_target_="stoker.data.images.image_folder", root=[3])
+        == "MLP on image_folder, cpu"
+        == about(_target_="stoker.data.images.image_folder", root=".")
+    )
+    assert about(_target_="stoker.data.tables.csv") == "MLP on csv, cpu"
 
 
 def test_columns_of_numbers_are_told_from_others():
     def sample(name, **columns):
-        return {"name": name, "true": "1,234", "predicted": "-5.5e+07", "probability": "", "columns": columns}
+        return {
+            "name": name,
+            "true": "1,234",
+            "predicted": "-5.5e+07",
+            "probability": "",
+            "columns": columns,
+        }
 
-    rows = [sample("line 3", area="145.2 (the mean)", town="Bonn"), sample("line 12", area="", town="3")]
+    rows = [
+        sample("line 3", area="145.2 (the mean)", town="Bonn"),
+        sample("line 12", area="", town="3"),
+    ]
     assert report.table_of(rows)["numbers"] == ["true", "predicted", "area"]
     assert not any(map(report.has_number, ["a", "e", "-", "1 2", "3 (x)", "nan"]))
 
 
 def test_the_best_so_far_is_what_the_monitor_says():
     auto = {"monitor": "auto", "monitor_mode": "auto"}
-    rows = [{"epoch": i, "val/loss": loss, "val/acc": acc} for i, loss, acc in [(1, 2, 0.5), (2, 3, 0.75), (3, 1, 0.7)]]
-    assert report.best_so_far(auto, rows) == {"name": "val/acc", "value": 0.75, "high": True, "epoch": 2}
+    rows = [
+        {"epoch": i, "val/loss": loss, "val/acc": acc}
+        for i, loss, acc in [(1, 2, 0.5), (2, 3, 0.75), (3, 1, 0.7)]
+    ]
+    assert report.best_so_far(auto, rows) == {
+        "name": "val/acc",
+        "value": 0.75,
+        "high": True,
+        "epoch": 2,
+    }
     assert report.best_so_far(auto | {"monitor": "val/loss"}, rows)["epoch"] == 3
-    assert report.best_so_far(auto | {"monitor": "val/loss", "monitor_mode": "max"}, rows)["epoch"] == 2
+    assert (
+        report.best_so_far(auto | {"monitor": "val/loss", "monitor_mode": "max"}, rows)["epoch"]
+        == 2
+    )
     own = [{"epoch": i, "val/f1": value} for i, value in enumerate([0.5, 0.25], 1)]
     assert report.best_so_far({"monitor": "val/f1", "monitor_mode": "min"}, own)["value"] == 0.25
-    assert report.best_so_far(auto | {"monitor": "val/f1"}, own) is None  # which way is good, the metric knows
+    assert (
+        report.best_so_far(auto | {"monitor": "val/f1"}, own) is None
+    )  # which way is good, the metric knows
     for config in ({}, {"monitor": [1], "monitor_mode": {}}, {"monitor": 3, "monitor_mode": "max"}):
         assert report.best_so_far(config, rows) is None
 
 
 def test_shares_in_words():
-    values = {0.5: "50.0 %", 0.972: "97.2 %", 0.9994: "99.94 %", 1.0: "100 %", 0.0: "0 %", 0.00012: "0.01 %"}
+    values = {
+        0.5: "50.0 %",
+        0.972: "97.2 %",
+        0.9994: "99.94 %",
+        1.0: "100 %",
+        0.0: "0 %",
+        0.00012: "0.01 %",
+    }
     assert {share: report.percent(share) for share in values} == values
     numbers = {0.0: "0.0000", 3.2154e-5: "3.215e-05", -0.00051234: "-0.0005123", 0.001: "0.0010"}
     assert {value: report.number(value) for value in numbers} == numbers
-    assert report.number(1e99) == "1e+99" and report.number(-123456789012345.0) == "-123,456,789,012,345"
+    assert (
+        report.number(1e99) == "1e+99"
+        and report.number(-123456789012345.0) == "-123,456,789,012,345"
+    )
     assert [report.tile(value) for value in (0.5, 3.2154e-5, 382_218_123.0, -2e6)] == [
         "0.5000",
         "3.22e-05",
         "382 M",
         "-2 M",
     ]
-    amounts = {5: "5", 1234: "1,234", 12345: "12.3 k", 5.19e7: "51.9 M", 3.41e12: "3.41 T", 2.5: "2.5"}
+    amounts = {
+        5: "5",
+        1234: "1,234",
+        12345: "12.3 k",
+        5.19e7: "51.9 M",
+        3.41e12: "3.41 T",
+        2.5: "2.5",
+    }
     assert {value: report.amount(value) for value in amounts} == amounts
 
 
 def test_errors_are_tiles_in_the_units_of_their_target():
     result = {"test/loss": 0.5, "test/r2": 0.75, "test/mae": 300.0, "test/mse": 160000.0}
-    assert report.tiles(result, None, 1) == [("test/r2", "0.7500"), ("test/mae", "300.00"), ("test/rmse", "400.00")]
+    assert report.tiles(result, None, 1) == [
+        ("test/r2", "0.7500"),
+        ("test/mae", "300.00"),
+        ("test/rmse", "400.00"),
+    ]
     assert report.tiles(result, None, 3) == [("test/r2", "0.7500"), ("test/loss", "0.5000")]
-    config = {"model": {"_target_": "models.MLP"}, "dataset": {"_target_": "data.tables.csv", "path": "a.csv"}}
+    config = {
+        "model": {"_target_": "models.MLP"},
+        "dataset": {"_target_": "stoker.data.tables.csv", "path": "a.csv"},
+    }
     assert report.about(config, {}, {"target": "price"}) == "MLP on a.csv, target price"
 
 
@@ -528,7 +707,10 @@ def test_a_thin_curve_keeps_its_ends_and_its_extremes():
 @pytest.mark.parametrize("values", [(1, 1), (0.9, 1)])
 def test_the_axis_of_a_share_ends_at_1(values):
     drawn = plots.curves("a", {"val": list(enumerate(values, 1))})
-    ticks = [float(text) for text in re.findall(r">(0\.\d+|1(?:\.\d+)?)</text>", drawn.split("matplotlib.axis_2")[1])]
+    ticks = [
+        float(text)
+        for text in re.findall(r">(0\.\d+|1(?:\.\d+)?)</text>", drawn.split("matplotlib.axis_2")[1])
+    ]
     assert len(ticks) > 1 and max(ticks) == 1
 
 
@@ -542,7 +724,10 @@ def test_the_train_loss_is_drawn_over_stretches_of_one_size():
         windows += [(end, sum(part) / len(part), len(part)) for end, part in parts if part]
         means.append((epoch, pytest.approx(sum(losses) / 1437)))
     assert len(windows) > 7 and report.pooled(windows) == means
-    assert report.pooled([(1.5, 2.0, 10), (2, 5.0, 20)]) == [(1.5, 2.0), (2, 5.0)] and report.pooled([]) == []
+    assert (
+        report.pooled([(1.5, 2.0, 10), (2, 5.0, 20)]) == [(1.5, 2.0), (2, 5.0)]
+        and report.pooled([]) == []
+    )
 
 
 def test_time_and_memory_are_shown_as_shares(run, tmp_path):
@@ -559,10 +744,20 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     }
     (tmp_path / "run" / "result.json").write_text(json.dumps(result), encoding="utf-8")
     shown = page_of(tmp_path / "run")
-    assert shown.all("span", "box")[:3] == ["data 6.3 s, 63.0 %", "forward 1.7 s, 17.0 %", "optimizer 2.0 s, 20.0 %"]
+    assert shown.all("span", "box")[:3] == [
+        "data 6.3 s, 63.0 %",
+        "forward 1.7 s, 17.0 %",
+        "optimizer 2.0 s, 20.0 %",
+    ]
     text = " ".join(shown.all("p"))
-    assert "10.0 s of training, evaluations and checkpoints included, in the 12.5 s since the run was last star" in text
-    assert "the GPU waited 63 % of the time for data" in text and "0123abc, with changes that are not committed" in text
+    assert (
+        "10.0 s of training, evaluations and checkpoints included, in the 12.5 s since the run was last star"
+        in text
+    )
+    assert (
+        "the GPU waited 63 % of the time for data" in text
+        and "0123abc, with changes that are not committed" in text
+    )
     assert "25.0 % of 1 TFLOP/s" in text and "1.2 M" in text
 
 
@@ -570,12 +765,22 @@ def test_many_classes_are_a_table_of_those_most_confused():
     size = 50
     counts = [[10 if i == j else 0 for j in range(size)] for i in range(size)]
     counts[3][7], counts[9][1] = 8, 5
-    seen = {"kind": "classification", "split": "test", "confusion": counts, "classes": [f"c{i}" for i in range(size)]}
+    seen = {
+        "kind": "classification",
+        "split": "test",
+        "confusion": counts,
+        "classes": [f"c{i}" for i in range(size)],
+    }
     found = report.confusion(seen)
-    assert found["rows"] == [] and found["lists"]["pairs"] == [("c3", "c7", "8 of 18"), ("c9", "c1", "5 of 15")]
+    assert found["rows"] == [] and found["lists"]["pairs"] == [
+        ("c3", "c7", "8 of 18"),
+        ("c9", "c1", "5 of 15"),
+    ]
     lowest, others = found["lists"]["lowest"], found["lists"]["others"]
     assert lowest[:2] == [["c3", "1.000", "0.556", "18"], ["c9", "1.000", "0.667", "15"]]
-    assert sorted(row[0] for row in lowest + others) == sorted(seen["classes"]) and len(others) == 10
+    assert (
+        sorted(row[0] for row in lowest + others) == sorted(seen["classes"]) and len(others) == 10
+    )
 
 
 def test_a_matrix_that_paper_has_no_room_for_is_printed_as_lists(run, tmp_path, monkeypatch):
@@ -588,15 +793,25 @@ def test_a_matrix_that_paper_has_no_room_for_is_printed_as_lists(run, tmp_path, 
     (tmp_path / "run" / "evaluation.json").write_text(json.dumps(seen), encoding="utf-8")
     shown = page_of(tmp_path / "run")
     heads = [
-        (attributes["title"], text) for tag, attributes, text in shown.elements if tag == "th" and "title" in attributes
+        (attributes["title"], text)
+        for tag, attributes, text in shown.elements
+        if tag == "th" and "title" in attributes
     ]
     assert (
         heads
         == 2 * [(name, report.middle(name)) for name in seen["classes"]]
         == 2 * [(name, f"lesser_bl…{name[-14:]}") for name in seen["classes"]]
     )
-    assert len(shown.all("div", "screen")) == len(shown.all("div", "paper")) == len(shown.all("table", "upright")) == 1
-    assert "None of the test samples is." in shown.all("p") and shown.all("td", "right") == ["1,234"] * size
+    assert (
+        len(shown.all("div", "screen"))
+        == len(shown.all("div", "paper"))
+        == len(shown.all("table", "upright"))
+        == 1
+    )
+    assert (
+        "None of the test samples is." in shown.all("p")
+        and shown.all("td", "right") == ["1,234"] * size
+    )
     few = report.confusion(read(run[0]))
     assert few["lists"] is None and not few["upright"] and len(few["rows"]) == 10
 
@@ -610,11 +825,24 @@ def test_what_anybody_wrote_is_text(run, tmp_path):
     folder = tmp_path / "<i>run"
     shutil.copytree(run[0], folder)
     result, seen = read(folder, "result.json"), read(folder)
-    result |= {"overrides": [f"model={NASTY}", "epochs=2"], "speed": NASTY, "stopped": NASTY, "total_steps": 10**6}
-    result |= {"device": NASTY, "versions": {NASTY: NASTY}, "git": {"revision": NASTY}, f"test/{NASTY}": 1.0}
+    result |= {
+        "overrides": [f"model={NASTY}", "epochs=2"],
+        "speed": NASTY,
+        "stopped": NASTY,
+        "total_steps": 10**6,
+    }
+    result |= {
+        "device": NASTY,
+        "versions": {NASTY: NASTY},
+        "git": {"revision": NASTY},
+        f"test/{NASTY}": 1.0,
+    }
     result |= {"doctor": [f"{NASTY}\n{NASTY}"]}
     seen["classes"] = [NASTY] * 10
-    seen["worst"][0]["file"], seen["worst"][1] = NASTY, seen["worst"][1] | {"png": None, "columns": {NASTY: NASTY}}
+    seen["worst"][0]["file"], seen["worst"][1] = (
+        NASTY,
+        seen["worst"][1] | {"png": None, "columns": {NASTY: NASTY}},
+    )
     seen["worst"][2]["png"] = f'"><script>{seen["worst"][2]["png"]}'
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     (folder / "evaluation.json").write_text(json.dumps(seen), encoding="utf-8")
@@ -624,7 +852,10 @@ def test_what_anybody_wrote_is_text(run, tmp_path):
     shown = Page(text)
     assert "<script" not in text and "\x1b" not in text and "49" not in shown.all("p", "soft")[0]
     assert not {"script", "i"} & {tag for tag, attributes, _ in shown.elements if not attributes}
-    assert "{{7*7}}" in text and len(images_of(shown)) == len(seen["worst"]) + len(seen["uncertain"]) - 2
+    assert (
+        "{{7*7}}" in text
+        and len(images_of(shown)) == len(seen["worst"]) + len(seen["uncertain"]) - 2
+    )
 
 
 def images_of(shown):
@@ -641,7 +872,13 @@ def test_a_file_that_is_none_leaves_its_part_out(run, tmp_path, name, content):
     (tmp_path / "run" / name).write_bytes(content)
     whole, shown = page_of(run[0]).all("h2"), page_of(tmp_path / "run").all("h2")
     gone = {"metrics.jsonl": {"Training"}, "result.json": {"Time", "Memory", "Versions"}}
-    gone |= {"evaluation.json": {"Classes", "Worst: the highest loss", "Most uncertain: the highest entropy"}}
+    gone |= {
+        "evaluation.json": {
+            "Classes",
+            "Worst: the highest loss",
+            "Most uncertain: the highest entropy",
+        }
+    }
     assert set(whole) - set(shown) == gone[name] and set(shown) <= set(whole)
 
 
@@ -658,8 +895,12 @@ def test_links_and_pipes_are_not_read(run, tmp_path, name, capsys):
 
 
 ANYTHING = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just(NASTY)),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=5), inner, max_size=4)),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just(NASTY)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 
@@ -684,7 +925,11 @@ def test_no_entry_of_another_kind_breaks_the_page(run, tmp_path_factory, data):
     for name in ("result.json", "evaluation.json"):
         contents = read(folder, name)
         if name == "result.json":
-            contents |= {"time": {"data": 1.0, "step": 2.0}, "git": {"revision": "a", "dirty": False}, "mfu": 0.5}
+            contents |= {
+                "time": {"data": 1.0, "step": 2.0},
+                "git": {"revision": "a", "dirty": False},
+                "mfu": 0.5,
+            }
             contents |= {"doctor": ["a\nb", "c"]}
         for _ in range(data.draw(st.integers(1, 4))):
             contents = spoilt(contents, data.draw)
@@ -722,13 +967,18 @@ def test_the_page_stays_below_a_megabyte(run, tmp_path):
     """Pictures of noise, classes with long names, many settings and long curves: what is too much is left out."""
     shutil.copytree(run[0], tmp_path / "run")
     seen, generator = read(tmp_path / "run"), random.Random(0)
-    Image.frombytes("RGB", (90, 90), generator.randbytes(90 * 90 * 3)).save(stream := io.BytesIO(), "PNG")
+    Image.frombytes("RGB", (90, 90), generator.randbytes(90 * 90 * 3)).save(
+        stream := io.BytesIO(), "PNG"
+    )
     noise = base64.b64encode(stream.getvalue()).decode()
     seen["worst"] = seen["uncertain"] = [sample | {"png": noise} for sample in seen["worst"]]
     seen["classes"] = ["&" * 300] * 40
     seen["confusion"] = [[generator.randrange(10**9) for _ in range(40)] for _ in range(40)]
     (tmp_path / "run" / "evaluation.json").write_text(json.dumps(seen), encoding="utf-8")
-    lines = (f'{{"step": {i}, "epoch": {i / 100}, "train/loss": {generator.random()}}}\n' for i in range(50_000))
+    lines = (
+        f'{{"step": {i}, "epoch": {i / 100}, "train/loss": {generator.random()}}}\n'
+        for i in range(50_000)
+    )
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     with open(tmp_path / "run" / "config.yaml", "a", encoding="utf-8") as file:
         file.writelines(f"key{i}: '{'<' * 150}'\n" for i in range(500))
@@ -741,13 +991,22 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
     shutil.copytree(run[0], tmp_path / "run")
     result = read(tmp_path / "run", "result.json")
     for typed in (["model=mlp"] * 50_000, ["seed=" + "1" * 10**6]):
-        (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"overrides": typed}), encoding="utf-8")
+        (tmp_path / "run" / "result.json").write_text(
+            json.dumps(result | {"overrides": typed}), encoding="utf-8"
+        )
         text = report.html(tmp_path / "run")
-        assert len(text.encode()) < report.MOST_PAGE and all("task=" in command for command in Page(text).all("pre"))
+        assert len(text.encode()) < report.MOST_PAGE and all(
+            "task=" in command for command in Page(text).all("pre")
+        )
     row, evaluation = '{"epoch": 1}\n', '{"epoch": 1, "val/loss": 2}\n'
-    (tmp_path / "run" / "metrics.jsonl").write_text((row * 10 + evaluation) * 10**5, encoding="utf-8")
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        (row * 10 + evaluation) * 10**5, encoding="utf-8"
+    )
     rows = report.read_rows(tmp_path / "run" / "metrics.jsonl")
-    assert report.MOST_ROWS < len(rows) <= 2 * report.MOST_ROWS and sum("val/loss" in row for row in rows) == 10**5
+    assert (
+        report.MOST_ROWS < len(rows) <= 2 * report.MOST_ROWS
+        and sum("val/loss" in row for row in rows) == 10**5
+    )
 
 
 def test_mistakes_are_answered(tmp_path, capsys, run):
@@ -758,12 +1017,21 @@ def test_mistakes_are_answered(tmp_path, capsys, run):
         if not job.startswith("runs"):
             (tmp_path / job / "job.json").touch()
     for arguments, said in [
-        ([], "Type python -m trainer.report DIR"),
-        (["--opn", "x"], "Type python -m trainer.report DIR"),
+        ([], "Type python -m stoker.runs.report DIR"),
+        (["--opn", "x"], "Type python -m stoker.runs.report DIR"),
         ([str(tmp_path / "mien")], f"there is no such folder. Did you mean '{tmp_path / 'mine'}'?"),
-        ([str(tmp_path / "folder")], f"error: {tmp_path / 'folder'}: there is no config.yaml in it, so it is no run"),
-        ([str(tmp_path / "sweep")], f"It is a sweep: type {tmp_path / 'sweep' / '0'} or another of its 2 jobs."),
-        ([str(tmp_path / "runs")], f"It is a folder of runs, a, b: type {tmp_path / 'runs' / 'b'}, or another one."),
+        (
+            [str(tmp_path / "folder")],
+            f"error: {tmp_path / 'folder'}: there is no config.yaml in it, so it is no run",
+        ),
+        (
+            [str(tmp_path / "sweep")],
+            f"It is a sweep: type {tmp_path / 'sweep' / '0'} or another of its 2 jobs.",
+        ),
+        (
+            [str(tmp_path / "runs")],
+            f"It is a folder of runs, a, b: type {tmp_path / 'runs' / 'b'}, or another one.",
+        ),
         ([str(tmp_path / "one")], f"It is a sweep: type {tmp_path / 'one' / '0'}.\n"),
     ]:
         assert report.main(arguments) == 2
@@ -776,16 +1044,19 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report, "write", fails)
-    train.draw_report(tmp_path / "a b")
-    assert "No space left on device" in caplog.text and f"python -m trainer.report '{tmp_path / 'a b'}'" in caplog.text
+    tasks.draw_report(tmp_path / "a b")
+    assert (
+        "No space left on device" in caplog.text
+        and f"python -m stoker.runs.report '{tmp_path / 'a b'}'" in caplog.text
+    )
 
     def interrupted(folder):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "write", interrupted)
-    monkeypatch.setattr(train.stopping, "received", 2)
+    monkeypatch.setattr(tasks.stopping, "received", 2)
     with pytest.raises(SystemExit) as end:
-        train.draw_report(tmp_path)
+        tasks.draw_report(tmp_path)
     assert end.value.code == 130 and "the run has ended before" in capsys.readouterr().err
 
 
@@ -807,7 +1078,9 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     (tmp_path / "a.csv").write_text("\n".join(lines), encoding="utf-8")
     data = csv(str(tmp_path / "a.csv"), "price", missing="mean")
     mean = f"{data.table['columns'][0]['mean']:.6g} (the mean)"
-    trainer = make_trainer(torch.nn.Linear(7, 1), loss=torch.nn.MSELoss(), metrics=default_metrics("regression"))
+    trainer = make_trainer(
+        torch.nn.Linear(7, 1), loss=torch.nn.MSELoss(), metrics=default_metrics("regression")
+    )
     (_, _, loader), _ = make_loaders(data, batch_size=8)
     _, seen = examine.evaluate(trainer, loader, "test", data)
     examine.write(tmp_path / "evaluation.json", seen, data)
@@ -817,7 +1090,9 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     for sample in read(tmp_path)["worst"]:
         area, *others, price = lines[sample["line"] - 1].split(",")
         shown = report.sample_of(sample, seen, 0)
-        assert shown["name"] == f"line {sample['line']}" and shown["true"] == report.number(float(price))
+        assert shown["name"] == f"line {sample['line']}" and shown["true"] == report.number(
+            float(price)
+        )
         assert list(shown["columns"].values()) == [area.removesuffix(".0") or mean, *others]
 
 

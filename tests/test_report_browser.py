@@ -9,12 +9,16 @@ import subprocess
 import pytest
 from forks import Forks
 
-from trainer import plots, report
+from stoker.runs import plots, report
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium"),
-    pytest.mark.skipif(os.name != "posix", reason="the browser is spoken to through inherited pipes"),
+    pytest.mark.skipif(
+        os.name != "posix", reason="the browser is spoken to through inherited pipes"
+    ),
 ]
 SWITCHES = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -37,7 +41,11 @@ class Browser:
         os.close(write)
         self.left, self.number, self.events, self.session = b"", 0, [], {}
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        self.session = {
+            "sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)[
+                "sessionId"
+            ]
+        }
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -61,7 +69,13 @@ class Browser:
 
     def open(self, path, width, scheme="light"):
         """Shows the file to a screen of this width that wants light or dark; gives the events until it was there."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=800,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         wanted = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", media="", features=wanted)
         self.events = []
@@ -71,7 +85,9 @@ class Browser:
         return self.events
 
     def value(self, expression):
-        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)[
+            "result"
+        ].get("value")
 
     def close(self):
         with contextlib.suppress(OSError):
@@ -108,19 +124,29 @@ def test_the_page_is_whole_and_asks_for_nothing(page, browser, scheme, width):
     events = browser.open(page, width, scheme)
     complaints = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
     assert [event for event in events if event["method"] in complaints] == []
-    sent = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    sent = [
+        e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"
+    ]
     assert [url for url in sent if not url.startswith("data:")] == [page.as_uri()]
     assert browser.value("document.documentElement.scrollWidth") <= width
     whole = "[...document.querySelectorAll('.whole, footer code')].map(part => part.getClientRects().length)"
     assert set(browser.value(whole)) == {1} and len(browser.value(whole)) == 33  # none is broken
     cut = "[...document.querySelectorAll('.wide')].filter(part => part.scrollWidth > part.clientWidth)"
-    assert browser.value(f"{cut}.every(part => getComputedStyle(part).backgroundImage.includes('gradient'))")
+    assert browser.value(
+        f"{cut}.every(part => getComputedStyle(part).backgroundImage.includes('gradient'))"
+    )
     assert browser.value(f"{cut}.length") or width > 390
-    assert browser.value("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
-    assert browser.value("document.images.length") == 32 and browser.value("document.querySelectorAll('svg').length")
+    assert browser.value(
+        "[...document.images].every(image => image.complete && image.naturalWidth > 0)"
+    )
+    assert browser.value("document.images.length") == 32 and browser.value(
+        "document.querySelectorAll('svg').length"
+    )
     backs = {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 30)"}
     assert browser.value("getComputedStyle(document.body).backgroundColor") == backs[scheme]
-    lines = browser.value("getComputedStyle(document.querySelector('svg.plot path[style*=\"--val\"]')).stroke")
+    lines = browser.value(
+        "getComputedStyle(document.querySelector('svg.plot path[style*=\"--val\"]')).stroke"
+    )
     assert lines == {"light": "rgb(10, 92, 196)", "dark": "rgb(108, 176, 255)"}[scheme]
 
 
@@ -165,7 +191,10 @@ def test_a_request_would_be_noticed(page, browser, tmp_path):
 @pytest.mark.parametrize("scale", [2e-3, 3e5])
 def test_no_letter_of_a_plot_is_cut(browser, tmp_path, scale):
     points = [(i, scale * (i + 1)) for i in range(4)]
-    drawn = plots.curves("a", {"val": points}, points[1], "a"), plots.scatter("b", points, "true", "predicted", "b")
+    drawn = (
+        plots.curves("a", {"val": points}, points[1], "a"),
+        plots.scatter("b", points, "true", "predicted", "b"),
+    )
     (tmp_path / "plots.html").write_text("".join(drawn), encoding="utf-8")
     browser.open(tmp_path / "plots.html", 500)
     boxes = browser.value(
@@ -173,4 +202,6 @@ def test_no_letter_of_a_plot_is_cut(browser, tmp_path, scale):
         "(({left, right, top, bottom}) => [left, -right, top, -bottom])(part.getBoundingClientRect())))"
     )
     assert len(boxes) > 15
-    assert all(inner > outer - 1 for text, frame in boxes for inner, outer in zip(text, frame, strict=True))
+    assert all(
+        inner > outer - 1 for text, frame in boxes for inner, outer in zip(text, frame, strict=True)
+    )

@@ -7,14 +7,15 @@ import itertools
 import pytest
 import torch
 from conftest import assert_same, make_data, make_trainer
+from stoker.data.datasets import Data, TensorSplit
+from stoker.data.loader import DeviceLoader, HostLoader
+from stoker.models.cnn import CNN
+from stoker.trainer import checkpoint, schedules
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead
+from stoker.trainer.metrics import Accuracy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.datasets import Data, TensorSplit
-from data.loader import DeviceLoader, HostLoader
-from models.cnn import CNN
-from trainer import Trainer, checkpoint, schedules
-from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead
-from trainer.metrics import Accuracy
+from stoker import Trainer
 
 # 60 training images are 8 batches of 8, the last of 4; 3 epochs are 24 steps.
 BATCH, STEPS = 8, 24
@@ -62,7 +63,9 @@ def ours(kind):
     def make():
         data = images()
         augment = ["flip", {"crop": 2}, {"mixup": 0.3}]
-        return kind(data, "train", BATCH, shuffle=True, augment=augment, seed=5), kind(data, "val", 10, seed=5)
+        return kind(data, "train", BATCH, shuffle=True, augment=augment, seed=5), kind(
+            data, "val", 10, seed=5
+        )
 
     return make
 
@@ -72,8 +75,14 @@ def plain(workers):
 
     def make():
         data = images()
-        parts = [torch.utils.data.TensorDataset(part.inputs / 255, part.targets) for part in (data.train, data.val)]
-        train, val = (functools.partial(torch.utils.data.DataLoader, part, num_workers=workers) for part in parts)
+        parts = [
+            torch.utils.data.TensorDataset(part.inputs / 255, part.targets)
+            for part in (data.train, data.val)
+        ]
+        train, val = (
+            functools.partial(torch.utils.data.DataLoader, part, num_workers=workers)
+            for part in parts
+        )
         return train(batch_size=BATCH, shuffle=True), val(batch_size=10)
 
     return make
@@ -86,7 +95,16 @@ LOADERS = {
 }
 
 
-def fit(folder, loaders="resident", *, die_at=None, callbacks=lambda: [EMA(0.9)], every=3, patience=50, **settings):
+def fit(
+    folder,
+    loaders="resident",
+    *,
+    die_at=None,
+    callbacks=lambda: [EMA(0.9)],
+    every=3,
+    patience=50,
+    **settings,
+):
     """The trainer after a fit from the newest checkpoint in `folder`, or from step 0, to its end or until it dies.
 
     It has all that has a state: dropout, BatchNorm, a schedule a step, micro-batches, clipping, EMA, patience.
@@ -243,7 +261,9 @@ def test_the_patience_of_early_stopping_is_that_of_the_whole_run(tmp_path):
     impatient = {"patience": 6, "eval_every": 1}
     whole = fit(tmp_path / "whole", **impatient)
     assert 4 < whole.step < STEPS - 4
-    deaths = [(step, 1) for step in range(whole.step - 4, whole.step)]  # within the evaluations that were counted
+    deaths = [
+        (step, 1) for step in range(whole.step - 4, whole.step)
+    ]  # within the evaluations that were counted
     trainer = cut(tmp_path / "cut", *deaths, every=1, **impatient)
     assert trainer.stop_reason == whole.stop_reason
     assert_same_end(trainer, whole, tmp_path, step=whole.step)
@@ -259,11 +279,15 @@ def test_the_patience_of_early_stopping_is_that_of_the_whole_run(tmp_path):
 )
 def test_another_number_of_workers_changes_no_bit(tmp_path, loaders):
     whole = fit(tmp_path / "whole", loaders[0])
-    assert_same_end(cut(tmp_path / "cut", *FOUR_DEATHS[: len(loaders) - 1], loaders=loaders), whole, tmp_path)
+    assert_same_end(
+        cut(tmp_path / "cut", *FOUR_DEATHS[: len(loaders) - 1], loaders=loaders), whole, tmp_path
+    )
 
 
 @pytest.mark.parametrize(
-    "changed", [{"log_every": 1, "eval_every": 1}, {"log_every": 7, "eval_every": None, "every": 1}], ids=str
+    "changed",
+    [{"log_every": 1, "eval_every": 1}, {"log_every": 7, "eval_every": None, "every": 1}],
+    ids=str,
 )
 def test_logging_evaluating_and_saving_at_other_times_changes_no_weight(tmp_path, changed):
     whole = fit(tmp_path / "whole").state_dict()

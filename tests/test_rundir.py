@@ -9,13 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from stoker.trainer import checkpoint, stopping
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.errors import TrainingError
 
-from trainer import checkpoint, report, rundir, stopping, sweep
-from trainer.callbacks import Callback
-from trainer.errors import TrainingError
+from stoker.runs import report, rundir
+from stoker.sweeps import sweep
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
-JOB = ("dataset=synthetic", "dataset.n=400", "batch_size=16", "epochs=3", "log_every=5")  # 20 steps an epoch
+JOB = (
+    "dataset=synthetic",
+    "dataset.n=400",
+    "batch_size=16",
+    "epochs=3",
+    "log_every=5",
+)  # 20 steps an epoch
 JOB += ("+callbacks.stop._target_=test_rundir.Stop",)
 
 
@@ -62,7 +70,9 @@ def refused(forks, folder, *arguments, code=2):
     """The message of a command that is refused and has changed nothing in `folder`/run."""
     before = contents(folder / "run")
     done = forks.run(folder, *arguments)
-    assert done.code == code and "Traceback" not in done.err and len(done.err.splitlines()) <= 3, done.err
+    assert done.code == code and "Traceback" not in done.err and len(done.err.splitlines()) <= 3, (
+        done.err
+    )
     assert contents(folder / "run") == before
     return done.err
 
@@ -71,7 +81,9 @@ def test_a_file_of_another_run_begins_no_run_in_its_place(forks, whole, tmp_path
     shutil.copytree(whole / "run", tmp_path / "run")
     assert forks.run(tmp_path, *JOB, "seed=1", "run_dir=other").code == 0
     file = next(iter(checkpoint.files(tmp_path / "other" / "checkpoints").values()))
-    assert "has not begun with" in refused(forks, tmp_path, *JOB, "seed=1", "run_dir=run", f"resume={file}")
+    assert "has not begun with" in refused(
+        forks, tmp_path, *JOB, "seed=1", "run_dir=run", f"resume={file}"
+    )
 
 
 def test_the_same_command_with_resume_goes_on_with_what_it_has_begun(forks, whole, tmp_path):
@@ -84,11 +96,20 @@ def test_the_same_command_with_resume_goes_on_with_what_it_has_begun(forks, whol
     again = forks.run(tmp_path, *command, "callbacks=doctor")  # who looks on may come and go
     assert again.code == 0 and "continued at step 47" in again.out, again.err
     measured = measured_of(tmp_path)
-    ends = [checkpoint.newest(folder / "run" / "checkpoints")[1]["model"] for folder in (tmp_path, whole)]
+    ends = [
+        checkpoint.newest(folder / "run" / "checkpoints")[1]["model"]
+        for folder in (tmp_path, whole)
+    ]
     assert same(*ends)  # its best weights are the best of its own directory
     finished = forks.run(tmp_path, *command)
-    assert finished.code == 0 and "continued at step 60, its end: there is nothing left to train" in finished.out
-    assert measured_of(tmp_path) == measured and measured.keys() >= {"seconds", "time"}  # it has only looked at it
+    assert (
+        finished.code == 0
+        and "continued at step 60, its end: there is nothing left to train" in finished.out
+    )
+    assert measured_of(tmp_path) == measured and measured.keys() >= {
+        "seconds",
+        "time",
+    }  # it has only looked at it
 
 
 def test_a_step_back_within_the_run(forks, whole, tmp_path):
@@ -98,7 +119,9 @@ def test_a_step_back_within_the_run(forks, whole, tmp_path):
     stopped = forks.run(tmp_path, *back)
     assert stopped.code == 143 and "continued at step 40" in stopped.out
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert not left & {"result.json", "evaluation.json", "report.html"} and "model.safetensors" in left
+    assert (
+        not left & {"result.json", "evaluation.json", "report.html"} and "model.safetensors" in left
+    )
     done = forks.run(tmp_path, *back)
     assert done.code == 0 and "continued at step 47" in done.out
     assert (tmp_path / "run" / "report.html").is_file()
@@ -111,7 +134,11 @@ def test_overwrite_is_not_among_what_is_typed_to_go_on(forks, whole, tmp_path):
     stopped = forks.run(tmp_path, *JOB, "run_dir=run", "seed=3", "resume=never", "overwrite=true")
     assert stopped.code == 143 and "overwrite" not in stopped.err and "resume" not in stopped.err
     # Nothing of the old run is left to be taken for the new one's.
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+    ]
     assert list(checkpoint.files(tmp_path / "run" / "checkpoints")) == [30, 20]
     assert forks.run(tmp_path, *JOB, "run_dir=run", "seed=3").code == 0
 
@@ -140,10 +167,15 @@ def test_a_damaged_best_does_not_hold_up_a_run_that_is_done(forks, whole, tmp_pa
         done = forks.run(tmp_path, *arguments)
         assert done.code == 0 and path.name in done.err and f"step_{newest:08d}.ckpt" in done.err
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["best"], result["steps"]) == (None, newest)  # not that of other weights than those that are shared
+    assert (result["best"], result["steps"]) == (
+        None,
+        newest,
+    )  # not that of other weights than those that are shared
     assert f"those of step {newest}" in (tmp_path / "run" / "model.md").read_text()
     last = checkpoint.load(checkpoint.path_of(path.parent, newest))["model"]
-    assert same(weights(tmp_path / "run"), {name: tensor.contiguous() for name, tensor in last.items()})
+    assert same(
+        weights(tmp_path / "run"), {name: tensor.contiguous() for name, tensor in last.items()}
+    )
 
 
 @pytest.mark.parametrize("name", ["2024", "1e3", "nan"])
@@ -183,10 +215,17 @@ def test_an_evaluation_on_other_classes_is_refused(forks, tmp_path):
             (tmp_path / folder / name).mkdir(parents=True)
             for i in range(20):
                 pixels = torch.randint(0, 255, (8, 8, 3), generator=generator, dtype=torch.uint8)
-                Image.frombytes("RGB", (8, 8), pixels.numpy().tobytes()).save(tmp_path / folder / name / f"{i}.png")
+                Image.frombytes("RGB", (8, 8), pixels.numpy().tobytes()).save(
+                    tmp_path / folder / name / f"{i}.png"
+                )
     images = ("dataset=image_folder", "dataset.cache=false", "batch_size=8", "epochs=1")
     assert forks.run(tmp_path, *images, "dataset.root=a", "run_dir=run").code == 0
-    assert forks.run(tmp_path, "task=evaluate", "run=run", "trusted=[test_rundir]", "dataset.root=a").code == 0
+    assert (
+        forks.run(
+            tmp_path, "task=evaluate", "run=run", "trusted=[test_rundir]", "dataset.root=a"
+        ).code
+        == 0
+    )
     assert "'aardvark'" in refused(
         forks, tmp_path, "task=evaluate", "run=run", "trusted=[test_rundir]", "dataset.root=b"
     )
@@ -224,7 +263,11 @@ def test_a_signal_while_a_checkpoint_is_read_does_not_make_it_a_damaged_one(tmp_
 def test_what_was_measured_stays_that_of_the_run_that_has_ended(tmp_path):
     whole = {"steps": 20, "total_steps": 20}
     for before, result, kept in (
-        ({"steps": 20, "seconds": 3.5, "mfu": 0.5, "test/acc": 1.0}, whole, {"seconds": 3.5, "mfu": 0.5}),
+        (
+            {"steps": 20, "seconds": 3.5, "mfu": 0.5, "test/acc": 1.0},
+            whole,
+            {"seconds": 3.5, "mfu": 0.5},
+        ),
         ({"steps": 10, "seconds": 3.5}, whole, {}),  # this one has trained the rest
         ({"steps": 10, "seconds": 3.5}, {"steps": 10, "total_steps": 20}, {}),
         ({"steps": 20, "seconds": "x", "mfu": 0.5}, whole, {}),
@@ -234,14 +277,22 @@ def test_what_was_measured_stays_that_of_the_run_that_has_ended(tmp_path):
         assert rundir.measured_before(tmp_path, result) == kept
 
 
-@pytest.mark.skipif(not hasattr(os, "waitid"), reason="only some systems keep processes that have ended")
+@pytest.mark.skipif(
+    not hasattr(os, "waitid"), reason="only some systems keep processes that have ended"
+)
 def test_no_process_of_git_is_left_in_the_training(forks, tmp_path):
     fault = [
-        f"+callbacks.fault.{setting}" for setting in ("_target_=faults.Fault", "kind=children", "step=2", "rank=0")
+        f"+callbacks.fault.{setting}"
+        for setting in ("_target_=faults.Fault", "kind=children", "step=2", "rank=0")
     ]
-    done = forks.run(tmp_path, "dataset=synthetic", "max_steps=2", "report=false", "run_dir=run", *fault)
+    done = forks.run(
+        tmp_path, "dataset=synthetic", "max_steps=2", "report=false", "run_dir=run", *fault
+    )
     assert done.code == 0 and (tmp_path / "children").read_text() == "none", done.err
-    assert json.loads((tmp_path / "run/result.json").read_text(encoding="utf-8")).keys() >= {"git", "seconds"}
+    assert json.loads((tmp_path / "run/result.json").read_text(encoding="utf-8")).keys() >= {
+        "git",
+        "seconds",
+    }
 
 
 class Fail(Callback):
@@ -257,9 +308,16 @@ def test_a_run_that_failed_says_why_until_it_goes_on(forks, whole, tmp_path):
     for step in (5, 25):  # without and with a checkpoint
         (tmp_path / "fail").write_text(str(step))
         failed = forks.run(tmp_path, *command)
-        assert (failed.code, failed.err) == (3, f"error: {step} is no good.\nType something else.\n")
+        assert (failed.code, failed.err) == (
+            3,
+            f"error: {step} is no good.\nType something else.\n",
+        )
         assert failed.out.splitlines()[-1] == "report   run/report.html"
-        found = {"overrides": [*command], "error": f"{step} is no good.\nType something else.", "code": 3}
+        found = {
+            "overrides": [*command],
+            "error": f"{step} is no good.\nType something else.",
+            "code": 3,
+        }
         assert json.loads((tmp_path / "run" / "result.json").read_text()) == found
         assert [job.status for job in sweep.read_jobs(tmp_path)] == ["failed"]
         offered = {what for what, _ in report.commands(tmp_path / "run", [], {})}
@@ -271,14 +329,21 @@ def test_a_run_that_failed_says_why_until_it_goes_on(forks, whole, tmp_path):
     refused(forks, tmp_path, *command, "seed=1")  # which leaves it as it is
     (tmp_path / "fail").unlink()
     assert forks.run(tmp_path, *command, "report=false").code == 0
-    assert same(weights(tmp_path / "run"), weights(whole / "run")) and not (tmp_path / "run" / "report.html").exists()
+    assert (
+        same(weights(tmp_path / "run"), weights(whole / "run"))
+        and not (tmp_path / "run" / "report.html").exists()
+    )
 
 
 def test_a_reason_is_left_once_and_takes_no_results_place(tmp_path):
-    assert rundir.fail(tmp_path, TrainingError("one"), 3) and not rundir.fail(tmp_path, TrainingError("two"), 3)
+    assert rundir.fail(tmp_path, TrainingError("one"), 3) and not rundir.fail(
+        tmp_path, TrainingError("two"), 3
+    )
     assert rundir.read_result(tmp_path / "result.json")["error"] == "one"
     whole = {"overrides": [], "best": None, "seconds": 1.0}
     rundir.write_json(tmp_path / "result.json", whole)
-    assert not rundir.fail(tmp_path, TrainingError("three"), 3) and rundir.finished(tmp_path) == whole
+    assert (
+        not rundir.fail(tmp_path, TrainingError("three"), 3) and rundir.finished(tmp_path) == whole
+    )
     (tmp_path / "file").touch()
     assert not rundir.fail(tmp_path / "file", TrainingError("nowhere"), 3)

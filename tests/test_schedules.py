@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stoker.trainer import schedules
+from stoker.trainer.errors import UserError
 from torch.optim.lr_scheduler import OneCycleLR
-
-from trainer import schedules
-from trainer.errors import UserError
 
 ALL = {
     "constant": schedules.constant,
@@ -52,7 +51,10 @@ def test_constant():
 @pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("total", [1, 2, 10, 33])
 def test_linear_and_cosine(total, final):
-    close(rates(schedules.linear, total, final=final), [1 - (1 - final) * t / total for t in range(total + 1)])
+    close(
+        rates(schedules.linear, total, final=final),
+        [1 - (1 - final) * t / total for t in range(total + 1)],
+    )
     close(
         rates(schedules.cosine, total, final=final),
         [final + (1 - final) * 0.5 * (1 + math.cos(math.pi * t / total)) for t in range(total + 1)],
@@ -70,7 +72,10 @@ def test_linear_with_a_start_is_a_triangle():
 
 def test_cosine_is_torchs_own():
     sgd = optimizer()
-    theirs, expected = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=20, eta_min=0.1 * LR), [LR]
+    theirs, expected = (
+        torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=20, eta_min=0.1 * LR),
+        [LR],
+    )
     for _ in range(20):
         sgd.step()
         theirs.step()
@@ -80,7 +85,10 @@ def test_cosine_is_torchs_own():
 
 @pytest.mark.parametrize("total", [4, 8, 100, 101])
 def test_step(total):
-    close(rates(schedules.step, total), [0.1 ** ((2 * t >= total) + (4 * t >= 3 * total)) for t in range(total + 1)])
+    close(
+        rates(schedules.step, total),
+        [0.1 ** ((2 * t >= total) + (4 * t >= 3 * total)) for t in range(total + 1)],
+    )
     found = rates(schedules.step, total, milestones=[0.3, 0.6, 0.9], gamma=0.5)
     close(
         found, [0.5 ** sum(10 * t >= k * total for k in (3, 6, 9)) for t in range(total + 1)]
@@ -105,7 +113,13 @@ def test_onecycle_is_torchs_own_to_within_a_step():
     total, peak = 200, 0.3
     sgd = optimizer()
     theirs = OneCycleLR(
-        sgd, max_lr=LR, total_steps=total, pct_start=peak, div_factor=25, final_div_factor=1e12, cycle_momentum=False
+        sgd,
+        max_lr=LR,
+        total_steps=total,
+        pct_start=peak,
+        div_factor=25,
+        final_div_factor=1e12,
+        cycle_momentum=False,
     )
     expected = [sgd.param_groups[0]["lr"]]
     for _ in range(total - 1):
@@ -127,7 +141,8 @@ WITH_WARMUP = [name for name in ALL if name != "onecycle"]
 
 @pytest.mark.parametrize("name", WITH_WARMUP)
 @pytest.mark.parametrize(
-    ("warmup", "steps"), [(0.1, 5), (0.25, 12), (10, 10), (1, 1), (0, 0), (0.0, 0), (7.0, 7), (0.001, 0)]
+    ("warmup", "steps"),
+    [(0.1, 5), (0.25, 12), (10, 10), (1, 1), (0, 0), (0.0, 0), (7.0, 7), (0.001, 0)],
 )
 def test_warmup_as_share_and_as_steps(name, warmup, steps):
     """(t + 1) / (steps + 1): the first step does something; the whole rate comes with the first step after it."""
@@ -139,7 +154,10 @@ def test_warmup_as_share_and_as_steps(name, warmup, steps):
 
 
 def test_the_description_says_how_long_the_warmup_is():
-    assert schedules.cosine(optimizer(), total_steps=200, warmup=0.05).description == "cosine after 10 steps of warmup"
+    assert (
+        schedules.cosine(optimizer(), total_steps=200, warmup=0.05).description
+        == "cosine after 10 steps of warmup"
+    )
     assert schedules.cosine(optimizer(), total_steps=200).description == "cosine"
 
 
@@ -149,7 +167,11 @@ def test_the_description_says_how_long_the_warmup_is():
 @pytest.mark.parametrize("name", ALL)
 def test_one_step(name):
     found = rates(ALL[name], 1)
-    assert len(found) == 2 and all(math.isfinite(rate) and rate >= 0 for rate in found) and found[0] > 0
+    assert (
+        len(found) == 2
+        and all(math.isfinite(rate) and rate >= 0 for rate in found)
+        and found[0] > 0
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -162,7 +184,9 @@ def test_one_step(name):
     st.floats(0, 1),
 )
 def test_between_zero_and_the_rate_and_final_at_the_end(name, total, final, warmup, peak, start):
-    options = {"final": final} | ({"peak": peak, "start": start} if name == "onecycle" else {"warmup": warmup})
+    options = {"final": final} | (
+        {"peak": peak, "start": start} if name == "onecycle" else {"warmup": warmup}
+    )
     found = rates(ALL[name], total, lr=LR, **options)
     assert all(-1e-15 <= rate <= LR * (1 + 1e-12) for rate in found) and min(found) >= 0
     if (
@@ -239,8 +263,14 @@ def test_a_whole_number_is_a_rate():
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (torch.optim.lr_scheduler.StepLR, r"scheduler.step_size: .* Type \+scheduler.step_size=..."),
-        (torch.optim.lr_scheduler.ReduceLROnPlateau, r"wants a number at each step.*\n.*examples.own_callback.Plateau"),
+        (
+            torch.optim.lr_scheduler.StepLR,
+            r"scheduler.step_size: .* Type \+scheduler.step_size=...",
+        ),
+        (
+            torch.optim.lr_scheduler.ReduceLROnPlateau,
+            r"wants a number at each step.*\n.*examples.own_callback.Plateau",
+        ),
         (lambda optimizer: object(), "object is no LR scheduler"),
     ],
 )
@@ -252,4 +282,7 @@ def test_what_is_no_schedule_of_the_step_is_refused(kind, words):
 def test_the_schedules_of_torch_are_built():
     kind = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2)
     assert schedules.build(kind, optimizer(), 10).get_last_lr() == [LR]
-    assert schedules.build(functools.partial(OneCycleLR, max_lr=1.0), optimizer(), 10).total_steps == 10
+    assert (
+        schedules.build(functools.partial(OneCycleLR, max_lr=1.0), optimizer(), 10).total_steps
+        == 10
+    )

@@ -12,9 +12,11 @@ import hydra
 import pytest
 from forks import Forks
 from omegaconf import OmegaConf
+from stoker.trainer.errors import UserError
 
-from trainer import cli, rundir, search, sweep
-from trainer.errors import UserError
+from stoker.command import cli
+from stoker.runs import rundir
+from stoker.sweeps import search, sweep
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "sweep"
 OPTUNA, AX = (importlib.util.find_spec(name) is not None for name in ("optuna", "ax"))
@@ -28,7 +30,7 @@ LR = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
 
 @pytest.fixture(scope="module")
 def forks():
-    made = Forks(modules=["trainer.optuna_search"] if OPTUNA else [])
+    made = Forks(modules=["stoker.sweeps.optuna_search"] if OPTUNA else [])
     yield made
     made.close()
 
@@ -48,7 +50,9 @@ def trials_of(folder):
 
 
 def weights_of(folder):
-    return {path.parent.name: path.read_bytes() for path in (folder / "s").glob("*/model.safetensors")}
+    return {
+        path.parent.name: path.read_bytes() for path in (folder / "s").glob("*/model.safetensors")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +71,11 @@ def test_a_killed_search_ends_as_if_nothing_had_been(forks, whole, tmp_path, lar
     for i in range(30 if large else 1):
         folder = tmp_path / str(i)
         for kill in range(2):
-            watch = f"s/{generator.choice((0, 1, 2) if kill == 0 else (4, 5, 6))}/" + generator.choice(
-                ("config.yaml", "metrics.jsonl", "checkpoints/step_*.ckpt", "result.json")
+            watch = (
+                f"s/{generator.choice((0, 1, 2) if kill == 0 else (4, 5, 6))}/"
+                + generator.choice(
+                    ("config.yaml", "metrics.jsonl", "checkpoints/step_*.ckpt", "result.json")
+                )
             )
             moment = {"signal": signal.SIGKILL, "watch": watch, "delay": generator.random() * 0.05}
             done = forks.run(folder, *ASHA, "sweep.trials=8", signals=[moment])
@@ -77,7 +84,9 @@ def test_a_killed_search_ends_as_if_nothing_had_been(forks, whole, tmp_path, lar
         assert (done.code, done.err) == (0, "")
         assert trials_of(folder) == trials_of(whole)
         assert weights_of(folder) == weights_of(whole)
-    assert "job" not in forks.run(folder, *ASHA, "sweep.trials=8").out.split("job  val/acc")[0]  # nothing to do
+    assert (
+        "job" not in forks.run(folder, *ASHA, "sweep.trials=8").out.split("job  val/acc")[0]
+    )  # nothing to do
 
 
 @needs_fork
@@ -87,7 +96,8 @@ def test_a_trial_ends_where_the_pruner_says_so_and_is_told_so(whole):
     import optuna
 
     study = optuna.create_study(
-        direction="maximize", pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
+        direction="maximize",
+        pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
     )
     states = []
     for trial in study_of(whole).trials:
@@ -95,7 +105,9 @@ def test_a_trial_ends_where_the_pruner_says_so_and_is_told_so(whole):
         for evaluation, value in sorted(trial.intermediate_values.items()):
             own.report(value, evaluation)
             pruned.append(own.should_prune())
-        states.append(optuna.trial.TrialState.PRUNED if any(pruned) else optuna.trial.TrialState.COMPLETE)
+        states.append(
+            optuna.trial.TrialState.PRUNED if any(pruned) else optuna.trial.TrialState.COMPLETE
+        )
         assert trial.state is states[-1]
         assert not any(pruned[:-1]), "it went on after the pruner's word"
         study.tell(own, state=states[-1], values=None if any(pruned) else trial.value)
@@ -103,7 +115,9 @@ def test_a_trial_ends_where_the_pruner_says_so_and_is_told_so(whole):
         result = rundir.finished(whole / "s" / str(trial.number))
         rows = [
             json.loads(line)
-            for line in (whole / "s" / str(trial.number) / "metrics.jsonl").read_text().split("\n")[:-1]
+            for line in (whole / "s" / str(trial.number) / "metrics.jsonl")
+            .read_text()
+            .split("\n")[:-1]
         ]
         curve = [row["val/acc"] for row in rows if "val/acc" in row]
         assert curve == list(trial.intermediate_values.values())
@@ -142,11 +156,13 @@ def test_a_result_with_the_other_good_end_is_refused_before_it_is_told(tmp_path)
     """Also one that was trained where nobody has asked the search."""
     import optuna
 
-    from trainer.optuna_search import Search
+    from stoker.sweeps.optuna_search import Search
 
     best = {"name": "val/loss", "mode": "min", "step": 1, "value": 0.5}
     (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "result.json").write_text(json.dumps({"overrides": [], "seconds": 1.0, "best": best}))
+    (tmp_path / "0" / "result.json").write_text(
+        json.dumps({"overrides": [], "seconds": 1.0, "best": best})
+    )
     searching = Search.__new__(Search)
     searching.folder, searching.maximize, searching.space = tmp_path, True, {}
     study = optuna.create_study(direction="maximize")
@@ -158,7 +174,14 @@ def test_a_result_with_the_other_good_end_is_refused_before_it_is_told(tmp_path)
 @needs_fork
 @needs_optuna
 def test_a_failed_trial_is_marked_and_the_search_goes_on(forks, tmp_path):
-    typed = ["-m", "sweep=optuna", "sweep/space=none", "optimizer.lr=choice(1e-2,1e30)", "sweep.trials=5", *SMALL]
+    typed = [
+        "-m",
+        "sweep=optuna",
+        "sweep/space=none",
+        "optimizer.lr=choice(1e-2,1e30)",
+        "sweep.trials=5",
+        *SMALL,
+    ]
     done = forks.run(tmp_path, *typed)
     failed = [job.status == "failed" for job in sweep.read_jobs(tmp_path / "s")]
     assert done.code == 3 and any(failed) and not all(failed) and len(failed) == 5
@@ -179,7 +202,10 @@ def test_the_good_end_is_that_of_the_monitored_number(forks, whole, tmp_path):
     assert study_of(tmp_path).direction.name == "MINIMIZE"
     assert study_of(whole).direction.name == "MAXIMIZE"
     other = forks.run(tmp_path, *typed)
-    assert other.code == 2 and "its trials have other settings: monitor=(default) (was val/loss)" in other.err
+    assert (
+        other.code == 2
+        and "its trials have other settings: monitor=(default) (was val/loss)" in other.err
+    )
     own = ["model._target_=examples.autoencoder.Autoencoder", "loss=mse"]
     own += ["trainer._target_=examples.autoencoder.AutoencoderTrainer"]
     wrong = forks.run(tmp_path / "own", *typed, *own)
@@ -194,7 +220,9 @@ def test_a_search_with_other_settings_is_another_one(forks, whole):
     done = forks.run(whole, *ASHA, "sweep.trials=9", "epochs=4")
     assert done.code == 2 and "its trials have other settings: epochs=4 (was 3)" in done.err
     done = forks.run(whole, *ASHA, "sweep.trials=9", "batch_size=interval(16,64)")
-    assert done.code == 2 and "batch_size" in done.err and "Type another hydra.sweep.dir." in done.err
+    assert (
+        done.code == 2 and "batch_size" in done.err and "Type another hydra.sweep.dir." in done.err
+    )
     said = (whole / "s" / "sweep.json").read_bytes()
     done = forks.run(whole, *ASHA, "sweep/space=none", LR)
     first, _, again = done.err.splitlines()
@@ -211,11 +239,15 @@ def test_of_a_foreign_storage_nothing_is_typed(forks, tmp_path):
     import optuna
 
     (tmp_path / "s").mkdir()
-    study = optuna.create_study(study_name="search", storage=f"sqlite:///{tmp_path}/s/study.db", direction="maximize")
+    study = optuna.create_study(
+        study_name="search", storage=f"sqlite:///{tmp_path}/s/study.db", direction="maximize"
+    )
     for name, value in (("model._target_", "antigravity.Net"), ("optimizer.eps", "${oc.env:HOME}")):
         trial = study.ask({name: optuna.distributions.CategoricalDistribution([value])})
         trial.set_user_attr("folder", str(tmp_path / "s"))
-    done = forks.run(tmp_path, "-m", "sweep=optuna", "sweep/space=none", LR, "sweep.trials=3", *SMALL)
+    done = forks.run(
+        tmp_path, "-m", "sweep=optuna", "sweep/space=none", LR, "sweep.trials=3", *SMALL
+    )
     assert done.code == 0, done.err
     assert [trial.state.name for trial in study_of(tmp_path).trials] == ["FAIL", "FAIL", "COMPLETE"]
     assert sorted(path.name for path in (tmp_path / "s").glob("[0-9]*")) == ["2"]
@@ -226,14 +258,26 @@ def test_of_a_foreign_storage_nothing_is_typed(forks, tmp_path):
 def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
     for typed, word in (
         (["sweep.trials=0"], "error: sweep.trials=0: give a whole number at least 1.\n"),
-        (["model.hiden=interval(1,3)"], "error: model.hiden: there is no such key. Did you mean 'model.hidden'?"),
+        (
+            ["model.hiden=interval(1,3)"],
+            "error: model.hiden: there is no such key. Did you mean 'model.hidden'?",
+        ),
         (["optimizer.lr=tag(log,interval(0,1))"], "error: optimizer.lr=tag(log,interval(0,1)): "),
-        (["sweep/space=none"], "error: sweep=optuna: nothing is searched. Type a key and its range"),
-        (["sweep/pruner=mediann"], "error: sweep/pruner=mediann: there is no such choice. Did you mean 'median'?"),
+        (
+            ["sweep/space=none"],
+            "error: sweep=optuna: nothing is searched. Type a key and its range",
+        ),
+        (
+            ["sweep/pruner=mediann"],
+            "error: sweep/pruner=mediann: there is no such choice. Did you mean 'median'?",
+        ),
         (["hydra/sweeper/sampler=grid"], "Type sweep=grid.\n"),
         (["hydra.sweeper.direction=maximize"], "Type monitor_mode=max or monitor_mode=min.\n"),
         (["hydra.sweeper.storage=nowhere"], "error: hydra.sweeper.storage: it cannot be opened ("),
-        (["monitor=val/los"], "error: monitor=val/los: a search has to know whether high or low is good.\n"),
+        (
+            ["monitor=val/los"],
+            "error: monitor=val/los: a search has to know whether high or low is good.\n",
+        ),
     ):
         done = forks.run(tmp_path, "-m", "sweep=optuna", *SMALL, *typed)
         assert done.code == 2 and word in done.err and len(done.err.splitlines()) <= 3, done.err
@@ -245,8 +289,17 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
 @needs_optuna
 def test_what_a_model_has_not_is_not_searched(forks, tmp_path):
     done = forks.run(tmp_path, "-m", "sweep=optuna", "model=linear,cnn", "sweep.trials=2", *SMALL)
-    assert done.code == 0 and "search   without model.hidden, model.dropout: not every trial has such a key" in done.out
-    assert set(study_of(tmp_path).trials[0].params) == {"optimizer.lr", "optimizer.weight_decay", "batch_size", "model"}
+    assert (
+        done.code == 0
+        and "search   without model.hidden, model.dropout: not every trial has such a key"
+        in done.out
+    )
+    assert set(study_of(tmp_path).trials[0].params) == {
+        "optimizer.lr",
+        "optimizer.weight_decay",
+        "batch_size",
+        "model",
+    }
 
 
 @needs_fork
@@ -256,20 +309,28 @@ def test_another_storage_and_the_launcher_of_several_processes(forks, tmp_path, 
     import optuna
 
     parallel = large and importlib.util.find_spec("joblib") is not None
-    typed = ["-m", "sweep=optuna", f"hydra.sweeper.storage=journal:{tmp_path}/trials.log", "sweep.trials=5", *SMALL]
+    typed = [
+        "-m",
+        "sweep=optuna",
+        f"hydra.sweeper.storage=journal:{tmp_path}/trials.log",
+        "sweep.trials=5",
+        *SMALL,
+    ]
     typed += ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"] * parallel
     assert forks.run(tmp_path, *typed).code == 0
     journal = optuna.storages.journal
     storage = journal.JournalStorage(journal.JournalFileBackend(f"{tmp_path}/trials.log"))
     for trial in optuna.load_study(study_name="s", storage=storage).trials:
         job = sweep.read_job(tmp_path / "s" / str(trial.number))
-        assert {key: job.settings[key] for key in trial.params} == {key: str(v) for key, v in trial.params.items()}
+        assert {key: job.settings[key] for key in trial.params} == {
+            key: str(v) for key, v in trial.params.items()
+        }
 
 
 @needs_fork
 @needs_ax
 def test_a_killed_search_by_ax_goes_on(tmp_path):
-    forks = Forks(modules=["trainer.ax_search"])
+    forks = Forks(modules=["stoker.sweeps.ax_search"])
     typed = ["-m", "sweep=ax", "sweep.trials=7", *SMALL]
     moment = {"signal": signal.SIGKILL, "watch": "s/3/metrics.jsonl", "delay": 0.0}
     assert forks.run(tmp_path, *typed, signals=[moment]).code == -signal.SIGKILL
@@ -278,12 +339,16 @@ def test_a_killed_search_by_ax_goes_on(tmp_path):
     done = forks.run(tmp_path, *typed)
     assert done.code == 0, done.err
     jobs = sweep.read_jobs(tmp_path / "s")
-    assert [job.overrides for job in jobs][:4] == before and [job.status for job in jobs] == ["done"] * 7
+    assert [job.overrides for job in jobs][:4] == before and [job.status for job in jobs] == [
+        "done"
+    ] * 7
     assert len({tuple(job.overrides) for job in jobs}) == 7
     assert forks.run(tmp_path, *typed).code == 0
     failing = [*typed, "sweep/space=none", "optimizer.lr=tag(log,interval(1e-2,1e30))"]
     done = forks.run(tmp_path / "failing", *failing)
-    assert done.code == 3 and {job.status for job in sweep.read_jobs(tmp_path / "failing" / "s")} == {"done", "failed"}
+    assert done.code == 3 and {
+        job.status for job in sweep.read_jobs(tmp_path / "failing" / "s")
+    } == {"done", "failed"}
     forks.close()
 
 
@@ -294,10 +359,19 @@ def test_a_killed_search_by_ax_goes_on(tmp_path):
         ({"monitor": "val/loss"}, False),
         ({"monitor": "val/mse"}, False),
         ({"monitor": "val/r2"}, True),
-        ({"monitor": "val/top", "metrics": {"top": {"_target_": "trainer.metrics.TopK"}}}, True),
+        (
+            {"monitor": "val/top", "metrics": {"top": {"_target_": "stoker.trainer.metrics.TopK"}}},
+            True,
+        ),
         ({"monitor": "val/own", "monitor_mode": "min"}, False),
         ({"monitor": "val/own"}, None),
-        ({"monitor": "val/c", "metrics": {"c": {"_target_": "trainer.metrics.Confusion"}}}, None),
+        (
+            {
+                "monitor": "val/c",
+                "metrics": {"c": {"_target_": "stoker.trainer.metrics.Confusion"}},
+            },
+            None,
+        ),
     ],
 )
 def test_which_end_is_good_is_known_before_the_first_trial(typed, high, monkeypatch):

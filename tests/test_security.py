@@ -16,19 +16,56 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from stoker.trainer.errors import UserError
 from test_cli import CONFIGS, ROOT, compose, forked  # noqa: F401
 
-import trainer as package
-from train import LOADING
-from trainer import Trainer, build, cli, inference, saved_config, sweep
-from trainer.errors import UserError
+import stoker as package
+from stoker import Trainer
+from stoker.command import build, cli
+from stoker.runs import inference, saved_config
+from stoker.sweeps import sweep
+from stoker.tasks import LOADING
 
-SOURCES = sorted(path for folder in ("trainer", "models", "data") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    path for folder in ("trainer", "models", "data") for path in (ROOT / folder).rglob("*.py")
+)
 SOURCES += [ROOT / "train.py"]
-MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "imp"}
-CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "torch.save", "os.system", "os.popen", "yaml.load_all"}
-CALLS |= {"yaml.unsafe_load", "yaml.full_load", "torch.jit.load", "numpy.load", "np.load", "importlib.import_module"}
-KEYWORDS = {("weights_only", False), ("allow_pickle", True), ("shell", True), ("trust_remote_code", True)}
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "joblib",
+    "imp",
+}
+CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "torch.load",
+    "torch.save",
+    "os.system",
+    "os.popen",
+    "yaml.load_all",
+}
+CALLS |= {
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "torch.jit.load",
+    "numpy.load",
+    "np.load",
+    "importlib.import_module",
+}
+KEYWORDS = {
+    ("weights_only", False),
+    ("allow_pickle", True),
+    ("shell", True),
+    ("trust_remote_code", True),
+}
 
 
 def forbidden(tree):
@@ -36,16 +73,30 @@ def forbidden(tree):
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            yield from ((node.lineno, name) for name in names if name.split(".")[0] in MODULES or name == "torch.hub")
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.hub", "sys.meta_path")):
+            yield from (
+                (node.lineno, name)
+                for name in names
+                if name.split(".")[0] in MODULES or name == "torch.hub"
+            )
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith(
+            ("torch.hub", "sys.meta_path")
+        ):
             yield node.lineno, ast.unparse(node)
         if isinstance(node, ast.Call):
-            name, keywords = ast.unparse(node.func), {k.arg: getattr(k.value, "value", None) for k in node.keywords}
+            name, keywords = (
+                ast.unparse(node.func),
+                {k.arg: getattr(k.value, "value", None) for k in node.keywords},
+            )
             if name in CALLS or (name == "yaml.load" and "SafeLoader" not in ast.unparse(node)):
                 yield node.lineno, name
-            if name.endswith((".extractall", ".extract", ".unpack_archive")) and "filter" not in keywords:
+            if (
+                name.endswith((".extractall", ".extract", ".unpack_archive"))
+                and "filter" not in keywords
+            ):
                 yield node.lineno, name
-            yield from ((node.lineno, f"{k}={v}") for k, v in keywords.items() if (k, v) in KEYWORDS)
+            yield from (
+                (node.lineno, f"{k}={v}") for k, v in keywords.items() if (k, v) in KEYWORDS
+            )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -73,7 +124,11 @@ def test_no_source_can_run_what_is_in_a_file(path):
 )
 def test_what_is_forbidden_is_found(text):
     assert list(forbidden(ast.parse(text)))
-    assert not list(forbidden(ast.parse("yaml.load(x, Loader=yaml.SafeLoader); model.compile(); re.compile('x')")))
+    assert not list(
+        forbidden(
+            ast.parse("yaml.load(x, Loader=yaml.SafeLoader); model.compile(); re.compile('x')")
+        )
+    )
 
 
 # What may be built.
@@ -92,7 +147,12 @@ TARGETS += [
     "torch.nn.modules.module.torch.hub.load",
     "torch.nn.functional.sys.exit",
 ]
-TARGETS += ["torch.nn.init", "torch.nn.utils.clip_grad_norm_", "torch.optim.optimizer.functools.partial", "torch.save"]
+TARGETS += [
+    "torch.nn.init",
+    "torch.nn.utils.clip_grad_norm_",
+    "torch.optim.optimizer.functools.partial",
+    "torch.save",
+]
 TARGETS += [
     "torchvision.models._api.load_state_dict_from_url",
     "torchvision.models.get_model",
@@ -105,30 +165,35 @@ TARGETS += [
     "hydra.utils.call",
 ]
 TARGETS += [
-    "trainer.rundir.write_json",
-    "trainer.rundir.Path.write_text",
-    "trainer.checkpoint.save",
-    "trainer.build.build",
+    "stoker.runs.rundir.write_json",
+    "stoker.runs.rundir.Path.write_text",
+    "stoker.trainer.checkpoint.save",
+    "stoker.command.build.build",
 ]
 TARGETS += [
-    "trainer.files.replacing",
-    "trainer.cli.run",
-    "trainer.sweep.Table",
-    "trainer.launchers.Jobs",
-    "trainer.errors.UserError",
-    "train.main",
+    "stoker.trainer.files.replacing",
+    "stoker.command.cli.run",
+    "stoker.sweeps.sweep.Table",
+    "stoker.sweeps.launchers.Jobs",
+    "stoker.trainer.errors.UserError",
+    "stoker.tasks.main",
 ]
-TARGETS += ["data.cache.remove", "data.cache.shutil.rmtree", "data.images.os.remove", "data.images.decode_image"]
 TARGETS += [
-    "data.loader.HostLoader",
-    "models.checks.check_sizes",
-    "models.mlp.math.factorial",
+    "stoker.data.cache.remove",
+    "stoker.data.cache.shutil.rmtree",
+    "stoker.data.images.os.remove",
+    "stoker.data.images.decode_image",
+]
+TARGETS += [
+    "stoker.data.loader.HostLoader",
+    "stoker.models.checks.check_sizes",
+    "stoker.models.mlp.math.factorial",
     "examples.gan.nn.Linear.load",
 ]
 TARGETS += [
-    "trainer.callbacks.summary.plan",
-    "trainer.metrics.torch.load",
-    "trainer.schedules.inspect.getsource",
+    "stoker.trainer.callbacks.summary.plan",
+    "stoker.trainer.metrics.torch.load",
+    "stoker.trainer.schedules.inspect.getsource",
     ".",
     "a b",
 ]
@@ -158,8 +223,15 @@ def test_what_is_not_of_the_listed_kinds_is_not_built(typed, target):
 
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2}
 AS_ANOTHER = {key: LINEAR for key in build.GIVES if key not in ("model", "loss")}
-AS_ANOTHER |= {"metrics.a": LINEAR, "callbacks.a": LINEAR, "optimizer": {**LINEAR, "_partial_": True}}
-AS_ANOTHER |= {"model": {"_target_": "data.datasets.synthetic"}, "loss": {"_target_": "data.datasets.synthetic"}}
+AS_ANOTHER |= {
+    "metrics.a": LINEAR,
+    "callbacks.a": LINEAR,
+    "optimizer": {**LINEAR, "_partial_": True},
+}
+AS_ANOTHER |= {
+    "model": {"_target_": "stoker.data.datasets.synthetic"},
+    "loss": {"_target_": "stoker.data.datasets.synthetic"},
+}
 
 
 @pytest.mark.parametrize("key", AS_ANOTHER)
@@ -175,7 +247,9 @@ def test_what_gives_another_part_is_not_called(typed, key):
         assert made == []
         typed += [f"{key}._target_={AS_ANOTHER[key]['_target_']}"]
         if key not in build.FACTORIES:
-            with pytest.raises(UserError, match=rf"{key}._target_=.*: this gives a \w+, and not a "):
+            with pytest.raises(
+                UserError, match=rf"{key}._target_=.*: this gives a \w+, and not a "
+            ):
                 build.build(key, AS_ANOTHER[key])
     finally:
         hook.remove()
@@ -183,13 +257,17 @@ def test_what_gives_another_part_is_not_called(typed, key):
 
 def test_a_target_inside_a_node_of_somebodys_config_is_ones_own_or_refused(typed):
     for node in ({"a": LINEAR}, {"a": [[0, {"b": LINEAR}]]}, {"_args_": [LINEAR]}):
-        with pytest.raises(UserError, match=r"(?s)metrics\.x\..*_target_=torch.nn.Linear.*Type trusted=\[torch\]"):
+        with pytest.raises(
+            UserError, match=r"(?s)metrics\.x\..*_target_=torch.nn.Linear.*Type trusted=\[torch\]"
+        ):
             build.check_nested("metrics.x", {"_target_": "a", **node})
     typed += ["trusted=[torch]"]
     build.check_nested("metrics.x", {"_target_": "a", "b": [LINEAR]})
 
 
-@pytest.mark.parametrize("key", ["_convert_", "_recursive_", "_isolate_", "_execution_whitelist_", "_x_"])
+@pytest.mark.parametrize(
+    "key", ["_convert_", "_recursive_", "_isolate_", "_execution_whitelist_", "_x_"]
+)
 def test_what_changes_hydras_rules_is_refused(typed, key):
     for node in ({key: True}, {"a": {key: ["os"]}}, {"a": [{"b": {key: "all"}}]}):
         with pytest.raises(UserError, match=key):
@@ -197,23 +275,35 @@ def test_what_changes_hydras_rules_is_refused(typed, key):
 
 
 def test_what_configs_name_is_of_the_listed_kinds(typed):
-    named = re.findall(r"_target_: ([\w.]+)", "\n".join(path.read_text() for path in CONFIGS.rglob("*.yaml")))
+    named = re.findall(
+        r"_target_: ([\w.]+)", "\n".join(path.read_text() for path in CONFIGS.rglob("*.yaml"))
+    )
     # Hydra's own, which builds them by itself.
-    usual = {"trainer.sweep.Table", "trainer.launchers.Jobs"}
+    usual = {"stoker.sweeps.sweep.Table", "stoker.sweeps.launchers.Jobs"}
     usual |= {target for target in named if target.startswith("hydra_plugins.")}
-    usual |= {"trainer.search.Sweepers", "trainer.optuna_search.Search", "trainer.ax_search.Search"}
-    usual |= {name for name in named if name.startswith("optuna.") and not importlib.util.find_spec("optuna")}
+    usual |= {
+        "stoker.sweeps.search.Sweepers",
+        "stoker.sweeps.optuna_search.Search",
+        "stoker.sweeps.ax_search.Search",
+    }
+    usual |= {
+        name
+        for name in named
+        if name.startswith("optuna.") and not importlib.util.find_spec("optuna")
+    }
     usual_and_more = {*named} - usual | {
         "torch.optim.RMSprop",
         "torch.nn.NLLLoss",
         "examples.gan.GANTrainer",
-        "trainer.Trainer",
+        "stoker.Trainer",
     }
     for target in sorted(usual_and_more):
         if not target.startswith("torch") or target.startswith("torch."):
             assert build.locate("x", target), target
     pytest.importorskip("torchvision")
-    assert build.locate("model", "torchvision.models.resnet18") and build.locate("model", "torchvision.models.VGG")
+    assert build.locate("model", "torchvision.models.resnet18") and build.locate(
+        "model", "torchvision.models.VGG"
+    )
 
 
 def test_what_is_typed_is_ones_own(typed):
@@ -234,7 +324,9 @@ def edit(**values):
 
     def hostile(run, away, canary):
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-        filled = json.loads(json.dumps(values).replace("CANARY", str(canary)).replace("AWAY", str(away)))
+        filled = json.loads(
+            json.dumps(values).replace("CANARY", str(canary)).replace("AWAY", str(away))
+        )
         cli.put(config, {key.replace("__", "."): value for key, value in filled.items()})
         (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
@@ -267,7 +359,9 @@ def big(path, away):
 
 def link(path, away):
     kept = away / "kept"
-    shutil.copytree(away / "run" / "checkpoints", kept) if path.name == "checkpoints" else kept.write_text("kept")
+    shutil.copytree(
+        away / "run" / "checkpoints", kept
+    ) if path.name == "checkpoints" else kept.write_text("kept")
     path.symlink_to(kept)
 
 
@@ -281,37 +375,69 @@ BUILT = {
     "subprocess": edit(loss={"_target_": "subprocess.run", "args": SHELL, "shell": True}),
     "builtins.eval": edit(dataset={"_target_": "builtins.eval", "_args_": ["open('CANARY', 'w')"]}),
     "torch.load": edit(model={"_target_": "torch.nn.modules.module.torch.load", "f": "CANARY"}),
-    "write_json": edit(metrics={"a": {"_target_": "trainer.rundir.write_json", "path": "CANARY", "contents": 1}}),
-    "remove": edit(callbacks__a={"_target_": "data.cache.remove", "folder": "AWAY"}),
-    "a file's name": edit(callbacks__a={"_target_": "trainer.loggers.ConfigFile", "path": "CANARY", "config": "x"}),
+    "write_json": edit(
+        metrics={
+            "a": {"_target_": "stoker.runs.rundir.write_json", "path": "CANARY", "contents": 1}
+        }
+    ),
+    "remove": edit(callbacks__a={"_target_": "stoker.data.cache.remove", "folder": "AWAY"}),
+    "a file's name": edit(
+        callbacks__a={"_target_": "stoker.runs.loggers.ConfigFile", "path": "CANARY", "config": "x"}
+    ),
     "rows elsewhere": edit(callbacks__jsonl__path="CANARY"),
-    "checkpoints elsewhere": edit(callbacks__a={"_target_": "trainer.callbacks.Checkpoint", "folder": "AWAY"}),
+    "checkpoints elsewhere": edit(
+        callbacks__a={"_target_": "stoker.trainer.callbacks.Checkpoint", "folder": "AWAY"}
+    ),
     "optimizer": edit(optimizer={"_target_": "os.system", "_partial_": True, "command": SHELL}),
     "trainer": edit(trainer___target_="subprocess.Popen"),
     "partial": edit(model={"_target_": "functools.partial", "_args_": [SHELL]}),
-    "nested": edit(model={"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "os.system", "command": SHELL}]}),
-    "in a list": edit(dataset__augment=[{"_target_": "os.system", "command": SHELL, "_partial_": True}]),
-    "whitelist": edit(model___execution_whitelist_=["os"], model__x={"_target_": "os.system", "command": SHELL}),
+    "nested": edit(
+        model={
+            "_target_": "torch.nn.Sequential",
+            "_args_": [{"_target_": "os.system", "command": SHELL}],
+        }
+    ),
+    "in a list": edit(
+        dataset__augment=[{"_target_": "os.system", "command": SHELL, "_partial_": True}]
+    ),
+    "whitelist": edit(
+        model___execution_whitelist_=["os"], model__x={"_target_": "os.system", "command": SHELL}
+    ),
     "recursive": edit(model___recursive_=False),
     "a partial model": edit(model___partial_=True),
-    "hydra.utils.call": edit(model={"_target_": "hydra.utils.instantiate", "config": {"_target_": "os.system"}}),
+    "hydra.utils.call": edit(
+        model={"_target_": "hydra.utils.instantiate", "config": {"_target_": "os.system"}}
+    ),
     "no target": edit(model={"a": 1}),
     "a number as target": edit(model___target_=3),
-    "a download": edit(dataset={"_target_": "data.datasets.mnist", "root": "AWAY", "download": True}),
-    "a cache elsewhere": edit(dataset={"_target_": "data.images.image_folder", "root": "AWAY", "cache": "CANARY"}),
-    "a pipe as table": edit(dataset={"_target_": "data.tables.csv", "path": "/dev/zero", "target": "y"}),
+    "a download": edit(
+        dataset={"_target_": "stoker.data.datasets.mnist", "root": "AWAY", "download": True}
+    ),
+    "a cache elsewhere": edit(
+        dataset={"_target_": "stoker.data.images.image_folder", "root": "AWAY", "cache": "CANARY"}
+    ),
+    "a pipe as table": edit(
+        dataset={"_target_": "stoker.data.tables.csv", "path": "/dev/zero", "target": "y"}
+    ),
 }
 COSTLY = {
     "a huge layer": edit(model__hidden=[10**6, 10**6, 10**6]),
-    "many layers": edit(model={"_target_": "models.resnet.ResNet", "widths": [8], "blocks": [10**9]}),
-    "a huge loss": edit(loss={"_target_": "torch.nn.Linear", "in_features": 10**6, "out_features": 10**6}),
-    "huge data": edit(dataset={"_target_": "data.datasets.synthetic", "n": 10**13}),
-    "large samples": edit(dataset={"_target_": "data.datasets.synthetic", "in_shape": [3, 10**6, 10**6]}),
+    "many layers": edit(
+        model={"_target_": "stoker.models.resnet.ResNet", "widths": [8], "blocks": [10**9]}
+    ),
+    "a huge loss": edit(
+        loss={"_target_": "torch.nn.Linear", "in_features": 10**6, "out_features": 10**6}
+    ),
+    "huge data": edit(dataset={"_target_": "stoker.data.datasets.synthetic", "n": 10**13}),
+    "large samples": edit(
+        dataset={"_target_": "stoker.data.datasets.synthetic", "in_shape": [3, 10**6, 10**6]}
+    ),
     "workers": edit(dataset__workers=10**6, dataset__resident=False),
     "anchors": text(
         "a: &a [x,x,x,x,x,x,x,x,x]\n"
         + "".join(
-            f"{b}: &{b} [{','.join('*' + a for _ in range(9))}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+            f"{b}: &{b} [{','.join('*' + a for _ in range(9))}]\n"
+            for a, b in zip("abcdefgh", "bcdefghi", strict=True)
         )
     ),
     "chains": edit(**{f"x{i}": f"${{x{i + 1}}}${{x{i + 1}}}" for i in range(60)}, x60="x" * 100),
@@ -322,9 +448,14 @@ COSTLY = {
     "100 MB": instead("config.yaml", big),
     "many digits": text("epochs: " + "9" * 10**5),
     "many brackets": edit(monitor="${" * 10**4),
-    "a metric of many classes": edit(metrics__a={"_target_": "trainer.metrics.Confusion", "num_classes": 10**5}),
+    "a metric of many classes": edit(
+        metrics__a={"_target_": "stoker.trainer.metrics.Confusion", "num_classes": 10**5}
+    ),
     "a metric of more": edit(
-        metrics__a={"_target_": "torchmetrics.classification.MulticlassConfusionMatrix", "num_classes": 50_000}
+        metrics__a={
+            "_target_": "torchmetrics.classification.MulticlassConfusionMatrix",
+            "num_classes": 50_000,
+        }
     ),
     "no metric": edit(metrics__a=3),
     "a large number": text("epochs: 0x" + "F" * 10**5),
@@ -333,14 +464,23 @@ COSTLY = {
 LARGE = {"_target_": "torch.nn.Linear", "in_features": 20_000, "out_features": 20_000}
 REFUSED = {  # with what is said of it: before it has taken any memory
     "a module as metric": (edit(metrics__a=LARGE), "this gives no torchmetrics.Metric"),
-    "a module as callback": (edit(callbacks__a=LARGE), "this gives no trainer.callbacks.Callback"),
-    "a module as data": (edit(dataset=LARGE), "this gives no data.datasets.Data"),
+    "a module as callback": (
+        edit(callbacks__a=LARGE),
+        "this gives no stoker.trainer.callbacks.Callback",
+    ),
+    "a module as data": (edit(dataset=LARGE), "this gives no stoker.data.datasets.Data"),
     "a module in a metric": (
-        edit(metrics__a={"_target_": "trainer.metrics.TopK", "k": LARGE}),
+        edit(metrics__a={"_target_": "stoker.trainer.metrics.TopK", "k": LARGE}),
         "metrics.a.k._target_=torch.nn.Linear: only a model",
     ),
-    "a module in a setting": (edit(trainer__max_grad_norm=LARGE), "trainer.max_grad_norm._target_=torch.nn.Linear"),
-    "a module in a list": (edit(optimizer__betas=[LARGE, 0]), "optimizer.betas.0._target_=torch.nn.Linear: only"),
+    "a module in a setting": (
+        edit(trainer__max_grad_norm=LARGE),
+        "trainer.max_grad_norm._target_=torch.nn.Linear",
+    ),
+    "a module in a list": (
+        edit(optimizer__betas=[LARGE, 0]),
+        "optimizer.betas.0._target_=torch.nn.Linear: only",
+    ),
 }
 
 
@@ -358,7 +498,9 @@ TEXTS = {
     "oc.create": edit(model="${oc.create:{_target_: os.system}}"),
     "hydra": edit(monitor="${hydra:runtime.cwd}"),
     "now": edit(monitor="${now:%Y}"),
-    "oc.env in a node": edit(callbacks__a={"_target_": "trainer.callbacks.EMA", "decay": "${oc.env:SECRET}"}),
+    "oc.env in a node": edit(
+        callbacks__a={"_target_": "stoker.trainer.callbacks.EMA", "decay": "${oc.env:SECRET}"}
+    ),
     "escaped": edit(monitor="\\${oc.env:SECRET}"),
     "to nowhere": edit(epochs="${nowhere.at.all}"),
     "to a group": edit(epochs="${model}"),
@@ -387,7 +529,9 @@ ROWS = {
     "rows of other kinds": lines(
         "metrics.jsonl", '{"step": 1, "train/samples": "x", "best": 3, "steps": [], "test/x": {}}'
     ),
-    "rows that are not finite": lines("metrics.jsonl", '{"step": 1, "train/seconds": NaN, "train/samples": Infinity}'),
+    "rows that are not finite": lines(
+        "metrics.jsonl", '{"step": 1, "train/seconds": NaN, "train/samples": Infinity}'
+    ),
     "a row of 10 MB": lines("metrics.jsonl", '{"step": 1, "train/samples": ' + "9" * 10**7 + "}"),
     "deep rows": lines("metrics.jsonl", '{"step": 1, "a": ' + "[" * 10**5 + "]" * 10**5 + "}"),
     "other results": lines("result.json", '{"steps": 20, "total_steps": 20, "seconds": "x"}'),
@@ -405,7 +549,9 @@ def states(folder):
     found = {}
     for path in Path(folder).rglob("*"):
         plain = path.is_file() and not path.is_symlink()
-        found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest() if plain else "other"
+        found[str(path.relative_to(folder))] = (
+            hashlib.sha256(path.read_bytes()).hexdigest() if plain else "other"
+        )
     return found
 
 
@@ -429,7 +575,11 @@ def test_hostile_run_directories_do_nothing(tmp_path, good, large):
     Image.frombytes("L", (8, 8), bytes(range(64))).save(picture)
     tasks = [["task=evaluate", "run=run"], GOOD, ["task=predict", "run=run", f"input={picture}"]]
     tasks += [["task=export", "run=run", "format=safetensors"]]
-    pairs = [(n, c) for k, n in enumerate(names) for c in (tasks if large else [*tasks[:2], tasks[2 + k % 2]])]
+    pairs = [
+        (n, c)
+        for k, n in enumerate(names)
+        for c in (tasks if large else [*tasks[:2], tasks[2 + k % 2]])
+    ]
     for i, (name, command) in enumerate(pairs):
         place = tmp_path / str(i)
         shutil.copytree(good / "run", place / "run")
@@ -437,17 +587,25 @@ def test_hostile_run_directories_do_nothing(tmp_path, good, large):
         HOSTILE[name](place / "run", place / "away", place / "canary")
         commands.append((name, command))
         before.append(states(place))
-    answers = forked(tmp_path, [command for _, command in commands], "hydra", "torch", SECRET="geheim-wort")
+    answers = forked(
+        tmp_path, [command for _, command in commands], "hydra", "torch", SECRET="geheim-wort"
+    )
     problems = []
     for i, ((name, command), done) in enumerate(zip(commands, answers, strict=True)):
         what, after = f"{name}, {command[0]} ({i})", states(tmp_path / str(i))
-        reading, using = command[0] == "task=evaluate", command[0] in ("task=evaluate", "task=predict")
+        reading, using = (
+            command[0] == "task=evaluate",
+            command[0] in ("task=evaluate", "task=predict"),
+        )
         own = {name for name in before[i].keys() | after if not name.startswith("run/") or using}
         if changed := sorted(name for name in own if before[i].get(name) != after.get(name)):
             problems.append(f"{what}: changed {changed}")
         if "Traceback" in done.err or done.code not in (0, 2, 3):
             problems.append(f"{what}: code {done.code}: {done.err[-600:]}")
-        if done.code and not 1 <= len([line for line in done.err.splitlines() if "WARNING" not in line]) <= 3:
+        if (
+            done.code
+            and not 1 <= len([line for line in done.err.splitlines() if "WARNING" not in line]) <= 3
+        ):
             problems.append(f"{what}: {done.err[:600]}")
         if "geheim-wort" in done.err + done.out or "\x1b" in done.err + done.out:
             problems.append(f"{what}: {done.err!r} {done.out!r}")
@@ -497,7 +655,7 @@ def test_what_python_loads_is_looked_at_before_it_takes_memory(good, tmp_path):
             ("model__hidden", [10**6, 10**6], "far more numbers"),
             (
                 "callbacks__a",
-                {"_target_": "trainer.callbacks.EMA", "decay": LINEAR},
+                {"_target_": "stoker.trainer.callbacks.EMA", "decay": LINEAR},
                 "callbacks.a.decay._target_=torch.nn",
             ),
         )
@@ -509,7 +667,9 @@ def test_what_python_loads_is_looked_at_before_it_takes_memory(good, tmp_path):
 def test_what_python_loads_fetches_no_weights(good, tmp_path, monkeypatch):
     """Not even from torchvision's cache, which has a broken file of theirs."""
     models = pytest.importorskip("torchvision.models")
-    cached = tmp_path / "hub" / "checkpoints" / Path(models.ShuffleNet_V2_X0_5_Weights.DEFAULT.url).name
+    cached = (
+        tmp_path / "hub" / "checkpoints" / Path(models.ShuffleNet_V2_X0_5_Weights.DEFAULT.url).name
+    )
     cached.parent.mkdir(parents=True)
     cached.touch()
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
@@ -520,11 +680,21 @@ def test_what_python_loads_fetches_no_weights(good, tmp_path, monkeypatch):
         state = trainer.state_dict()
     with build.trusting(()):
         found = inference.tested({"model": {**WEIGHTS}, "callbacks": {}}, state, about)
-    assert all(torch.equal(tensor, module.state_dict()[name]) for name, tensor in found.state_dict().items())
+    assert all(
+        torch.equal(tensor, module.state_dict()[name])
+        for name, tensor in found.state_dict().items()
+    )
 
 
 # What an evaluation leaves out, or has no use for.
-HARMLESS = {"a file's name", "rows elsewhere", "checkpoints elsewhere", "in a list", "workers", "chains"}
+HARMLESS = {
+    "a file's name",
+    "rows elsewhere",
+    "checkpoints elsewhere",
+    "in a list",
+    "workers",
+    "chains",
+}
 
 
 @pytest.mark.parametrize(
@@ -543,7 +713,10 @@ HARMLESS = {"a file's name", "rows elsewhere", "checkpoints elsewhere", "in a li
         "\x00",
         "[" * 10**5,
     ]
-    + ['{"overrides": [], "seconds": 1, "best": {"name": "\\u001b[31m", "value": 1e400, "mode": "max"}}', '{"job": 3}']
+    + [
+        '{"overrides": [], "seconds": 1, "best": {"name": "\\u001b[31m", "value": 1e400, "mode": "max"}}',
+        '{"job": 3}',
+    ]
     + ['{"overrides": ["\\u001b[2J"], "error": "\\n\\n"}', '{"overrides": [], "seconds": NaN}'],
 )
 def test_a_sweep_with_somebodys_results_has_its_table(tmp_path, content, capsys):
@@ -558,17 +731,21 @@ def test_a_sweep_with_somebodys_results_has_its_table(tmp_path, content, capsys)
     }
     (tmp_path / "1" / "result.json").write_text(json.dumps(good), encoding="utf-8")
     (tmp_path / "2\x1b[31m" / "result.json").symlink_to("/dev/zero")
-    (tmp_path / "sweep.json").write_text(content, encoding="utf-8")  # by which the folder is a sweep's
+    (tmp_path / "sweep.json").write_text(
+        content, encoding="utf-8"
+    )  # by which the folder is a sweep's
     lines = sweep.table(sweep.read(tmp_path))
     assert len(lines) == 4 and lines[1].split() == ["1", "0.5000", "0.5000", "1.0", "a=1"]
-    assert sweep.main([str(tmp_path)]) == 0 and all(line.isprintable() for line in capsys.readouterr().out.splitlines())
+    assert sweep.main([str(tmp_path)]) == 0 and all(
+        line.isprintable() for line in capsys.readouterr().out.splitlines()
+    )
 
 
 # Secrets.
 
 
 MINE = """
-from trainer.callbacks import Callback
+from stoker.trainer.callbacks import Callback
 
 class Mine(Callback):
     def __init__(self, key, keys):
@@ -601,7 +778,10 @@ def test_a_run_takes_its_data_from_where_it_lies_here(good):
     """What our own configs look up in the environment is looked up here, and nothing else is."""
     config = saved_config.load_config("run", good / "run")
     config["dataset"] = {"root": "${oc.env:DATA_ROOT,datasets}"}
-    assert saved_config.resolved("run", good, config)["dataset"]["root"] == "${oc.env:DATA_ROOT,datasets}"
+    assert (
+        saved_config.resolved("run", good, config)["dataset"]["root"]
+        == "${oc.env:DATA_ROOT,datasets}"
+    )
     for key, text in (("root", "${oc.env:HOME}"), ("path", "${oc.env:DATA_ROOT,datasets}")):
         config["dataset"] = {key: text}
         with pytest.raises(UserError, match=rf"(?s)dataset\.{key} .*Type dataset\.{key}="):
@@ -623,7 +803,9 @@ def test_a_metric_that_is_too_large_is_refused_before_it_takes_memory(typed):
     pytest.importorskip("torchmetrics")
     node = {"_target_": "torchmetrics.classification.MulticlassConfusionMatrix"}
     build.check_size("metrics.a", node, num_classes=1000)
-    with pytest.raises(UserError, match=r"metrics\.a\._target_=.* far more numbers than a loss or a metric has"):
+    with pytest.raises(
+        UserError, match=r"metrics\.a\._target_=.* far more numbers than a loss or a metric has"
+    ):
         build.check_size("metrics.a", node, num_classes=10**6)
     build.check_size("metrics.a", 3)
     typed += [f"+metrics.a._target_={node['_target_']}"]

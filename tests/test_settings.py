@@ -1,10 +1,9 @@
 """The table of settings against what it stands for, and files that are asked for by their folder."""
 
 import pytest
-
-from data import augment
-from trainer import settings
-from trainer.errors import UserError
+from stoker.data import augment
+from stoker.trainer import settings
+from stoker.trainer.errors import UserError
 
 
 def test_the_augmentations_are_those_that_there_are():
@@ -14,7 +13,9 @@ def test_the_augmentations_are_those_that_there_are():
 def test_a_folder_to_resume_from_is_answered_with_its_newest_checkpoint(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    with pytest.raises(UserError, match="this is a folder. Type resume=FILE; there is no checkpoint in it"):
+    with pytest.raises(
+        UserError, match="this is a folder. Type resume=FILE; there is no checkpoint in it"
+    ):
         settings.check_resume(str(tmp_path))
     for step in ("00000020", "99999999", "100000000"):
         (folder / f"step_{step}.ckpt").touch()
@@ -28,10 +29,14 @@ def test_a_folder_to_resume_from_is_answered_with_its_newest_checkpoint(tmp_path
 
 def test_what_is_not_ours_may_have_other_values():
     """An optimizer, a model or an augmentation of one's own may know rates and shares that ours refuse."""
-    parts = {"optimizer": {"lr": -1}, "model": {"dropout": 5}, "dataset": {"augment": [{"_target_": "mine.f"}]}}
+    parts = {
+        "optimizer": {"lr": -1},
+        "model": {"dropout": 5},
+        "dataset": {"augment": [{"_target_": "mine.f"}]},
+    }
     config = {**parts, "optimizer": {"_target_": "mine.SGD", **parts["optimizer"]}}
     settings.check_parts(config)
-    for group, target in (("optimizer", "torch.optim.SGD"), ("model", "models.mlp.MLP")):
+    for group, target in (("optimizer", "torch.optim.SGD"), ("model", "stoker.models.mlp.MLP")):
         with pytest.raises(UserError, match=f"{group}.(lr=-1|dropout=5): give a number"):
             settings.check_parts({**config, group: {**config[group], "_target_": target}})
 
@@ -40,7 +45,10 @@ def test_what_is_in_place_of_a_run_goes_with_nothing_of_one():
     refused = [
         ({"task": "plan", "overfit": 1}, "overfit=1 is for task=train"),
         ({"task": "plan", "profile": True}, "profile=true is for task=train"),
-        ({"task": "train", "profile": True, "overfit": 2}, "profile=true is for a run, and overfit=2 is none"),
+        (
+            {"task": "train", "profile": True, "overfit": 2},
+            "profile=true is for a run, and overfit=2 is none",
+        ),
     ]
     for config, said in refused:
         with pytest.raises(UserError, match=said):
@@ -60,10 +68,14 @@ def test_debugging_has_settings_of_its_own():
     }
     others = {"device": "cuda", "strategy": "ddp", "devices": 2, "compile": "graph"}
     for key, value in others.items():
-        with pytest.raises(UserError, match=f"debug=true is {key}=.*, and there is {key}={value}. Leave out one of"):
+        with pytest.raises(
+            UserError, match=f"debug=true is {key}=.*, and there is {key}={value}. Leave out one of"
+        ):
             settings.check_debug({**default, key: value}, {key})
         settings.check_debug({**default, key: value}, set())  # not typed, so of a recipe
-    with pytest.raises(UserError, match="debug=true is dataset.workers=0, and there is dataset.workers=4"):
+    with pytest.raises(
+        UserError, match="debug=true is dataset.workers=0, and there is dataset.workers=4"
+    ):
         settings.check_debug({**default, "dataset": {"workers": 4}}, {"dataset.workers"})
     typed = {"device", "strategy", "devices", "compile", "dataset.workers"}
     settings.check_debug({**default, "device": "cpu"}, typed)

@@ -7,11 +7,10 @@ import math
 import pytest
 import torch
 from conftest import assert_same, make_data, make_trainer
-
-from data.loader import DeviceLoader
-from trainer import checkpoint, state
-from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead
-from trainer.errors import TrainingError, UserError
+from stoker.data.loader import DeviceLoader
+from stoker.trainer import checkpoint, state
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead
+from stoker.trainer.errors import TrainingError, UserError
 
 
 def loaders():
@@ -21,12 +20,20 @@ def loaders():
 
 def model():
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 3))
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 3)
+    )
 
 
 def trainer(folder, **settings):
     callbacks = [Lookahead(), EMA(0.9), EarlyStopping(9), Checkpoint(folder, every=5, keep=9)]
-    settings = {"callbacks": callbacks, "precision": "fp16", "max_grad_norm": 1.0, "log_every": 3, **settings}
+    settings = {
+        "callbacks": callbacks,
+        "precision": "fp16",
+        "max_grad_norm": 1.0,
+        "log_every": 3,
+        **settings,
+    }
     return make_trainer(model(), **settings)
 
 
@@ -165,7 +172,9 @@ def test_a_callback_of_ones_own_may_have_any_state(tmp_path):
 KINDS = [
     kind
     for kind in vars(torch.optim).values()
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind is not torch.optim.Optimizer
 ]
 OPTIONS = {
     "SGD": [{}, {"momentum": 0.9}],
@@ -219,7 +228,9 @@ def test_the_state_of_each_optimizer_is_known_and_loads(kind, options):
                 state.check(build(), wrong, "optimizer")
             if isinstance(moments[name], torch.Tensor):
                 wrong["state"][index][name] = torch.ones(*moments[name].shape, 2)
-                with pytest.raises(UserError, match=f"optimizer.state.{index}.{name} is a float32 tensor"):
+                with pytest.raises(
+                    UserError, match=f"optimizer.state.{index}.{name} is a float32 tensor"
+                ):
                     state.check(build(), wrong, "optimizer")
 
 
@@ -240,14 +251,18 @@ def test_an_optimizer_of_ones_own_loads_what_it_saved(tmp_path):
 
         @torch.no_grad()
         def step(self, closure=None):
-            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            for parameter in (
+                p for group in self.param_groups for p in group["params"] if p.grad is not None
+            ):
                 kept = self.state[parameter]
                 kept["mean"] = 0.9 * kept.get("mean", 0) + parameter.grad
                 kept["shape of its own"] = torch.ones(2, 3)
                 parameter -= self.param_groups[0]["lr"] * kept["mean"].sign()
 
     for i, kind in enumerate((functools.partial(Counting, lr=0.1, momentum=0.9), Lion)):
-        whole = make_trainer(optimizer=kind, callbacks=[Checkpoint(tmp_path / str(i), every=5, keep=9)])
+        whole = make_trainer(
+            optimizer=kind, callbacks=[Checkpoint(tmp_path / str(i), every=5, keep=9)]
+        )
         whole.fit(*loaders())
         resumed = make_trainer(optimizer=kind)
         resumed.fit(*loaders(), resume=checkpoint.path_of(tmp_path / str(i), 10))

@@ -20,11 +20,27 @@ import torch
 from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
 
-from trainer import cli, launchers, rundir, sweep
+from stoker.command import cli
+from stoker.runs import rundir
+from stoker.sweeps import launchers, sweep
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
-JOB = ("dataset=synthetic", "dataset.n=100", "batch_size=8", "epochs=2", "model.hidden=[8]")  # 10 steps an epoch
-FILES = {"job.json", "result.json", "config.yaml", "metrics.jsonl", "checkpoints", "model.safetensors", "model.md"}
+JOB = (
+    "dataset=synthetic",
+    "dataset.n=100",
+    "batch_size=8",
+    "epochs=2",
+    "model.hidden=[8]",
+)  # 10 steps an epoch
+FILES = {
+    "job.json",
+    "result.json",
+    "config.yaml",
+    "metrics.jsonl",
+    "checkpoints",
+    "model.safetensors",
+    "model.md",
+}
 FILES |= {"evaluation.json"}
 
 
@@ -70,7 +86,9 @@ def rows_of(out):
 
 def line_of(out, name):
     """What stands behind `name` in the lines after the table."""
-    [line] = [line for line in out.rpartition("\n\n")[2].splitlines() if line.startswith(f"{name:<9}")]
+    [line] = [
+        line for line in out.rpartition("\n\n")[2].splitlines() if line.startswith(f"{name:<9}")
+    ]
     return line[9:]
 
 
@@ -87,7 +105,9 @@ def identities(folder):
 
 
 def weights(folder):
-    return {name: tensor.tolist() for name, tensor in load_file(folder / "model.safetensors").items()}
+    return {
+        name: tensor.tolist() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +117,10 @@ def swept(forks, tmp_path_factory):
     grid = ("optimizer.lr=1e-3,1e-2", "seed=0,1,2", "model.dropout=0.0,2.0")
     done = forks.run(folder, "-m", *JOB, *grid, "hydra.sweep.dir=all", returned)
     assert done.code == 2 and "Callback" not in done.err, done.err
-    assert done.err.splitlines() == ["error: model.dropout=2.0: give a number at least 0 and at most 0.95."] * 6
+    assert (
+        done.err.splitlines()
+        == ["error: model.dropout=2.0: give a number at least 0 and at most 0.95."] * 6
+    )
     done.folder = folder / "all"
     done.jobs = [read_json(done.folder / str(i) / "result.json") for i in range(12)]
     return done
@@ -121,8 +144,14 @@ def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
     expected.sort(reverse=True)
     assert rows[:2] == [row for _, row in expected]
     assert [row[:2] for row in rows[2:]] == [[str(i), "failed"] for i in (1, 3, 5, 7, 9, 11)]
-    assert rows[2][2] == "optimizer.lr=0.001 seed=0 model.dropout=2.0: give a number at least 0 and at most 0.95."
-    assert line_of(swept.out, "sweep") == "all: 6 done, 6 failed; also in sweep.csv, and drawn in sweep.html"
+    assert (
+        rows[2][2]
+        == "optimizer.lr=0.001 seed=0 model.dropout=2.0: give a number at least 0 and at most 0.95."
+    )
+    assert (
+        line_of(swept.out, "sweep")
+        == "all: 6 done, 6 failed; also in sweep.csv, and drawn in sweep.html"
+    )
     assert line_of(swept.out, "best") == f"python train.py {shlex.join(JOB)} {expected[0][1][-1]}"
 
 
@@ -130,15 +159,28 @@ def test_a_row_of_the_csv_is_a_job(swept):
     with open(swept.folder / "sweep.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     keys = ["optimizer.lr", "seed", "model.dropout"]
-    assert list(rows[0]) == ["job", "status", *keys, "val/acc", "test/loss", "test/acc", "seconds", "error"]
+    assert list(rows[0]) == [
+        "job",
+        "status",
+        *keys,
+        "val/acc",
+        "test/loss",
+        "test/acc",
+        "seconds",
+        "error",
+    ]
     for i, (row, job) in enumerate(zip(rows, swept.jobs, strict=True)):
-        assert row["job"] == str(i) and [f"{key}={row[key]}" for key in keys] == job["overrides"][-3:]
+        assert (
+            row["job"] == str(i) and [f"{key}={row[key]}" for key in keys] == job["overrides"][-3:]
+        )
         if "error" in job:
             assert (row["status"], row["error"], row["val/acc"]) == ("failed", job["error"], "")
         else:
             numbers = [job["best"]["value"], job["test/loss"], job["test/acc"], job["seconds"]]
             assert row["status"] == "done" and row["error"] == ""
-            assert [float(row[name]) for name in ("val/acc", "test/loss", "test/acc", "seconds")] == numbers
+            assert [
+                float(row[name]) for name in ("val/acc", "test/loss", "test/acc", "seconds")
+            ] == numbers
 
 
 class Page(HTMLParser):
@@ -175,21 +217,35 @@ def test_the_page_has_a_line_for_each_job_and_stands_alone(swept):
     assert sorted(page.kinds("path")) == ["job"] * 5 + ["job best"] + ["job failed"] * 6
     assert page.kinds("text").count("key") == 4  # three keys and the result
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.seen}
-    link, same = [attributes["href"] for tag, attributes in page.seen if tag == "a"]  # above, and in the row of the job
-    assert line_of(swept.out, "report") == f"all/{link}" and (swept.folder / link).is_file() and link == same
-    assert "url(" not in text and re.findall(r"https?://\S+", text) == ['http://www.w3.org/2000/svg"']
+    link, same = [
+        attributes["href"] for tag, attributes in page.seen if tag == "a"
+    ]  # above, and in the row of the job
+    assert (
+        line_of(swept.out, "report") == f"all/{link}"
+        and (swept.folder / link).is_file()
+        and link == same
+    )
+    assert "url(" not in text and re.findall(r"https?://\S+", text) == [
+        'http://www.w3.org/2000/svg"'
+    ]
     assert "prefers-color-scheme: dark" in text and line_of(swept.out, "best") in page.text
 
 
 def test_no_line_goes_past_the_end_of_an_axis(swept):
     page = Page((swept.folder / "sweep.html").read_text(encoding="utf-8"))
-    axes = {float(a["x1"]): (float(a["y1"]), float(a["y2"])) for tag, a in page.seen if tag == "line"}
+    axes = {
+        float(a["x1"]): (float(a["y1"]), float(a["y2"])) for tag, a in page.seen if tag == "line"
+    }
     for line in (attributes for tag, attributes in page.seen if tag == "path"):
-        points = [tuple(map(float, point)) for point in re.findall(r"([\d.]+) ([\d.]+)(?=C|$)", line["d"])]
+        points = [
+            tuple(map(float, point)) for point in re.findall(r"([\d.]+) ([\d.]+)(?=C|$)", line["d"])
+        ]
         assert [x for x, _ in points] == sorted(axes)
         *heights, (x, y) = points
         assert all(axes[x][0] <= y <= axes[x][1] for x, y in heights)
-        assert (axes[x][0] <= y <= axes[x][1]) == (line["class"] != "job failed")  # which ends below
+        assert (axes[x][0] <= y <= axes[x][1]) == (
+            line["class"] != "job failed"
+        )  # which ends below
 
 
 def test_all_of_it_is_built_again_from_the_directories(swept, tmp_path, capsys):
@@ -198,10 +254,17 @@ def test_all_of_it_is_built_again_from_the_directories(swept, tmp_path, capsys):
         (tmp_path / "all" / name).unlink()
     assert sweep.main([str(tmp_path / "all")]) == 0
     assert rows_of("\n\n" + capsys.readouterr().out) == rows_of(swept.out)
-    assert (tmp_path / "all" / "sweep.csv").read_bytes() == (swept.folder / "sweep.csv").read_bytes()
-    before, now = ((folder / "sweep.html").read_text().splitlines() for folder in (swept.folder, tmp_path / "all"))
+    assert (tmp_path / "all" / "sweep.csv").read_bytes() == (
+        swept.folder / "sweep.csv"
+    ).read_bytes()
+    before, now = (
+        (folder / "sweep.html").read_text().splitlines()
+        for folder in (swept.folder, tmp_path / "all")
+    )
     assert [
-        line for line, other in zip(now, before, strict=True) if line != other and "hydra.sweep.dir" not in line
+        line
+        for line, other in zip(now, before, strict=True)
+        if line != other and "hydra.sweep.dir" not in line
     ] == []
 
 
@@ -225,15 +288,21 @@ def test_a_job_is_the_run_that_it_would_be_alone(forks, tmp_path, large):
     job = ("dataset=synthetic", "dataset.n=100", "dataset.in_shape=[1,8,8]", "epochs=1")
     # ema=2 is a mistake; deterministic=true imports the compiler, which takes long.
     modes = "deterministic=true,false" if large else "precision=bf16,fp32"
-    done = forks.run(tmp_path, "-m", *job, "model=cnn,mlp", "ema=0.9,2", modes, "hydra.sweep.dir=all")
-    assert done.code == 2 and line_of(done.out, "sweep").startswith("all: 4 done, 4 failed;"), done.err
+    done = forks.run(
+        tmp_path, "-m", *job, "model=cnn,mlp", "ema=0.9,2", modes, "hydra.sweep.dir=all"
+    )
+    assert done.code == 2 and line_of(done.out, "sweep").startswith("all: 4 done, 4 failed;"), (
+        done.err
+    )
     for job in (1, 5):
         alone = read_json(tmp_path / "all" / str(job) / "job.json")["overrides"]
         assert forks.run(tmp_path, *alone, f"run_dir=alone{job}").code == 0
         assert weights(tmp_path / "all" / str(job)) == weights(tmp_path / f"alone{job}")
 
 
-def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(forks, tmp_path, large, capsys):
+def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(
+    forks, tmp_path, large, capsys
+):
     kills, jobs, generator = 20 if large else 2, 24, random.Random(0)
     arguments = (
         "-m",
@@ -245,20 +314,29 @@ def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(forks
     )
     killed, seen, cut = 0, {}, {"23"}
     while killed < kills:
-        what = "checkpoints/step_*.ckpt" if killed % 2 == 0 else generator.choice(("result.json", "job.json"))
+        what = (
+            "checkpoints/step_*.ckpt"
+            if killed % 2 == 0
+            else generator.choice(("result.json", "job.json"))
+        )
         moment = {"watch": f"all/*/{what}", "count": generator.randint(1, 9), "delay": 0}
         done = forks.run(tmp_path, *arguments, signals=[{"signal": signal.SIGKILL, **moment}])
         now = identities(tmp_path / "all")
         assert seen.items() <= now.items()
         killed, seen = killed + (done.code == -9), now
-        cut |= {path.parent.parent.name for path in tmp_path.glob("all/*/checkpoints/*.ckpt")} - set(now)
+        cut |= {
+            path.parent.parent.name for path in tmp_path.glob("all/*/checkpoints/*.ckpt")
+        } - set(now)
         if done.code != -9:  # it came to its end first
             assert done.code == 0 and len(now) == jobs
             shutil.rmtree(tmp_path / "all")
             seen = {}
     done = forks.run(tmp_path, *arguments)
     assert done.code == 0, done.err
-    assert seen.items() <= identities(tmp_path / "all").items() and len(identities(tmp_path / "all")) == jobs
+    assert (
+        seen.items() <= identities(tmp_path / "all").items()
+        and len(identities(tmp_path / "all")) == jobs
+    )
     assert line_of(done.out, "sweep").startswith("all: 24 done;") and "go on" not in done.out
     assert len(re.findall(r": done, val/acc ", done.out)) == len(seen)
     for job in range(jobs):
@@ -271,7 +349,9 @@ def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(forks
         assert forks.run(tmp_path, *alone, f"run_dir=alone{job}").code == 0
         assert weights(tmp_path / "all" / job) == weights(tmp_path / f"alone{job}")
     with capsys.disabled():
-        print(f"\n{killed} kills, {len(seen)} of {jobs} jobs done at the last one, jobs cut in two: {len(cut) - 1}")
+        print(
+            f"\n{killed} kills, {len(seen)} of {jobs} jobs done at the last one, jobs cut in two: {len(cut) - 1}"
+        )
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -294,15 +374,26 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on(forks, tmp_path, number, code
 
 
 def test_a_failed_job_is_run_again_and_the_others_are_not(forks, tmp_path):
-    sweep_of = ("-m", "dataset=csv", "dataset.path=table.csv", "dataset.target=y", "batch_size=4", "epochs=1")
+    sweep_of = (
+        "-m",
+        "dataset=csv",
+        "dataset.path=table.csv",
+        "dataset.target=y",
+        "batch_size=4",
+        "epochs=1",
+    )
     sweep_of += ("loss=mse,l1", "hydra.sweep.dir=all")
     failed = forks.run(tmp_path, *sweep_of)
     assert failed.code == 2 and line_of(failed.out, "sweep").startswith("all: 2 failed;")
-    (tmp_path / "table.csv").write_text("a,y\n" + "".join(f"{i},{i * 0.5 + 0.25}\n" for i in range(40)))
+    (tmp_path / "table.csv").write_text(
+        "a,y\n" + "".join(f"{i},{i * 0.5 + 0.25}\n" for i in range(40))
+    )
     done = forks.run(tmp_path, *sweep_of)
     assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 2 done;"), done.err
     before = identities(tmp_path / "all")
-    (tmp_path / "all" / "1" / "result.json").write_text('{"overrides": [], "error": "x", "code": 3}')
+    (tmp_path / "all" / "1" / "result.json").write_text(
+        '{"overrides": [], "error": "x", "code": 3}'
+    )
     assert forks.run(tmp_path, *sweep_of).code == 0
     now = identities(tmp_path / "all")
     assert now["0"] == before["0"] and now["1"] != before["1"]
@@ -310,7 +401,12 @@ def test_a_failed_job_is_run_again_and_the_others_are_not(forks, tmp_path):
 
 
 def test_a_bug_in_a_model_of_ones_own_does_not_end_the_sweep(forks, tmp_path):
-    models = ("dataset=synthetic", "dataset.n=100", "max_steps=2", "model._target_=test_sweep.Broken")
+    models = (
+        "dataset=synthetic",
+        "dataset.n=100",
+        "max_steps=2",
+        "model._target_=test_sweep.Broken",
+    )
     done = forks.run(tmp_path, "-m", *models, "+model.width=0,1", "hydra.sweep.dir=all")
     assert done.code != 0 and "division by zero" in done.err
     assert [row[:2] for row in rows_of(done.out)[2:]] == [["0", "failed"]]
@@ -321,18 +417,27 @@ def test_a_bug_in_a_model_of_ones_own_does_not_end_the_sweep(forks, tmp_path):
 def test_a_sweep_can_stop_at_the_first_failure(forks, tmp_path):
     grid = ("-m", *JOB, "seed=0,-1,1", "sweep.on_error=stop", "hydra.sweep.dir=all")
     done = forks.run(tmp_path, *grid)
-    assert done.code == 2 and line_of(done.out, "sweep").startswith("all: 1 done, 1 failed, 1 not begun;")
-    assert not (tmp_path / "all" / "2").exists() and "  seed=-1: give a whole number at least 0.\n" in done.out
+    assert done.code == 2 and line_of(done.out, "sweep").startswith(
+        "all: 1 done, 1 failed, 1 not begun;"
+    )
+    assert (
+        not (tmp_path / "all" / "2").exists()
+        and "  seed=-1: give a whole number at least 0.\n" in done.out
+    )
     go_on = arguments_of(line_of(done.out, "go on"))
     assert go_on == [*grid[:-2], "sweep.on_error=continue", grid[-1]]
-    typo = forks.run(tmp_path, *JOB, "-m", "seed=0,1", "sweep.on_error=stopp", "hydra.sweep.dir=new")
+    typo = forks.run(
+        tmp_path, *JOB, "-m", "seed=0,1", "sweep.on_error=stopp", "hydra.sweep.dir=new"
+    )
     assert typo.code == 2 and "Did you mean 'stop'?" in typo.err and not (tmp_path / "new").exists()
 
 
 def test_another_sweep_in_the_directory_is_refused_before_its_first_job(forks, tmp_path):
     assert forks.run(tmp_path, "-m", *JOB, "seed=0,1", "hydra.sweep.dir=all").code == 0
     before = {
-        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("out", "err")
+        path: path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.name not in ("out", "err")
     }
     done = forks.run(tmp_path, "-m", *JOB, "seed=2,1", "hydra.sweep.dir=all")
     first, second, third = done.err.splitlines()
@@ -356,8 +461,12 @@ def test_what_the_jobs_differ_in_is_never_harmless(forks, tmp_path):
     assert forks.run(tmp_path, *one, "eval_every=1,4").code == 0
     before = identities(tmp_path / "all")
     done = forks.run(tmp_path, *one, "eval_every=4,1")
-    assert done.code == 2 and "job 0 in it has other settings: eval_every=4 (was 1)." in done.err, done.err
-    assert forks.run(tmp_path, *one, "eval_every=1,4", "log_every=3").code == 0  # which all of them share
+    assert done.code == 2 and "job 0 in it has other settings: eval_every=4 (was 1)." in done.err, (
+        done.err
+    )
+    assert (
+        forks.run(tmp_path, *one, "eval_every=1,4", "log_every=3").code == 0
+    )  # which all of them share
     assert identities(tmp_path / "all") == before
 
 
@@ -365,7 +474,9 @@ def test_the_jobs_of_a_larger_sweep_before_count_for_nothing(forks, tmp_path):
     failed = forks.run(tmp_path, "-m", *JOB, "model.dropout=0,0.5,2", "hydra.sweep.dir=all")
     assert failed.code == 2 and "go on" in failed.out
     done = forks.run(tmp_path, "-m", *JOB, "model.dropout=0,0.5", "hydra.sweep.dir=all")
-    assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 2 done, 1 failed;"), done.err
+    assert done.code == 0 and line_of(done.out, "sweep").startswith("all: 2 done, 1 failed;"), (
+        done.err
+    )
     assert "go on" not in done.out and "not begun" not in done.out
 
 
@@ -379,22 +490,32 @@ def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
     without, offered, no_hint, hint = capsys.readouterr().err.splitlines()
     assert without.startswith(f"error: {runs}: there is no job of a sweep in it, and no run.")
     assert offered.endswith(f"Type the directory of a sweep, as in {runs}/swept.")
-    assert no_hint.endswith("there is no such folder.") and hint.endswith(f"Did you mean '{runs}/swept'?")
+    assert no_hint.endswith("there is no such folder.") and hint.endswith(
+        f"Did you mean '{runs}/swept'?"
+    )
     assert not list(tmp_path.rglob("sweep.*"))
     for i, (name, seed) in enumerate([("one", 0), ("two", 1), ("three", 0)]):
         typed = ["optimizer.lr=1e-2"] * (name == "three") + [f"seed={seed}", f"run_dir=runs/{name}"]
         (runs / name).mkdir(exist_ok=True)
-        (runs / name / "config.yaml").write_text(f"{rundir.TYPED}{json.dumps(typed)}\nseed: {seed}\n")
+        (runs / name / "config.yaml").write_text(
+            f"{rundir.TYPED}{json.dumps(typed)}\nseed: {seed}\n"
+        )
         best = {"name": "val/acc", "mode": "max", "value": 0.5 + i / 4}
-        rundir.write_json(runs / name / "result.json", {"overrides": typed, "best": best, "seconds": 2.0})
+        rundir.write_json(
+            runs / name / "result.json", {"overrides": typed, "best": best, "seconds": 2.0}
+        )
     (runs / "three" / "result.json").unlink()
     assert sweep.main([str(runs)]) == 0
     header, both, three, best, end = capsys.readouterr().out.splitlines()
     assert header.split() == ["jobs", "n", "val/acc", "test", "seconds", "settings"]
     assert re.split(" {2,}", both.strip())[:3] == ["one +1", "2", "0.6250 +- 0.1768"]
-    assert re.split(" {2,}", three)[:2] == ["three", "unfinished"] and three.endswith("optimizer.lr=1e-2: no row yet")
+    assert re.split(" {2,}", three)[:2] == ["three", "unfinished"] and three.endswith(
+        "optimizer.lr=1e-2: no row yet"
+    )
     assert best == "best     python train.py"
-    assert end == f"runs     {runs}: 2 done, 1 unfinished; also in sweep.csv, and drawn in sweep.html"
+    assert (
+        end == f"runs     {runs}: 2 done, 1 unfinished; also in sweep.csv, and drawn in sweep.html"
+    )
     page = Page((runs / "sweep.html").read_text(encoding="utf-8"))
     text = (runs / "sweep.html").read_text(encoding="utf-8")
     assert "<h1>Runs in runs</h1>" in text and "3 runs: 2 done, 1 unfinished" in text
@@ -405,20 +526,35 @@ def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
 
 def test_of_runs_on_different_data_none_is_the_best(tmp_path, capsys):
     """Each is shown with the number that it has, what decides and what was tested before the loss, reports linked."""
-    bests = {"a": ("val/r2", 0.75, "acc"), "b": ("val/acc", 0.5, "acc"), "c d": ("val/acc", 0.25, "acc")}
+    bests = {
+        "a": ("val/r2", 0.75, "acc"),
+        "b": ("val/acc", 0.5, "acc"),
+        "c d": ("val/acc", 0.25, "acc"),
+    }
     for i, (name, (metric, value, test)) in enumerate(bests.items()):
         typed = [f"dataset={['csv', 'mnist', 'digits'][i]}", "epochs=3"]
         best = {"name": metric, "mode": "max", "value": value}
-        result = {"overrides": typed, "best": best, "seconds": 2.0, "test/loss": 0.5, f"test/{test}": 0.125}
+        result = {
+            "overrides": typed,
+            "best": best,
+            "seconds": 2.0,
+            "test/loss": 0.5,
+            f"test/{test}": 0.125,
+        }
         rundir.write_json(tmp_path / name / "result.json", result)
         (tmp_path / name / "config.yaml").touch()
-    rundir.write_json(tmp_path / "e" / "result.json", {"overrides": [], "error": "it is nan.\nType lr.", "code": 3})
+    rundir.write_json(
+        tmp_path / "e" / "result.json",
+        {"overrides": [], "error": "it is nan.\nType lr.", "code": 3},
+    )
     (tmp_path / "e" / "config.yaml").touch()
     (tmp_path / "c d" / "report.html").touch()
     assert sweep.main([str(tmp_path)]) == 0
     said = "3 done, 1 failed, on different data, so that none is the best"
     *lines, end = capsys.readouterr().out.splitlines()
-    assert not any(line.startswith("best ") for line in lines) and end.startswith(f"runs     {tmp_path}: {said};")
+    assert not any(line.startswith("best ") for line in lines) and end.startswith(
+        f"runs     {tmp_path}: {said};"
+    )
     assert [re.split(" {2,}", line)[:2] for line in lines[1:4]] == [
         ["b", "0.5000"],
         ["c d", "0.2500"],
@@ -427,7 +563,10 @@ def test_of_runs_on_different_data_none_is_the_best(tmp_path, capsys):
     text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
     assert "best first" not in text and not {"path", "svg"} & {tag for tag, _ in Page(text).seen}
     heads = re.findall(r"<th.*?>(.*?)</th>", text)
-    assert heads[:6] == ["runs", "val/acc", "settings", "test/acc", "test/loss", "seconds"] and heads[-1] == "note"
+    assert (
+        heads[:6] == ["runs", "val/acc", "settings", "test/acc", "test/loss", "seconds"]
+        and heads[-1] == "note"
+    )
     assert '<a href="c%20d/report.html">c d</a>' in text and text.count("<a ") == 1
     assert "<td>it is nan. Type lr.</td>" in text and 'class="best"' not in text
     for name in bests:
@@ -439,11 +578,18 @@ def test_of_runs_on_different_data_none_is_the_best(tmp_path, capsys):
 
 def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):
     for job in "012":
-        rundir.write_json(tmp_path / job / "job.json", {"number": int(job), "overrides": [f"seed={job}", "epochs=9"]})
+        rundir.write_json(
+            tmp_path / job / "job.json",
+            {"number": int(job), "overrides": [f"seed={job}", "epochs=9"]},
+        )
         row = {"step": 20, "epoch": 1.0, "val/loss": 0.5, "val/acc": 0.75}
-        (tmp_path / job / "metrics.jsonl").write_text(f'{json.dumps(row)}\n{{"step": 30, "train/loss": 1')
+        (tmp_path / job / "metrics.jsonl").write_text(
+            f'{json.dumps(row)}\n{{"step": 30, "train/loss": 1'
+        )
     (tmp_path / "2" / "metrics.jsonl").unlink()
-    rundir.write_json(tmp_path / "sweep.json", {"typed": ["-m", "seed=0,1,2,3", "epochs=9"], "jobs": 4})
+    rundir.write_json(
+        tmp_path / "sweep.json", {"typed": ["-m", "seed=0,1,2,3", "epochs=9"], "jobs": 4}
+    )
     with rundir.held(tmp_path / "1"):
         assert sweep.main([str(tmp_path)]) == 0
     *rows, last = capsys.readouterr().out.splitlines()
@@ -452,7 +598,9 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
         ["0", "unfinished"],
         ["2", "unfinished"],
     ]
-    assert "seed=1: at step 20, loss 0.5000  acc 0.7500" in rows[1] and "seed=2: no row yet" in rows[3]
+    assert (
+        "seed=1: at step 20, loss 0.5000  acc 0.7500" in rows[1] and "seed=2: no row yet" in rows[3]
+    )
     assert "1 running, 2 unfinished, 1 not begun" in last
     assert sweep.main([str(tmp_path)]) == 0  # nobody is at work any more
     go_on = arguments_of(line_of(capsys.readouterr().out, "go on"))
@@ -471,7 +619,9 @@ def test_a_job_that_ends_while_it_is_looked_at(tmp_path, monkeypatch, while_it):
         return found
 
     monkeypatch.setattr(rundir, while_it, ends)
-    assert sweep.read_job(tmp_path / "0").status == ("done" if while_it == "is_held" else "unfinished")
+    assert sweep.read_job(tmp_path / "0").status == (
+        "done" if while_it == "is_held" else "unfinished"
+    )
     assert sweep.read_job(tmp_path / "0").status == "done"
 
 
@@ -479,7 +629,12 @@ def test_a_job_that_ends_while_it_is_looked_at(tmp_path, monkeypatch, while_it):
 def test_the_page_of_a_large_sweep_of_anybody_has_only_text_of_theirs(tmp_path, mode, capsys):
     evil = "</svg></title><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x1b[31m"
     for i in range(500):
-        typed = [f"optimizer.lr=1e-{i % 9}", f"model={evil if i % 7 else 'mlp'}", f"{evil}.a={i % 3}", f"b=[{i},1]"]
+        typed = [
+            f"optimizer.lr=1e-{i % 9}",
+            f"model={evil if i % 7 else 'mlp'}",
+            f"{evil}.a={i % 3}",
+            f"b=[{i},1]",
+        ]
         best = {"name": f"val/{evil}", "mode": mode, "value": (i * 37 % 101) / 10}
         result = {"overrides": typed, "best": best, "seconds": 1.0, f"test/{evil}": 1.0}
         result = {"overrides": typed, "error": evil} if i % 50 == 49 else result
@@ -502,13 +657,29 @@ def test_the_page_of_a_large_sweep_of_anybody_has_only_text_of_theirs(tmp_path, 
 def test_a_spreadsheet_runs_nothing_of_the_csv(tmp_path):
     evil = ["=1+1", "+cmd|x", "-a", "@SUM(A1)", "\x1b[31m", " =1", "-1", "1e-3", "-inf", "a\nb"]
     for i, value in enumerate(evil):
-        result = {"overrides": [f"lr={value}", f"@key={i}"], "seconds": 1.0, "test/loss": -1.5, "best": None}
+        result = {
+            "overrides": [f"lr={value}", f"@key={i}"],
+            "seconds": 1.0,
+            "test/loss": -1.5,
+            "best": None,
+        }
         rundir.write_json(tmp_path / str(i) / "result.json", result)
     rundir.write_json(tmp_path / sweep.SWEEP, {})
     assert sweep.main([str(tmp_path)]) == 0
     with open(tmp_path / "sweep.csv", newline="", encoding="utf-8") as file:
         header, *rows = csv.reader(file)
-    expected = ["'=1+1", "'+cmd|x", "'-a", "'@SUM(A1)", "\\x1b[31m", "' =1", "-1", "1e-3", "-inf", "a b"]
+    expected = [
+        "'=1+1",
+        "'+cmd|x",
+        "'-a",
+        "'@SUM(A1)",
+        "\\x1b[31m",
+        "' =1",
+        "-1",
+        "1e-3",
+        "-inf",
+        "a b",
+    ]
     assert header[:3] == ["job", "status", "lr"] and [row[2] for row in rows] == expected
     assert {row[header.index("test/loss")] for row in rows} == {"-1.5"}
     assert "'@key" in header
@@ -516,26 +687,53 @@ def test_a_spreadsheet_runs_nothing_of_the_csv(tmp_path):
 
 def test_a_pruned_job_has_a_line_of_its_own(tmp_path):
     for i in range(4):
-        result = {"overrides": [f"seed={i}"], "best": {"name": "val/acc", "mode": "max", "value": i}, "seconds": 1.0}
-        rundir.write_json(tmp_path / str(i) / "result.json", {**result, "stopped": "pruned at evaluation 1" * (i > 1)})
+        result = {
+            "overrides": [f"seed={i}"],
+            "best": {"name": "val/acc", "mode": "max", "value": i},
+            "seconds": 1.0,
+        }
+        rundir.write_json(
+            tmp_path / str(i) / "result.json",
+            {**result, "stopped": "pruned at evaluation 1" * (i > 1)},
+        )
     rundir.write_json(tmp_path / sweep.SWEEP, {})
     assert sweep.main([str(tmp_path)]) == 0
     page = Page((tmp_path / "sweep.html").read_text(encoding="utf-8"))
-    assert page.kinds("path") == ["job pruned"] * 2 + ["job", "job best"] and page.kinds("text").count("cut") == 1
+    assert (
+        page.kinds("path") == ["job pruned"] * 2 + ["job", "job best"]
+        and page.kinds("text").count("cut") == 1
+    )
     assert launchers.line(sweep.read_job(tmp_path / "3")).endswith(": pruned at evaluation 1")
 
 
 def test_what_is_typed_in_quotes_is_what_hydra_reads():
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    for value in ("runs/a", "mit ä = b", "it's", "a,b", "x(1)", "C:\\runs", "~", "a#b", "[1]", "trailing ", "100%"):
-        assert str(OverridesParser.create().parse_override(rundir.setting("run_dir", value)).value()) == value
+    for value in (
+        "runs/a",
+        "mit ä = b",
+        "it's",
+        "a,b",
+        "x(1)",
+        "C:\\runs",
+        "~",
+        "a#b",
+        "[1]",
+        "trailing ",
+        "100%",
+    ):
+        assert (
+            str(OverridesParser.create().parse_override(rundir.setting("run_dir", value)).value())
+            == value
+        )
 
 
 def test_a_reason_has_no_traceback():
     try:
         raise ZeroDivisionError("division by zero")
     except ZeroDivisionError as error:
-        assert re.fullmatch(r"ZeroDivisionError: division by zero \(.*test_sweep\.py:\d+\)", cli.reason(error))
+        assert re.fullmatch(
+            r"ZeroDivisionError: division by zero \(.*test_sweep\.py:\d+\)", cli.reason(error)
+        )
     assert cli.reason(FileNotFoundError(2, "No such file", "a.csv")) == "a.csv: no such file.\n"
     assert Path(sweep.__file__).is_file()

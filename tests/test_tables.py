@@ -4,11 +4,11 @@ import re
 
 import pytest
 import torch
+from stoker.data import tables
+from stoker.data.datasets import split_indices
+from stoker.trainer.errors import UserError
 
-from data import tables
-from data.datasets import split_indices
-from trainer import build
-from trainer.errors import UserError
+from stoker.command import build
 
 
 def parts_of(data):
@@ -27,7 +27,10 @@ def table(tmp_path):
 
 def rows(n=100):
     """age is numeric, city a category, kind a class in text, price a number."""
-    return [f"{20 + i % 40},{'abc'[i % 3]},{'yes' if i % 4 else 'no'},{i * 1.5 + 0.25}" for i in range(n)]
+    return [
+        f"{20 + i % 40},{'abc'[i % 3]},{'yes' if i % 4 else 'no'},{i * 1.5 + 0.25}"
+        for i in range(n)
+    ]
 
 
 HEADER = "age,city,kind,price\n"
@@ -35,31 +38,55 @@ HEADER = "age,city,kind,price\n"
 
 def test_a_class_that_the_training_rows_of_a_table_lack(table):
     lines = [f"{i},{'ab'[i % 2]}" for i in range(40)] + ["1,c"] * 2
-    with pytest.raises(UserError, match="the (val|test) part has the class 'c', and the training part has not"):
-        table("x,y\n" + "\n".join(lines), target="y", val_fraction=0.45, test_fraction=0.5).check_classes()
+    with pytest.raises(
+        UserError, match="the (val|test) part has the class 'c', and the training part has not"
+    ):
+        table(
+            "x,y\n" + "\n".join(lines), target="y", val_fraction=0.45, test_fraction=0.5
+        ).check_classes()
 
 
 def test_csv_classes(table):
     data = table(HEADER + "\n".join(rows()), target="kind")
-    assert (data.kind, data.classes, data.num_classes, data.in_shape) == ("classification", ["no", "yes"], 2, (5,))
-    assert sum(len(part) for part in parts_of(data)) == 100 and data.target_scale == 1.0 and data.mean is None
+    assert (data.kind, data.classes, data.num_classes, data.in_shape) == (
+        "classification",
+        ["no", "yes"],
+        2,
+        (5,),
+    )
+    assert (
+        sum(len(part) for part in parts_of(data)) == 100
+        and data.target_scale == 1.0
+        and data.mean is None
+    )
     train = data.train.inputs.double()
     torch.testing.assert_close(train[:, [0, 4]].mean(0), torch.zeros(2).double(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(train[:, [0, 4]].std(0, correction=0), torch.ones(2).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        train[:, [0, 4]].std(0, correction=0), torch.ones(2).double(), atol=1e-6, rtol=0
+    )
     for part in parts_of(data):
-        assert part.inputs.dtype == torch.float32 and torch.equal(part.inputs[:, 1:4].sum(1), torch.ones(len(part)))
+        assert part.inputs.dtype == torch.float32 and torch.equal(
+            part.inputs[:, 1:4].sum(1), torch.ones(len(part))
+        )
 
 
 def test_csv_regression_is_told_in_the_users_units(table):
     data = table(HEADER + "\n".join(rows()), target="price", val_fraction=0.1, test_fraction=0.2)
     assert (
-        data.kind == "regression" and data.num_classes == 1 and [len(part) for part in parts_of(data)] == [70, 10, 20]
+        data.kind == "regression"
+        and data.num_classes == 1
+        and [len(part) for part in parts_of(data)] == [70, 10, 20]
     )
-    prices = torch.cat([part.targets for part in parts_of(data)]).double() * data.target_scale + data.target_mean
+    prices = (
+        torch.cat([part.targets for part in parts_of(data)]).double() * data.target_scale
+        + data.target_mean
+    )
     torch.testing.assert_close(
         prices.view(-1).sort().values, torch.arange(100).double() * 1.5 + 0.25, atol=1e-4, rtol=0
     )
-    torch.testing.assert_close(data.train.targets.double().std(correction=0).item(), 1.0, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        data.train.targets.double().std(correction=0).item(), 1.0, atol=1e-6, rtol=0
+    )
     assert data.train.targets.shape == (70, 1) and data.train.targets.dtype == torch.float32
 
 
@@ -78,14 +105,23 @@ def test_csv_kind_auto(table, values, kind, classes):
     assert (data.kind, data.classes) == (kind, classes)
     if kind == "regression":
         assert (
-            table("a,y\n" + "\n".join(f"{i},{values(i)}" for i in range(100)), target="y", kind="classification").kind
+            table(
+                "a,y\n" + "\n".join(f"{i},{values(i)}" for i in range(100)),
+                target="y",
+                kind="classification",
+            ).kind
             == "classification"
         )
 
 
 @pytest.mark.parametrize(
     "names",
-    [["5", "1000001", "1000002"], ["0.1", "1000000.5", "1000000.25"], ["1.0", "1.5", "low"], ["0", "-0.5", "1e+20"]],
+    [
+        ["5", "1000001", "1000002"],
+        ["0.1", "1000000.5", "1000000.25"],
+        ["1.0", "1.5", "low"],
+        ["0", "-0.5", "1e+20"],
+    ],
 )
 def test_the_classes_of_a_column_are_told_apart_and_known_again(table, names):
     """Also where they are numbers that have many digits, or begin like numbers; in a table that has not all of them."""
@@ -115,7 +151,9 @@ def test_csv_learns_from_the_training_part_alone(table):
 
 def test_csv_forms(table):
     expected = table(HEADER + "\n".join(rows()), target="kind")
-    assert table(b"\xef\xbb\xbf" + (HEADER + "\n".join(rows())).encode(), target="kind", ignore="age").in_shape == (4,)
+    assert table(
+        b"\xef\xbb\xbf" + (HEADER + "\n".join(rows())).encode(), target="kind", ignore="age"
+    ).in_shape == (4,)
     for text, options in [
         (b"\xef\xbb\xbf" + (HEADER + "\r\n".join(rows())).encode(), {}),
         ((HEADER + "\n\n".join(rows())).replace(",", ";"), {"delimiter": ";"}),
@@ -135,8 +173,15 @@ def test_csv_forms(table):
         assert torch.equal(data.train.inputs, expected.train.inputs) and torch.equal(
             data.test.targets, expected.test.targets
         )
-    assert table(HEADER + "\n".join(rows()), target="kind", ignore=["price", "city"]).in_shape == (1,)
-    assert table(HEADER + "\n".join(rows()), target="kind", categorical=["age"], ignore="price").in_shape[0] > 35
+    assert table(HEADER + "\n".join(rows()), target="kind", ignore=["price", "city"]).in_shape == (
+        1,
+    )
+    assert (
+        table(
+            HEADER + "\n".join(rows()), target="kind", categorical=["age"], ignore="price"
+        ).in_shape[0]
+        > 35
+    )
 
 
 def test_a_row_is_known_by_its_first_line(tmp_path):
@@ -156,13 +201,16 @@ def test_csv_missing_values(table):
     lines[10] = "30,,yes,4"
     text = HEADER + "\n".join(lines)
     with pytest.raises(
-        UserError, match=r"'age' in 6, 'city' in 1 of 100 rows.\nType dataset.missing=mean .* dataset.missing=drop"
+        UserError,
+        match=r"'age' in 6, 'city' in 1 of 100 rows.\nType dataset.missing=mean .* dataset.missing=drop",
     ):
         table(text, target="kind")
     parts = parts_of(table(text, target="kind", missing="drop"))
     assert sum(len(part) for part in parts) == 93
     there = [line for line in range(8, 102) if line != 12]
-    assert sorted(line for part in parts for line in part.lines.tolist()) == there  # of the file: the header is line 1
+    assert (
+        sorted(line for part in parts for line in part.lines.tolist()) == there
+    )  # of the file: the header is line 1
     filled = table(text, target="kind", missing="mean", val_fraction=0, test_fraction=0)
     assert (
         len(filled.train) == 100
@@ -179,7 +227,11 @@ def test_csv_missing_values(table):
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
-        (HEADER + "\n".join(rows()), {"target": "prise"}, "dataset.target=prise.*Did you mean 'price'"),
+        (
+            HEADER + "\n".join(rows()),
+            {"target": "prise"},
+            "dataset.target=prise.*Did you mean 'price'",
+        ),
         (HEADER + "\n".join(rows()), {"categorical": ["town"]}, "dataset.categorical=town"),
         (HEADER + "\n".join(rows()), {"kind": "cluster"}, "dataset.kind"),
         (HEADER + "\n".join(rows()), {"missing": "guess"}, "dataset.missing"),
@@ -196,7 +248,11 @@ def test_csv_missing_values(table):
         (HEADER + "1,a,yes,2\n" * 30, {}, "all 30 rows have the same value, 'yes'"),
         (HEADER + "1,a,yes,2\n" * 30, {"target": "price"}, "all 30 rows have the same value"),
         ("age,age,kind\n1,2,3\n", {}, "'age' 2 times"),
-        ("age,,kind\n1,2,3\n", {}, r"column without a name, number 2. Give it one; to_csv\(index=False\)"),
+        (
+            "age,,kind\n1,2,3\n",
+            {},
+            r"column without a name, number 2. Give it one; to_csv\(index=False\)",
+        ),
         (
             HEADER + "\n".join(f"{i},{i}x,{i % 2},3" for i in range(100)),
             {},
@@ -207,9 +263,21 @@ def test_csv_missing_values(table):
             {},
             r"no table that can be read \(it is not in UTF-8, and has the byte 0xff\).\nSave it as UTF-8",
         ),
-        ("kind,id\n" + "\n".join(f"{i % 2},{i}" for i in range(50)), {"ignore": ["id"]}, "no column besides"),
-        ("a,b,kind\n" + "\n".join(f",{i},{i % 2}" for i in range(50)), {"missing": "mean"}, "'a' has no value"),
-        ("a,b,kind\n" + "\n".join(f",{i},{i % 2}" for i in range(50)), {"missing": "drop"}, "leaves no row"),
+        (
+            "kind,id\n" + "\n".join(f"{i % 2},{i}" for i in range(50)),
+            {"ignore": ["id"]},
+            "no column besides",
+        ),
+        (
+            "a,b,kind\n" + "\n".join(f",{i},{i % 2}" for i in range(50)),
+            {"missing": "mean"},
+            "'a' has no value",
+        ),
+        (
+            "a,b,kind\n" + "\n".join(f",{i},{i % 2}" for i in range(50)),
+            {"missing": "drop"},
+            "leaves no row",
+        ),
     ],
 )
 def test_csv_mistakes(table, text, options, words):
@@ -231,9 +299,9 @@ def test_a_run_is_told_of_categories_that_it_has_not_seen(table, caplog):
     assert [record.getMessage().partition(".csv, ")[2] for record in caplog.records] == [
         "line 7: 'd' in the column 'city' is none of those trained on; such values count as none of them."
     ]
-    assert sum((part.inputs[:, 1:4].sum(1) == 0).sum().item() for part in parts_of(again)) == text.count(
-        "22,c"
-    ) + text.count("25,c") + text.count("28,c")
+    assert sum(
+        (part.inputs[:, 1:4].sum(1) == 0).sum().item() for part in parts_of(again)
+    ) == text.count("22,c") + text.count("25,c") + text.count("28,c")
 
 
 def test_a_column_that_is_added_without_values_is_filled_in(table):
@@ -241,7 +309,9 @@ def test_a_column_that_is_added_without_values_is_filled_in(table):
     text = HEADER + "\n".join(rows())
     about = table(text, target="price").description()
     without = "\n".join(line.partition(",")[2] for line in text.split("\n"))
-    with pytest.raises(UserError, match=r"no column 'age'.*\nRename one, or add it; with dataset.missing=mean"):
+    with pytest.raises(
+        UserError, match=r"no column 'age'.*\nRename one, or add it; with dataset.missing=mean"
+    ):
         table(without, target="price", trained=about)
     added = "age,city" + without.removeprefix("city").replace("\n", "\n,")
     found = table(added, target="price", missing="mean", trained=about)
@@ -266,7 +336,9 @@ def test_a_column_that_counts_the_rows_is_named(table, caplog, values, counts):
     options = {"target": "price", "missing": "mean"}
     data = table("number,rooms,price\n" + "\n".join(lines), **options)
     said = [record.getMessage() for record in caplog.records]
-    assert [line.endswith("of a new row. Leave it out: dataset.ignore=[number].") for line in said] == [True] * counts
+    assert [
+        line.endswith("of a new row. Leave it out: dataset.ignore=[number].") for line in said
+    ] == [True] * counts
     assert data.in_shape == (2,)
     caplog.clear()
     table("number,rooms,price\n" + "\n".join(lines), **options, ignore=["number"])
@@ -279,9 +351,21 @@ def test_a_few_values_that_are_no_numbers_make_no_categories(table, wrong):
     """Neither in the target nor in a column, however many others are there twice."""
     lines = [f"{i % 30},{i % 40 + 0.5}" for i in range(400)]
     for column, places, words in (
-        ("price", [7], r"dataset.target=price: 1 of 400 values is no number, {} in line 9\.\n.*=classification\.$"),
-        ("price", [7, 3], "dataset.target=price: 2 of 400 values are no numbers, the first {} in line 5"),
-        ("rooms", [7], r"Column 'rooms' has 31 .* 1 of 400 values is no number, {} in line 9.\n.*categorical=.rooms"),
+        (
+            "price",
+            [7],
+            r"dataset.target=price: 1 of 400 values is no number, {} in line 9\.\n.*=classification\.$",
+        ),
+        (
+            "price",
+            [7, 3],
+            "dataset.target=price: 2 of 400 values are no numbers, the first {} in line 5",
+        ),
+        (
+            "rooms",
+            [7],
+            r"Column 'rooms' has 31 .* 1 of 400 values is no number, {} in line 9.\n.*categorical=.rooms",
+        ),
     ):
         text = list(lines)
         for i in places:
@@ -292,24 +376,42 @@ def test_a_few_values_that_are_no_numbers_make_no_categories(table, wrong):
             table(text, target="price", val_fraction=0, test_fraction=0)
         assert str(caught.value).count("\n") == 1 and "Write numbers as 1234.5" in str(caught.value)
         changes = {"price": {"kind": "classification"}, "rooms": {"categorical": ["rooms"]}}[column]
-        assert table(text, target="price", val_fraction=0, test_fraction=0, **changes).table  # as it was typed
+        assert table(
+            text, target="price", val_fraction=0, test_fraction=0, **changes
+        ).table  # as it was typed
         about = table("rooms,price\n" + "\n".join(lines), target="price").description()
         with pytest.raises(UserError, match=f"no numbers?, .*{re.escape(repr(wrong))} in line"):
             table(text, target="price", trained=about)
 
 
 def test_a_column_of_few_kinds_may_have_numbers_among_them(table):
-    text = "children,y\n" + "\n".join(f"{'3+' if i % 10 == 0 else i % 3},{i % 2}" for i in range(200))
-    assert [column["categories"] for column in table(text, target="y").table["columns"]] == [["0", "1", "2", "3+"]]
+    text = "children,y\n" + "\n".join(
+        f"{'3+' if i % 10 == 0 else i % 3},{i % 2}" for i in range(200)
+    )
+    assert [column["categories"] for column in table(text, target="y").table["columns"]] == [
+        ["0", "1", "2", "3+"]
+    ]
     assert table(text, target="children").classes == ["0", "1", "2", "3+"]
 
 
 @pytest.mark.parametrize(
     ("values", "kind", "words"),
     [
-        (lambda i: f"${i}.00", "auto", r"40 .* 40 different values, too many for classes, and 40 of 40 .* '\$0.00'"),
-        (lambda i: f"c{i % 35}", "classification", "40 rows have 35 different values, too many for classes, and 40 of"),
-        (lambda i: i / 2, "classification", "40 .* too many for classes.\nType dataset.kind=regression, or"),
+        (
+            lambda i: f"${i}.00",
+            "auto",
+            r"40 .* 40 different values, too many for classes, and 40 of 40 .* '\$0.00'",
+        ),
+        (
+            lambda i: f"c{i % 35}",
+            "classification",
+            "40 rows have 35 different values, too many for classes, and 40 of",
+        ),
+        (
+            lambda i: i / 2,
+            "classification",
+            "40 .* too many for classes.\nType dataset.kind=regression, or",
+        ),
     ],
 )
 def test_a_target_of_too_many_classes_says_why(table, values, kind, words):
@@ -332,7 +434,11 @@ def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):
     text = "x,y\n" + "\n".join(f"{i % 7},{i % 3}" for i in range(90))
     for kind, loss, words in (
         ("auto", torch.nn.MSELoss(), "Type loss=cross_entropy, or dataset.kind=regression"),
-        ("regression", torch.nn.CrossEntropyLoss(), "Type loss=mse, l1 or huber, or dataset.kind=classification"),
+        (
+            "regression",
+            torch.nn.CrossEntropyLoss(),
+            "Type loss=mse, l1 or huber, or dataset.kind=classification",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             build.check_fit(None, loss, table(text, target="y", kind=kind))

@@ -4,14 +4,14 @@ import time
 
 import pytest
 import torch
+from stoker.data.datasets import Data, TensorSplit
+from stoker.data.loader import HostLoader, make_loaders
+from stoker.trainer.callbacks import Callback, Checkpoint, Progress
+from stoker.trainer.trainer import Trainer
 from torch import nn
 
-from data.datasets import Data, TensorSplit
-from data.loader import HostLoader, make_loaders
-from trainer.callbacks import Callback, Checkpoint, Progress
-from trainer.loggers import Logger
-from trainer.timing import MOST_COST, STAGES, Timing, verdict
-from trainer.trainer import Trainer
+from stoker.diagnostics.timing import MOST_COST, STAGES, Timing, verdict
+from stoker.runs.loggers import Logger
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 POINTS = 0.05
@@ -86,7 +86,9 @@ class Slow:
 
     def __init__(self, n, clock, size=8, sends=None):
         generator = torch.Generator().manual_seed(0)
-        self.pairs = [(torch.randn(size, 6, generator=generator), torch.arange(size) % 3) for _ in range(n)]
+        self.pairs = [
+            (torch.randn(size, 6, generator=generator), torch.arange(size) % 3) for _ in range(n)
+        ]
         self.clock, self.sends, self.batch_size = clock, sends, size
 
     def __len__(self):
@@ -104,7 +106,14 @@ def fitted(train, val=None, model=None, callbacks=(), trainer=Trainer, optimizer
     timing = Timing()
     torch.manual_seed(0)
     model = model or Net(6, 3)
-    fits = trainer(model, nn.CrossEntropyLoss(), optimizer, callbacks=[*callbacks, timing], device="cpu", **settings)
+    fits = trainer(
+        model,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        callbacks=[*callbacks, timing],
+        device="cpu",
+        **settings,
+    )
     fits.fit(train, val)
     return timing, sum(timing.took.values())
 
@@ -132,13 +141,18 @@ def test_a_slow_split_that_is_streamed():
 
     split = Reads(torch.randn(400, 6), torch.arange(400) % 3)
     (train, _, _), _ = make_loaders(
-        Data("slow", split, None, None, in_shape=(6,), num_classes=3), batch_size=8, resident=False, workers=0
+        Data("slow", split, None, None, in_shape=(6,), num_classes=3),
+        batch_size=8,
+        resident=False,
+        workers=0,
     )
     assert isinstance(train, HostLoader)
     clock.seconds = 0.0
     timing, total = fitted(train, epochs=1)
     assert abs(timing.took["data"] - clock.seconds) <= POINTS * total
-    assert "for data: set dataset.workers=" in timing.said and timing.said.endswith("or dataset.resident=true")
+    assert "for data: set dataset.workers=" in timing.said and timing.said.endswith(
+        "or dataset.resident=true"
+    )
     train.split.__class__ = Streamed
     timing, _ = fitted(train, epochs=1)
     assert "for data: set dataset.workers=" in timing.said and "resident" not in timing.said
@@ -159,7 +173,8 @@ def test_too_many_evaluations():
     assert abs(timing.took["evaluation"] - evaluated) <= POINTS * total
     share = timing.took["evaluation"] / total
     assert (
-        timing.said == f"evaluations took {100 * share:.0f} % of the time: set eval_every={min(70, proposed(2, share))}"
+        timing.said
+        == f"evaluations took {100 * share:.0f} % of the time: set eval_every={min(70, proposed(2, share))}"
     )
 
 
@@ -169,7 +184,9 @@ def test_what_the_rows_of_evaluations_cost():
             if "val/loss" in row:
                 time.sleep(0.02)
 
-    timing, total = fitted(Slow(70, Clock()), Slow(2, Clock()), epochs=1, eval_every=2, callbacks=[Slowly()])
+    timing, total = fitted(
+        Slow(70, Clock()), Slow(2, Clock()), epochs=1, eval_every=2, callbacks=[Slowly()]
+    )
     assert abs(timing.took["evaluation"] - 35 * (0.02 + 2 * 0.005)) <= POINTS * total
     assert abs(timing.took["forward"] - 70 * 0.005) <= POINTS * total
 
@@ -184,7 +201,14 @@ def test_what_others_do_after_a_step_is_the_loop_s():
 
 
 def test_the_evaluation_that_a_run_still_owes_is_no_data(tmp_path):
-    trainer = Trainer(Net(6, 3), nn.CrossEntropyLoss(), SGD, callbacks=[timing := Timing()], device="cpu", epochs=1)
+    trainer = Trainer(
+        Net(6, 3),
+        nn.CrossEntropyLoss(),
+        SGD,
+        callbacks=[timing := Timing()],
+        device="cpu",
+        epochs=1,
+    )
     trainer.prepare(Slow(40, Clock()), Slow(60, Clock()), None)
     state = trainer.state_dict() | {"evaluation_due": True}
     trainer.fit(Slow(40, Clock()), Slow(60, Clock()), resume=state)
@@ -220,9 +244,9 @@ def test_an_evaluation_within_an_evaluation_is_counted_once():
 
 def test_an_evaluation_without_a_fit_is_not_timed():
     trainer = Trainer(Net(6, 3), nn.CrossEntropyLoss(), callbacks=[Timing()], device="cpu")
-    assert trainer.evaluate(Slow(2, Clock())) == Trainer(trainer.module, nn.CrossEntropyLoss(), device="cpu").evaluate(
-        Slow(2, Clock())
-    )
+    assert trainer.evaluate(Slow(2, Clock())) == Trainer(
+        trainer.module, nn.CrossEntropyLoss(), device="cpu"
+    ).evaluate(Slow(2, Clock()))
 
 
 def test_a_slow_step_among_others_blames_nobody(virtual):
@@ -268,13 +292,17 @@ def test_a_slow_logger():
     logger.describe({})
     timing, total = fitted(Slow(60, Clock()), callbacks=[logger], epochs=1, log_every=1)
     assert abs(timing.took["logging"] - clock.seconds) <= POINTS * total
-    assert timing.said.startswith(f"loggers took {100 * timing.took['logging'] / total:.0f} % of the time")
+    assert timing.said.startswith(
+        f"loggers took {100 * timing.took['logging'] / total:.0f} % of the time"
+    )
 
 
 def proposed(every, share, aim=0.05):
     """The next of 1, 2, 5, 10, 20, ... with which what took this share takes `aim`, or less."""
     least = every * share / (1 - share) / (aim / (1 - aim))
-    return next(step * 10**power for power in range(9) for step in (1, 2, 5) if step * 10**power >= least)
+    return next(
+        step * 10**power for power in range(9) for step in (1, 2, 5) if step * 10**power >= least
+    )
 
 
 class SlowSGD(torch.optim.SGD):
@@ -289,7 +317,9 @@ class SlowSGD(torch.optim.SGD):
 def test_tiny_batches():
     SlowSGD.clock = Clock(at_least=0.004)
     model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
-    timing, total = fitted(Slow(300, Clock(), size=1), model=model, optimizer=functools.partial(SlowSGD, lr=0.01))
+    timing, total = fitted(
+        Slow(300, Clock(), size=1), model=model, optimizer=functools.partial(SlowSGD, lr=0.01)
+    )
     assert abs(timing.took["optimizer"] - SlowSGD.clock.seconds) <= POINTS * total
     share = (timing.took["optimizer"] + timing.took["other"]) / total
     assert timing.said == (
@@ -304,7 +334,10 @@ def test_nothing_to_do():
     timing, total = fitted(Slow(24, Clock()), model=model)
     assert abs(timing.took["forward"] - 24 * 0.05) <= POINTS * total
     compute = sum(timing.took[stage] for stage in ("forward", "backward", "optimizer"))
-    assert timing.said == f"compute bound: {100 * compute / total:.0f} % of the time is forward, backward and optimizer"
+    assert (
+        timing.said
+        == f"compute bound: {100 * compute / total:.0f} % of the time is forward, backward and optimizer"
+    )
 
 
 def test_the_sentence_is_said_after_the_first_epoch(capsys):
@@ -325,19 +358,33 @@ def test_all_of_the_time_is_in_the_split_and_none_twice():
 
     lasts = Lasts()
     timing, total = fitted(
-        Slow(30, Clock(0.002)), Slow(3, Clock(0.002)), callbacks=[lasts], epochs=4, grad_accum_steps=3
+        Slow(30, Clock(0.002)),
+        Slow(3, Clock(0.002)),
+        callbacks=[lasts],
+        epochs=4,
+        grad_accum_steps=3,
     )
     assert set(timing.took) <= set(STAGES) and all(seconds > 0 for seconds in timing.took.values())
     assert abs(total - lasts.seconds) <= 0.05 * lasts.seconds
     assert abs(timing.took["forward"] - 4 * 30 * 3 * 0.005) <= POINTS * total
 
 
-@pytest.mark.parametrize("settings", [{}, {"grad_accum_steps": 2, "max_grad_norm": 0.1}, {"precision": "bf16"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"grad_accum_steps": 2, "max_grad_norm": 0.1}, {"precision": "bf16"}]
+)
 def test_the_weights_are_those_of_a_training_that_nobody_times(settings):
     def weights(callbacks):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-        fits = Trainer(model, nn.CrossEntropyLoss(), SGD, callbacks=callbacks, device="cpu", epochs=3, **settings)
+        fits = Trainer(
+            model,
+            nn.CrossEntropyLoss(),
+            SGD,
+            callbacks=callbacks,
+            device="cpu",
+            epochs=3,
+            **settings,
+        )
         fits.fit(Slow(40, Clock()), Slow(2, Clock()))
         assert not {"begin_step", "train_step", "compute_loss"} & set(vars(fits))
         assert not {"step", "unscale_"} & set(vars(fits.scaler))
@@ -367,7 +414,9 @@ def test_a_fit_that_another_callback_refuses_fails_as_it_would_have():
         def on_fit_start(self, trainer):
             raise ZeroDivisionError
 
-    fits = Trainer(Net(6, 3), nn.CrossEntropyLoss(), SGD, callbacks=[Refuses(), Timing()], device="cpu")
+    fits = Trainer(
+        Net(6, 3), nn.CrossEntropyLoss(), SGD, callbacks=[Refuses(), Timing()], device="cpu"
+    )
     with pytest.raises(ZeroDivisionError):
         fits.fit(Slow(4, Clock()))
 
@@ -377,7 +426,9 @@ def test_a_fit_that_fails_leaves_nothing_behind():
         def forward(self, inputs):
             raise ZeroDivisionError
 
-    fits = Trainer(Fails(6, 3), nn.CrossEntropyLoss(), SGD, callbacks=[timing := Timing()], device="cpu")
+    fits = Trainer(
+        Fails(6, 3), nn.CrossEntropyLoss(), SGD, callbacks=[timing := Timing()], device="cpu"
+    )
     with pytest.raises(ZeroDivisionError):
         fits.fit(Slow(4, Clock()))
     assert not {"begin_step", "train_step", "compute_loss"} & set(vars(fits)) and timing.took == {}
@@ -413,9 +464,21 @@ COPIES = {"transfer": 1.0, "step": 3.0}
 @pytest.mark.parametrize(
     ("seconds", "facts", "said"),
     [
-        (WAITS, {"cores": 8}, "waited 60 % of the time for data: set dataset.workers=8 or dataset.resident=true"),
-        (WAITS, {"loader": "augmented"}, "waited 60 % of the time for data: leave out some of dataset.augment"),
-        (COPIES, {}, "waited 25 % of the time for batches to be copied to it: set dataset.resident=true"),
+        (
+            WAITS,
+            {"cores": 8},
+            "waited 60 % of the time for data: set dataset.workers=8 or dataset.resident=true",
+        ),
+        (
+            WAITS,
+            {"loader": "augmented"},
+            "waited 60 % of the time for data: leave out some of dataset.augment",
+        ),
+        (
+            COPIES,
+            {},
+            "waited 25 % of the time for batches to be copied to it: set dataset.resident=true",
+        ),
         (
             {"evaluation": 5.0, "step": 5.0},
             {"eval_every": 100},
@@ -431,16 +494,36 @@ COPIES = {"transfer": 1.0, "step": 3.0}
             {},
             "loggers took 20 % of the time: leave out one of callbacks, or set a larger",
         ),
-        ({"evaluation": 1.9, "forward": 8.1}, {}, "compute bound: 81 % of the time is forward, backward and optimizer"),
-        ({"evaluation": 1.9, "step": 8.1}, {"captured": True}, "compute bound: 81 % of the time is forward, backward"),
-        ({"evaluation": 1.9, "step": 8.1}, {}, "the steps of this Trainer's own took 81 % of the time: profile=true"),
+        (
+            {"evaluation": 1.9, "forward": 8.1},
+            {},
+            "compute bound: 81 % of the time is forward, backward and optimizer",
+        ),
+        (
+            {"evaluation": 1.9, "step": 8.1},
+            {"captured": True},
+            "compute bound: 81 % of the time is forward, backward",
+        ),
+        (
+            {"evaluation": 1.9, "step": 8.1},
+            {},
+            "the steps of this Trainer's own took 81 % of the time: profile=true",
+        ),
         (
             {"step": 9.0},
             {"idle": 0.9, "batch_size": 64},
             "for Python to give it work: set batch_size=1024 or set compile=graph",
         ),
-        ({"optimizer": 9.0, "forward": 1.0}, {"batch_size": 64}, "the same for any batch: set batch_size=1024"),
-        ({"optimizer": 5.0, "forward": 5.0}, {"batch_size": 50}, "the same for any batch: set batch_size=400"),
+        (
+            {"optimizer": 9.0, "forward": 1.0},
+            {"batch_size": 64},
+            "the same for any batch: set batch_size=1024",
+        ),
+        (
+            {"optimizer": 5.0, "forward": 5.0},
+            {"batch_size": 50},
+            "the same for any batch: set batch_size=400",
+        ),
         (
             {"optimizer": 9.0, "forward": 1.0},
             {"batch_size": 64, "steps_per_epoch": 23},
@@ -452,7 +535,11 @@ COPIES = {"transfer": 1.0, "step": 3.0}
             "the same for any batch: this data is too small for larger ones",
         ),
         ({"data": 5.0}, {"cores": 2}, "waited 100 % of the time for data: set dataset.workers=2"),
-        ({"data": 5.0}, {"cores": 2, "workers": 2}, "waited 100 % of the time for data: set dataset.resident=true"),
+        (
+            {"data": 5.0},
+            {"cores": 2, "workers": 2},
+            "waited 100 % of the time for data: set dataset.resident=true",
+        ),
         (
             {"checkpoint": 5.0},
             {"save_every": ("checkpoint.every", 1)},

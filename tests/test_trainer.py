@@ -9,17 +9,18 @@ import re
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from stoker.data.datasets import Data, TensorSplit
+from stoker.data.loader import DeviceLoader, HostLoader
+from stoker.models.cnn import CNN
+from stoker.trainer import checkpoint, schedules
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard
+from stoker.trainer.device import mix_seed, move, seed_generators
+from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.metrics import Accuracy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.datasets import Data, TensorSplit
-from data.loader import DeviceLoader, HostLoader
-from models.cnn import CNN
-from trainer import Trainer, checkpoint, schedules
-from trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard
-from trainer.device import mix_seed, move, seed_generators
-from trainer.errors import TrainingError, UserError
-from trainer.lr_find import lr_find
-from trainer.metrics import Accuracy
+from stoker import Trainer
+from stoker.diagnostics.lr_find import lr_find
 
 
 def loaders(data=None, batch_size=8, kind=DeviceLoader, **options):
@@ -63,10 +64,14 @@ def test_fit_is_the_loop_one_would_have_written(clip):
             optimizer.zero_grad()
             scheduler.step()
             step += 1
-    assert_same(trained(model=make_model(dropout=0.3), max_grad_norm=clip), dict(model.state_dict()))
+    assert_same(
+        trained(model=make_model(dropout=0.3), max_grad_norm=clip), dict(model.state_dict())
+    )
 
 
-@pytest.mark.parametrize("samples", [56, 60])  # the last batch of 60 has 4 samples, and cannot be cut into 7
+@pytest.mark.parametrize(
+    "samples", [56, 60]
+)  # the last batch of 60 has 4 samples, and cannot be cut into 7
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_accumulation_changes_memory_and_not_the_mathematics(samples, clip):
     data = make_data(samples, dtype=torch.float64)
@@ -92,18 +97,24 @@ def test_the_loss_of_a_step_is_the_mean_over_its_samples():
         trainer = make_trainer(make_model(dtype=torch.float64), grad_accum_steps=parts)
         trainer.scheduler = schedules.constant(trainer.optimizer, 1)
         losses.append(trainer.train_step(batch))
-    expected = torch.nn.functional.cross_entropy(make_model(dtype=torch.float64)(batch[0]), batch[1])
+    expected = torch.nn.functional.cross_entropy(
+        make_model(dtype=torch.float64)(batch[0]), batch[1]
+    )
     torch.testing.assert_close(losses[0], expected.detach(), rtol=0, atol=0)
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-12)
 
 
 def test_biases_and_norms_do_not_decay_unless_asked():
     for decay_all in (False, True):
-        model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3)
+        )
         torch.nn.init.ones_(model[0].bias)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         trainer = make_trainer(
-            model, optimizer=functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.5), decay_all=decay_all
+            model,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.5),
+            decay_all=decay_all,
         )
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -160,7 +171,9 @@ def test_max_steps_is_the_length_instead_of_epochs():
 def test_a_step_that_the_fp16_scaler_skips_does_not_advance_the_schedule():
     train_loader, _ = loaders()
     trainer = make_trainer(precision="fp16", max_steps=2)
-    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)  # its first gradients are infinite in float16
+    trainer.scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**60
+    )  # its first gradients are infinite in float16
     before, seen = weights(trainer), []
 
     class Watch(Callback):
@@ -181,7 +194,9 @@ def test_fp16_steps_may_be_skipped_but_not_for_ever():
             super().on_log(trainer, row)
             rows.append(row)
 
-    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)  # some of its first gradients are infinite
+    trainer.scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**26
+    )  # some of its first gradients are infinite
     trainer.callbacks = [Rows()]
     trainer.fit(loaders()[0])
     assert trainer.scheduler.steps < trainer.step == 72  # and the norms of those steps are left out
@@ -195,7 +210,8 @@ def test_fp16_steps_may_be_skipped_but_not_for_ever():
 
     trainer = make_trainer(Endless(*make_model()), precision="fp16", epochs=9, log_every=1000)
     with pytest.raises(
-        TrainingError, match=r"30 steps in a row, up to step 30, .* scale of 0.000122 .*\nType precision=bf16"
+        TrainingError,
+        match=r"30 steps in a row, up to step 30, .* scale of 0.000122 .*\nType precision=bf16",
     ):
         trainer.fit(loaders()[0])
 
@@ -213,8 +229,15 @@ def test_the_norm_that_is_logged_is_the_mean_over_the_steps_of_its_window():
             norms.append(norm.item())
             return loss, norm
 
-    settings = {"loss": torch.nn.CrossEntropyLoss(), "optimizer": torch.optim.AdamW, "device": "cpu", "epochs": 1}
-    Noting(make_model(), callbacks=[Watch()], max_grad_norm=0.5, log_every=3, **settings).fit(loaders()[0])
+    settings = {
+        "loss": torch.nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.AdamW,
+        "device": "cpu",
+        "epochs": 1,
+    }
+    Noting(make_model(), callbacks=[Watch()], max_grad_norm=0.5, log_every=3, **settings).fit(
+        loaders()[0]
+    )
     windows = [norms[0:3], norms[3:6], norms[6:8]]
     assert rows == pytest.approx([sum(window) / len(window) for window in windows], rel=1e-12)
     make_trainer(callbacks=[Watch()], epochs=1).fit(loaders()[0])
@@ -238,10 +261,13 @@ def test_autocast_is_what_torch_does(precision):
 
 
 @pytest.mark.parametrize(
-    "change", [{"log_every": 1}, {"eval_every": 3}, {"eval_every": 1, "log_every": 7}, {"val": False}]
+    "change",
+    [{"log_every": 1}, {"eval_every": 3}, {"eval_every": 1, "log_every": 7}, {"val": False}],
 )
 def test_neither_logging_nor_validation_changes_a_weight(change):
-    assert_same(trained(model=make_model(dropout=0.5), **change), trained(model=make_model(dropout=0.5)))
+    assert_same(
+        trained(model=make_model(dropout=0.5), **change), trained(model=make_model(dropout=0.5))
+    )
 
 
 def test_global_generators_do_not_reach_a_training():
@@ -249,7 +275,9 @@ def test_global_generators_do_not_reach_a_training():
     first = trained(model=make_model(dropout=0.5, seed=3))
     torch.manual_seed(2)
     assert_same(trained(model=make_model(dropout=0.5, seed=3)), first)
-    assert not torch.equal(trained(model=make_model(dropout=0.5, seed=3), seed=1)["0.weight"], first["0.weight"])
+    assert not torch.equal(
+        trained(model=make_model(dropout=0.5, seed=3), seed=1)["0.weight"], first["0.weight"]
+    )
 
 
 def test_what_is_drawn_after_a_training_is_what_would_have_been_without():
@@ -270,7 +298,8 @@ def test_what_is_drawn_after_a_training_is_what_would_have_been_without():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streamed_training_is_resident_training(workers):
     streamed = trained(
-        model=make_model(dropout=0.5), loader_options={"kind": functools.partial(HostLoader, workers=workers)}
+        model=make_model(dropout=0.5),
+        loader_options={"kind": functools.partial(HostLoader, workers=workers)},
     )
     assert_same(streamed, trained(model=make_model(dropout=0.5)))
 
@@ -284,7 +313,11 @@ def test_evaluation_leaves_everything_as_it_was():
     modes = [module.training for module in trainer.module.modules()]
     assert trainer.evaluate(val_loader) == trainer.evaluate(val_loader)
     assert_same(trainer.state_dict(), before)
-    assert [module.training for module in trainer.module.modules()] == modes == [True, True, False, True, True]
+    assert (
+        [module.training for module in trainer.module.modules()]
+        == modes
+        == [True, True, False, True, True]
+    )
 
 
 # Evaluation and prediction
@@ -300,7 +333,9 @@ def test_evaluation_in_small_batches_is_that_of_one_full_batch():
         )
         assert results["test/acc"] == (outputs.argmax(1) == data.val.targets).double().mean().item()
         assert math.isclose(
-            results["test/loss"], torch.nn.functional.cross_entropy(outputs, data.val.targets).item(), rel_tol=1e-12
+            results["test/loss"],
+            torch.nn.functional.cross_entropy(outputs, data.val.targets).item(),
+            rel_tol=1e-12,
         )
 
 
@@ -341,13 +376,17 @@ def test_a_metric_that_counts_is_a_number_like_all_others():
             return self.count - sums
 
     found = make_trainer(metrics={"wrong": Wrong(), "acc": Accuracy()}).evaluate(loaders()[1])
-    assert isinstance(found["val/wrong"], float) and found["val/wrong"] == round(25 * (1 - found["val/acc"]))
+    assert isinstance(found["val/wrong"], float) and found["val/wrong"] == round(
+        25 * (1 - found["val/acc"])
+    )
 
 
 # Resume
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)])
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)]
+)
 def test_a_channels_last_model_resumes_exactly(tmp_path, optimizer):
     """A file holds contiguous tensors, and a fused optimizer reads the memory of its means as it lies."""
 
@@ -362,7 +401,9 @@ def test_a_channels_last_model_resumes_exactly(tmp_path, optimizer):
         torch.manual_seed(0)
         model = CNN((3, 8, 8), 3, channels=[8, 16])
         callbacks = [EMA(0.9), Checkpoint(tmp_path, every=3, keep=9)]
-        made = make_trainer(model, optimizer=functools.partial(optimizer, lr=1e-2), callbacks=callbacks, epochs=2)
+        made = make_trainer(
+            model, optimizer=functools.partial(optimizer, lr=1e-2), callbacks=callbacks, epochs=2
+        )
         assert model.features[0].weight.is_contiguous(memory_format=torch.channels_last)
         return made
 
@@ -370,7 +411,9 @@ def test_a_channels_last_model_resumes_exactly(tmp_path, optimizer):
     whole.fit(DeviceLoader(data, "train", 8, shuffle=True))
     whole = copy.deepcopy(whole.state_dict())
     continued = trainer()
-    continued.fit(DeviceLoader(data, "train", 8, shuffle=True), resume=tmp_path / "step_00000003.ckpt")
+    continued.fit(
+        DeviceLoader(data, "train", 8, shuffle=True), resume=tmp_path / "step_00000003.ckpt"
+    )
     assert_same(continued.state_dict(), whole)
 
 
@@ -388,7 +431,9 @@ def test_a_loader_that_gives_another_number_of_batches_is_named(more):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     trainer = make_trainer(callbacks=[Checkpoint(tmp_path)], max_steps=2)
     trainer.fit(loaders()[0])
-    other = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Identity(), torch.nn.Linear(5, 3))
+    other = torch.nn.Sequential(
+        torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Identity(), torch.nn.Linear(5, 3)
+    )
     with pytest.raises(UserError, match="does not fit this model"):
         make_trainer(other).fit(loaders()[0], resume=tmp_path / "step_00000002.ckpt")
 
@@ -447,7 +492,13 @@ def test_a_failure_ends_the_hooks_and_keeps_the_error():
     recorder = Fails()
     with pytest.raises(ZeroDivisionError):
         make_trainer(callbacks=[recorder]).fit(*loaders(make_data(8)))
-    assert [call[0] for call in recorder.calls] == ["fit_start", "log", "eval_start", "eval_end", "fit_end"]
+    assert [call[0] for call in recorder.calls] == [
+        "fit_start",
+        "log",
+        "eval_start",
+        "eval_end",
+        "fit_end",
+    ]
 
 
 def test_rows_hold_the_mean_over_their_window():
@@ -472,7 +523,9 @@ def test_rows_hold_the_mean_over_their_window():
     assert [row["train/samples"] for row in rows] == [24, 24, 12]
     for row, window in zip(rows, windows, strict=True):
         assert math.isclose(
-            row["train/loss"], sum(loss * n for loss, n in window) / sum(n for _, n in window), rel_tol=1e-12
+            row["train/loss"],
+            sum(loss * n for loss, n in window) / sum(n for _, n in window),
+            rel_tol=1e-12,
         )
 
 
@@ -492,7 +545,11 @@ def test_a_step_does_not_wait_for_the_device():
 
     for steps in (1, 20):
         trainer = make_trainer(
-            max_steps=steps, log_every=1000, max_grad_norm=1.0, grad_accum_steps=2, callbacks=[EMA(0.9)]
+            max_steps=steps,
+            log_every=1000,
+            max_grad_norm=1.0,
+            grad_accum_steps=2,
+            callbacks=[EMA(0.9)],
         )
         train_loader, _ = loaders(batch_size=3, data=make_data(60))
         with Syncs() as syncs:
@@ -576,7 +633,9 @@ def test_compile_without_a_compiler_says_what_is_missing(monkeypatch):
 def test_memory_report_counts_every_element():
     train_loader, val_loader = loaders()
     trainer = make_trainer(
-        torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 3))
+        torch.nn.Sequential(
+            torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 3)
+        )
     )
     trainer.fit(train_loader, val_loader)
     assert trainer.memory_report()["gradients"] == 0
@@ -584,7 +643,9 @@ def test_memory_report_counts_every_element():
     report = {name: value * 2**20 for name, value in trainer.memory_report().items()}
     parameters = 6 * 10 + 10 + 10 + 10 + 10 * 3 + 3
     assert report["parameters"] == report["gradients"] == 4 * parameters
-    assert report["optimizer"] == 2 * 4 * parameters + 6 * 4  # two means, and a step count for each of the six tensors
+    assert (
+        report["optimizer"] == 2 * 4 * parameters + 6 * 4
+    )  # two means, and a step count for each of the six tensors
     assert report["buffers"] == 4 * (10 + 10) + 8
     assert report["data"] == (60 + 25) * 6 * 4
     assert report["peak"] > report["data"]
@@ -595,7 +656,9 @@ def test_where_says_what_lies_where(capsys):
     trainer.where()
     trainer.fit(loaders()[0])
     trainer.where()
-    trainer.where(move({"image": torch.zeros(2**18, dtype=torch.float64), "name": "x"}, torch.device("cpu")))
+    trainer.where(
+        move({"image": torch.zeros(2**18, dtype=torch.float64), "name": "x"}, torch.device("cpu"))
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "model      float32 on cpu; 0.00 MiB"
     assert lines[1:3] == ["optimizer  nothing", "batch      nothing yet"]
@@ -675,8 +738,12 @@ def test_a_model_that_views_images_trains_as_it_would_without_channels_last():
         trainer.fit(DeviceLoader(data, "train", 8, shuffle=True))
         states.append(trainer.module.state_dict())
     assert_same(*states)
-    with pytest.raises(UserError, match=r"Write .flatten\(1\) or .reshape\(\) there, or type channels_last=false"):
-        make_trainer(Viewing(), channels_last=True).fit(DeviceLoader(data, "train", 8, shuffle=True))
+    with pytest.raises(
+        UserError, match=r"Write .flatten\(1\) or .reshape\(\) there, or type channels_last=false"
+    ):
+        make_trainer(Viewing(), channels_last=True).fit(
+            DeviceLoader(data, "train", 8, shuffle=True)
+        )
 
 
 def test_predict_explains_a_view_as_fit_does():
@@ -699,8 +766,16 @@ def test_a_checkpoint_of_another_scheduler_is_refused(tmp_path, order):
 @pytest.mark.parametrize(
     ("scheduler", "key"),
     [
-        (functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2), "total_steps=8, and this one 16"),
-        (lambda optimizer, total_steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps), "T_max=8"),
+        (
+            functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2),
+            "total_steps=8, and this one 16",
+        ),
+        (
+            lambda optimizer, total_steps: torch.optim.lr_scheduler.CosineAnnealingLR(
+                optimizer, total_steps
+            ),
+            "T_max=8",
+        ),
     ],
 )
 def test_a_schedule_of_torchs_cannot_be_made_longer(tmp_path, scheduler, key):

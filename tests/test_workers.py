@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from data.datasets import Data, TensorSplit
-from data.loader import HostLoader, IterableLoader
-from trainer.errors import TrainingError, UserError
+from stoker.data.datasets import Data, TensorSplit
+from stoker.data.loader import HostLoader, IterableLoader
+from stoker.trainer.errors import TrainingError, UserError
 
 ROOT = Path(__file__).parents[1]
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -23,10 +22,10 @@ posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 SCRIPT = """
 import multiprocessing, os, signal, sys, time
 import torch
-from data.datasets import Data
-from data.loader import HostLoader
-from trainer import cli
-from trainer.errors import TrainingError, UserError
+from stoker.data.datasets import Data
+from stoker.data.loader import HostLoader
+from stoker.command import cli
+from stoker.trainer.errors import TrainingError, UserError
 
 class Own:
     nbytes = 100 * 4
@@ -88,7 +87,9 @@ def script(tmp_path):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, str(path), *map(str, arguments)]
-        return subprocess.Popen(command, env=environment, cwd=tmp_path, start_new_session=True, **pipes, **options)
+        return subprocess.Popen(
+            command, env=environment, cwd=tmp_path, start_new_session=True, **pipes, **options
+        )
 
     return start
 
@@ -148,7 +149,9 @@ def test_a_lost_worker_is_an_error_that_names_its_samples(script):
 @posix
 def test_a_hanging_worker_is_exit_code_3_and_the_process_ends(script):
     code, out, err = ends(script("stubborn", 2, 1))
-    assert (code, out, err.count("\n")) == (3, "", 2) and err.startswith("error: dataset.timeout=1: no batch came ")
+    assert (code, out, err.count("\n")) == (3, "", 2) and err.startswith(
+        "error: dataset.timeout=1: no batch came "
+    )
 
 
 @posix
@@ -175,8 +178,14 @@ def test_a_worker_that_dies_between_two_epochs_is_noticed_at_the_next_one(script
 @posix
 @pytest.mark.parametrize(("method", "what"), [("spawn", "nothing"), ("forkserver", "kill")])
 def test_workers_that_begin_afresh(script, method, what):
-    code, out, err = ends(script(what, 1, 60, method))  # their start takes seconds, which is no hang
-    assert (code, out, err) == (0, "100\n", "") if what == "nothing" else code == 3 and LOST[what] in err
+    code, out, err = ends(
+        script(what, 1, 60, method)
+    )  # their start takes seconds, which is no hang
+    assert (
+        (code, out, err) == (0, "100\n", "")
+        if what == "nothing"
+        else code == 3 and LOST[what] in err
+    )
 
 
 def test_what_cannot_be_handed_to_workers_says_so(script):
@@ -237,7 +246,8 @@ def test_no_orphan_is_left_by_kill_9(script):
 
 @posix
 @pytest.mark.parametrize(
-    ("what", "end"), [("nothing", "1 / 0"), ("stubborn", "train.close()"), ("stubborn", "sys.exit(0)")]
+    ("what", "end"),
+    [("nothing", "1 / 0"), ("stubborn", "train.close()"), ("stubborn", "sys.exit(0)")],
 )
 def test_the_process_ends_with_idle_and_with_hanging_workers(script, what, end):
     code, _, _ = ends(
@@ -285,7 +295,7 @@ def test_a_slow_worker_is_waited_for(monkeypatch):
             time.sleep(0.2)
             return super().__getitem__(index)
 
-    monkeypatch.setattr("data.workers.POLL", 0.05)
+    monkeypatch.setattr("stoker.data.workers.POLL", 0.05)
     split = Slow(torch.zeros(4, 3), torch.arange(4) % 2)
     data = Data("slow", split, None, None, (3,), 2)
     for timeout in (60, 0):
@@ -306,6 +316,7 @@ def test_an_error_of_a_users_own_loader_names_batch_and_line(workers):
     split = [torch.tensor(1.0)] * 9 + ["no tensor"]
     loader = IterableLoader(torch.utils.data.DataLoader(split, batch_size=2, num_workers=workers))
     with pytest.raises(
-        TrainingError, match=r"The loader has no batch 4 of epoch 0: (Type|Attribute)Error: .*\(.*\.py:\d+\)\.$"
+        TrainingError,
+        match=r"The loader has no batch 4 of epoch 0: (Type|Attribute)Error: .*\(.*\.py:\d+\)\.$",
     ):
         list(loader)

@@ -1,15 +1,15 @@
-"""The training framework: one Trainer, and callbacks, metrics, schedules and checkpoints beside it."""
+"""The core: one Trainer, and the callbacks, metrics, schedules and checkpoints beside it."""
+
+if __name__ == "trainer":  # imported in a clone, by the name of its folder
+    from stoker.clone import alias
+
+    alias(__name__)
 
 
-def __getattr__(name):
-    # `from trainer import Trainer`, while `import trainer.errors` stays free of torch:
-    # a mistake on the command line is answered before its import.
+def __getattr__(name: str) -> object:
+    # `from stoker.trainer import errors` stays free of torch: a mistake on the command line is answered before its import.
     if name == "Trainer":
-        from trainer.trainer import Trainer
+        from stoker.trainer.trainer import Trainer
 
         return Trainer
-    if name == "load":
-        from trainer.inference import load
-
-        return load
-    raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
-
-from trainer.errors import UserError
+from stoker.trainer.errors import UserError
 
 PLAIN = (str, bytes, int, float, complex, type(None))
 
@@ -34,7 +33,9 @@ def walk(function, batch, name="batch", plain_list=lambda values: values):
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         walked = copy.copy(batch)
-        for field in dataclasses.fields(batch):  # not dataclasses.replace: it would run __init__ again
+        for field in dataclasses.fields(
+            batch
+        ):  # not dataclasses.replace: it would run __init__ again
             value = walk(function, getattr(batch, field.name), f"{name}.{field.name}", plain_list)
             object.__setattr__(walked, field.name, value)  # works on a frozen one too
         return walked
@@ -50,7 +51,12 @@ def entries(batch):
 
 def size(batch):
     """The number of samples: the length of the first tensor."""
-    if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], torch.Tensor) and batch[0].ndim:
+    if (
+        isinstance(batch, (list, tuple))
+        and batch
+        and isinstance(batch[0], torch.Tensor)
+        and batch[0].ndim
+    ):
         return batch[0].shape[0]  # the usual (inputs, targets), without a walk
     for _, tensor in entries(batch):
         if tensor.ndim:
@@ -72,11 +78,23 @@ def split(batch, parts):
 
     def cut(start, stop):
         def tensor(_, leaf):
-            return leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == samples else leaf
+            return (
+                leaf[start:stop]
+                if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == samples
+                else leaf
+            )
 
-        return walk(tensor, batch, plain_list=lambda values: values[start:stop] if len(values) == samples else values)
+        return walk(
+            tensor,
+            batch,
+            plain_list=lambda values: values[start:stop] if len(values) == samples else values,
+        )
 
-    return [(cut(start, stop), (stop - start) / samples) for start, stop in pairwise(bounds) if stop > start]
+    return [
+        (cut(start, stop), (stop - start) / samples)
+        for start, stop in pairwise(bounds)
+        if stop > start
+    ]
 
 
 def deal(batch, rank, ranks):
@@ -93,7 +111,9 @@ def deal(batch, rank, ranks):
         return leaf[mine]
 
     mine = slice(rank, None, ranks) if rank < samples else slice(1)
-    part = walk(tensor, batch, plain_list=lambda values: values[mine] if len(values) == samples else values)
+    part = walk(
+        tensor, batch, plain_list=lambda values: values[mine] if len(values) == samples else values
+    )
     if not dealt:
         raise UserError(
             f"A batch of type {type(batch).__name__} cannot be dealt out to {ranks} processes: no tensor in it."

@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-
-from trainer import checkpoint, launch, parallel, settings, summary
-from trainer.errors import TrainingError, UserError, as_typed, check_number, did_you_mean
-from trainer.readable import number
-from trainer.state import ANYTHING, check_like, refuse
+from stoker.trainer import checkpoint, launch, parallel, settings, summary
+from stoker.trainer.errors import TrainingError, UserError, as_typed, check_number, did_you_mean
+from stoker.trainer.readable import number
+from stoker.trainer.state import ANYTHING, check_like, refuse
 
 SILENCE = 30  # seconds, after which Progress says where it is also in the middle of an epoch
 
@@ -78,7 +77,10 @@ class Monitor(Callback):
         """UserError where nothing of that name will be logged, or where it is not known which end of it is good."""
         if not trainer.step:
             self.best, self.epoch = None, dict(NOTHING)  # of an earlier fit
-        good_end = {f"val/{name}": getattr(m, "higher_is_better", None) for name, m in trainer.metrics.items()}
+        good_end = {
+            f"val/{name}": getattr(m, "higher_is_better", None)
+            for name, m in trainer.metrics.items()
+        }
         good_end |= {"val/loss": False}
         good_end = {**(good_end if trainer.val_loader is not None else {}), "train/loss": False}
         known_end = [name for name, higher in good_end.items() if higher is not None]
@@ -92,7 +94,9 @@ class Monitor(Callback):
         higher = good_end[self.name] if self.mode == "auto" else self.mode == "max"
         if higher is None:
             what = "the metric does not say whether high or low is good."
-            raise UserError(f"monitor={self.name}: {what}\nType monitor_mode=max or monitor_mode=min.")
+            raise UserError(
+                f"monitor={self.name}: {what}\nType monitor_mode=max or monitor_mode=min."
+            )
         self.sign = 1 if higher else -1
 
     def improved(self, trainer, row, min_delta=0.0):
@@ -105,7 +109,9 @@ class Monitor(Callback):
         value = row[self.name] if self.name != "train/loss" else self.over_epoch(trainer, row)
         if value is None:
             return None
-        better = not math.isnan(value) and (self.best is None or self.sign * (value - self.best["value"]) > min_delta)
+        better = not math.isnan(value) and (
+            self.best is None or self.sign * (value - self.best["value"]) > min_delta
+        )
         if better:
             self.best = {"step": trainer.step, "value": value}
         return better
@@ -115,7 +121,9 @@ class Monitor(Callback):
         samples = row.get("train/samples", 1)
         self.epoch["loss"] += samples * row["train/loss"]
         self.epoch["samples"] += samples
-        if trainer.step % trainer.steps_per_epoch and (self.best is not None or trainer.step < trainer.total_steps):
+        if trainer.step % trainer.steps_per_epoch and (
+            self.best is not None or trainer.step < trainer.total_steps
+        ):
             return None
         mean, self.epoch = self.epoch["loss"] / self.epoch["samples"], dict(NOTHING)
         return mean
@@ -151,7 +159,15 @@ class Checkpoint(Monitor):
     """
 
     def __init__(
-        self, folder, every=None, epochs=1, minutes=None, keep=2, monitor="auto", mode="auto", overwrite=False
+        self,
+        folder,
+        every=None,
+        epochs=1,
+        minutes=None,
+        keep=2,
+        monitor="auto",
+        mode="auto",
+        overwrite=False,
     ):
         super().__init__(monitor, mode)
         self.folder, self.overwrite = Path(folder), overwrite
@@ -169,7 +185,11 @@ class Checkpoint(Monitor):
         if launch.is_first():
             self.check_folder(trainer)
             checkpoint.go_back(self.folder, trainer.step)
-        gone = self.best and launch.is_first() and not checkpoint.path_of(self.folder, self.best["step"]).exists()
+        gone = (
+            self.best
+            and launch.is_first()
+            and not checkpoint.path_of(self.folder, self.best["step"]).exists()
+        )
         if parallel.add_up(int(bool(gone))):
             self.best = None  # it was reached in another folder
         self.writer, self.saved = ThreadPoolExecutor(1, "checkpoint"), trainer.step
@@ -180,16 +200,24 @@ class Checkpoint(Monitor):
         if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
             more = f"or go on from them: fit(..., resume={str(self.folder)!r})"
             raise UserError(f"{self.folder} has checkpoints: give another folder, {more}.")
-        if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):  # a link may lead anywhere
-            raise UserError(f"{self.folder} is no folder, and checkpoints go into one. Remove it, or move it away.")
+        if self.folder.is_symlink() or (
+            self.folder.exists() and not self.folder.is_dir()
+        ):  # a link may lead anywhere
+            raise UserError(
+                f"{self.folder} is no folder, and checkpoints go into one. Remove it, or move it away."
+            )
 
     def on_log(self, trainer, row):
         self.due |= bool(self.improved(trainer, row))
         # How long it took is no part of what a run comes to.
-        self.metrics |= {name: row[name] for name in row if name not in ("train/seconds", "train/samples")}
+        self.metrics |= {
+            name: row[name] for name in row if name not in ("train/seconds", "train/samples")
+        }
 
     def on_epoch_end(self, trainer):
-        self.due |= bool(self.epochs) and trainer.step % (self.epochs * trainer.steps_per_epoch) == 0
+        self.due |= (
+            bool(self.epochs) and trainer.step % (self.epochs * trainer.steps_per_epoch) == 0
+        )
 
     def on_step_end(self, trainer):
         if self.writing is not None and self.writing.done():
@@ -233,9 +261,13 @@ class Checkpoint(Monitor):
         self.metrics = state["metrics"]
 
     def check_state(self, trainer, state, name):
-        super().check_state(trainer, state | {"metrics": self.metrics} if isinstance(state, dict) else state, name)
+        super().check_state(
+            trainer, state | {"metrics": self.metrics} if isinstance(state, dict) else state, name
+        )
         check_like(state, dict.fromkeys([*state, "metrics"], ANYTHING), name)
-        if not isinstance(state["metrics"], dict) or not all(isinstance(key, str) for key in state["metrics"]):
+        if not isinstance(state["metrics"], dict) or not all(
+            isinstance(key, str) for key in state["metrics"]
+        ):
             refuse(state["metrics"], "a dict of numbers", f"{name}.metrics")
 
     def write(self, path, state, best):
@@ -306,7 +338,9 @@ class Lookahead(Callback):
         """UserError where an EMA stands in front of it, which would hand it averages instead of the weights."""
         before = trainer.callbacks[: trainer.callbacks.index(self)]
         if any(isinstance(callback, EMA) for callback in before):
-            raise UserError("callbacks: Lookahead changes the weights that EMA averages. Put it in front of EMA.")
+            raise UserError(
+                "callbacks: Lookahead changes the weights that EMA averages. Put it in front of EMA."
+            )
         current = floating_state(trainer, frozen=True)
         continued = self.slow is not None and trainer.step
         self.slow = copied(self.slow if continued else current, like=current)
@@ -329,7 +363,9 @@ class Lookahead(Callback):
         decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
         slow, trained = parallel.local(slow), parallel.local(trained)
         torch._foreach_lerp_(slow, trained, 1 - decay)
-        torch._foreach_copy_(trained, slow)  # in place: a swap of `.data` is ignored by sharded modules
+        torch._foreach_copy_(
+            trained, slow
+        )  # in place: a swap of `.data` is ignored by sharded modules
 
     def state_dict(self):
         return {"slow": self.slow, "step": self.step}
@@ -402,20 +438,33 @@ class EMA(Callback):
 
 def floating_state(trainer, frozen=False):
     """{name: tensor} of the weights and statistics that can be averaged, live; frozen weights only if asked."""
-    fixed = () if frozen else {name for name, weight in trainer.module.named_parameters() if not weight.requires_grad}
+    fixed = (
+        ()
+        if frozen
+        else {
+            name for name, weight in trainer.module.named_parameters() if not weight.requires_grad
+        }
+    )
     state = trainer.module.state_dict().items()
-    return {name: tensor for name, tensor in state if tensor.is_floating_point() and name not in fixed}
+    return {
+        name: tensor for name, tensor in state if tensor.is_floating_point() and name not in fixed
+    }
 
 
 def check_copies(trainer, state, key, name):
     """UserError where the state's tensors are not copies of the model's, as they are from the first fit on."""
     begun = isinstance(state, dict) and (state.get(key) is not None or state.get("step") != 0)
-    check_like(state, {key: floating_state(trainer, frozen=True) if begun else None, "step": 0}, name)
+    check_like(
+        state, {key: floating_state(trainer, frozen=True) if begun else None, "step": 0}, name
+    )
 
 
 def copied(tensors, like):
     """Copies with the devices and layouts of the tensors in `like`: those of a checkpoint come on the CPU."""
-    return {name: torch.empty_like(tensor).copy_(parallel.like(tensors[name], tensor)) for name, tensor in like.items()}
+    return {
+        name: torch.empty_like(tensor).copy_(parallel.like(tensors[name], tensor))
+        for name, tensor in like.items()
+    }
 
 
 class TimeLimit(Callback):
@@ -446,14 +495,20 @@ class NaNGuard(Callback):
             if (name.endswith("/loss") or name == "train/grad_norm") and not math.isfinite(value):
                 first = self.finite_until + 1 if name.startswith("train/") else trainer.step
                 steps = f"in steps {first:,} to" if first < trainer.step else "at step"
-                where = f"{name} is {value} {steps} {trainer.step:,} (learning rate {trainer.lr:.3g})"
-                raise TrainingError(f"{where}; {summary.not_finite(trainer)}.\nType {self.advice(trainer)}.")
+                where = (
+                    f"{name} is {value} {steps} {trainer.step:,} (learning rate {trainer.lr:.3g})"
+                )
+                raise TrainingError(
+                    f"{where}; {summary.not_finite(trainer)}.\nType {self.advice(trainer)}."
+                )
         if "train/loss" in row:
             self.finite_until = trainer.step
 
     @staticmethod
     def advice(trainer):
-        more = ["max_grad_norm=1"] * (trainer.max_grad_norm is None) + ["precision=bf16"] * trainer.scaler.is_enabled()
+        more = ["max_grad_norm=1"] * (trainer.max_grad_norm is None) + [
+            "precision=bf16"
+        ] * trainer.scaler.is_enabled()
         return " or ".join(["a lower optimizer.lr", *more])
 
 
@@ -470,7 +525,11 @@ class Progress(Callback):
             import tqdm
 
             self.bar = tqdm.tqdm(
-                total=trainer.total_steps, initial=trainer.step, leave=False, unit="step", dynamic_ncols=True
+                total=trainer.total_steps,
+                initial=trainer.step,
+                leave=False,
+                unit="step",
+                dynamic_ncols=True,
             )
         self.said = time.monotonic()
         self.start_epoch()
@@ -484,7 +543,9 @@ class Progress(Callback):
             self.samples += row["train/samples"]
             self.seconds += row["train/seconds"]
         self.validation |= {
-            name: value for name, value in row.items() if name.startswith("val/") and isinstance(value, float)
+            name: value
+            for name, value in row.items()
+            if name.startswith("val/") and isinstance(value, float)
         }
         if self.validation and trainer.step % trainer.steps_per_epoch:
             self.line(trainer)

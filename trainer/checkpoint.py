@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-
-from trainer import launch, parallel, stopping
-from trainer.errors import TrainingError, UserError, log
-from trainer.files import open_plain, remove_partial, replacing
-from trainer.state import WAYS, has_usual_state
+from stoker.trainer import launch, parallel, stopping
+from stoker.trainer.errors import TrainingError, UserError, log
+from stoker.trainer.files import open_plain, remove_partial, replacing
+from stoker.trainer.state import WAYS, has_usual_state
 
 FORMAT = "stoker-1"
 # The key of the JSON objects that stand for what JSON has not: tensors, tuples, dicts with other keys than strings.
@@ -34,7 +33,10 @@ def save(path, state):
     path = Path(path)
     tensors = {}
     tree = json.dumps(pack(state, tensors, "state"))
-    if len(tree) + 200 * len(tensors) > MAX_HEADER or values_in(tree.encode()) + 10 * len(tensors) > MAX_VALUES:
+    if (
+        len(tree) + 200 * len(tensors) > MAX_HEADER
+        or values_in(tree.encode()) + 10 * len(tensors) > MAX_VALUES
+    ):
         raise TrainingError(
             f"{path}: the state has too many tensors and other values; {MAX_VALUES:,} can be read again."
         )
@@ -65,22 +67,37 @@ def load(path):
             length = int.from_bytes(file.read(8), "little")
             header = file.read(min(length, MAX_HEADER))
         if len(header) < length or values_in(header) > MAX_VALUES:
-            if length.to_bytes(8, "little").startswith((b"PK\x03\x04", b"\x80")):  # a zip file, or a pickle
+            if length.to_bytes(8, "little").startswith(
+                (b"PK\x03\x04", b"\x80")
+            ):  # a zip file, or a pickle
                 how = "its state dict is for model.load_state_dict(torch.load(FILE))"
-                raise DamagedCheckpoint(f"{path} is torch's own or a pickle, and no checkpoint of a Trainer; {how}.")
-            raise DamagedCheckpoint(f"{path} is no readable checkpoint: its header has {length:,} bytes.")
+                raise DamagedCheckpoint(
+                    f"{path} is torch's own or a pickle, and no checkpoint of a Trainer; {how}."
+                )
+            raise DamagedCheckpoint(
+                f"{path} is no readable checkpoint: its header has {length:,} bytes."
+            )
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except FileNotFoundError:
         raise UserError(f"There is no checkpoint {path}.") from None
-    except (SafetensorError, OSError, UnicodeDecodeError, ValueError, RuntimeError, OverflowError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        UnicodeDecodeError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
         if isinstance(error, DamagedCheckpoint):
             raise
         # No regular file, or a link. All else that the system says is no word on what is in the file.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ELOOP):
             raise TrainingError(f"{path} cannot be read: {error.strerror.lower()}.") from error
-        raise DamagedCheckpoint(f"{path} is no readable checkpoint: {str(error).splitlines()[0]}") from None
+        raise DamagedCheckpoint(
+            f"{path} is no readable checkpoint: {str(error).splitlines()[0]}"
+        ) from None
     if metadata.get("format") != FORMAT:
         raise DamagedCheckpoint(f"{path} is not a {FORMAT} checkpoint.")
     tree = metadata.get("state", "")
@@ -90,11 +107,15 @@ def load(path):
     # bool that is neither 0 nor 1 is in order again.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     try:  # the digest says that nothing has changed since, and not who wrote it
-        if values_in(tree.encode()) > MAX_VALUES:  # in the header they may have been written as \\u002c
+        if (
+            values_in(tree.encode()) > MAX_VALUES
+        ):  # in the header they may have been written as \\u002c
             raise ValueError(f"more than {MAX_VALUES:,} values")
         return unpack(json.loads(tree), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{path} holds no state: {type(error).__name__} {str(error)[:100]}") from None
+        raise DamagedCheckpoint(
+            f"{path} holds no state: {type(error).__name__} {str(error)[:100]}"
+        ) from None
 
 
 def values_in(header):
@@ -123,7 +144,9 @@ def copy(state):
 
 def first_nonfinite(module):
     """The name of the first parameter that is not finite in all its places, or None; asks the device once."""
-    named = [(name, weight) for name, weight in module.named_parameters() if weight.is_floating_point()]
+    named = [
+        (name, weight) for name, weight in module.named_parameters() if weight.is_floating_point()
+    ]
     if not named:
         return None
     with torch.no_grad():
@@ -132,7 +155,9 @@ def first_nonfinite(module):
         total = parallel.add_up(torch.stack(norms).sum())
         if total.isfinite():  # it is not for weights that are not, nor for huge ones
             return None
-        finite = parallel.add_up(torch.stack([(~weight.isfinite()).sum() for weight in weights])).tolist()
+        finite = parallel.add_up(
+            torch.stack([(~weight.isfinite()).sum() for weight in weights])
+        ).tolist()
     return next((name for (name, _), others in zip(named, finite, strict=True) if others), None)
 
 
@@ -143,17 +168,24 @@ def pack(value, tensors, name):
         return {MARK: "tensor", "name": name}
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and MARK not in value:
-            return {key: pack(item, tensors, f"{name}/{escaped(key)}") for key, item in value.items()}
+            return {
+                key: pack(item, tensors, f"{name}/{escaped(key)}") for key, item in value.items()
+            }
         if not all(isinstance(key, (str, int, float, bool, type(None))) for key in value):
             raise TypeError(f"{name}: the keys of a checkpoint's dicts are strings and numbers.")
         items = enumerate(value.items())
-        return {MARK: "dict", "items": [[key, pack(item, tensors, f"{name}/#{i}")] for i, (key, item) in items]}
+        return {
+            MARK: "dict",
+            "items": [[key, pack(item, tensors, f"{name}/#{i}")] for i, (key, item) in items],
+        }
     if isinstance(value, (list, tuple)):
         items = [pack(item, tensors, f"{name}/{i}") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {MARK: "tuple", "items": items}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"{name}: a checkpoint holds tensors and plain values, not {type(value).__name__}.")
+    raise TypeError(
+        f"{name}: a checkpoint holds tensors and plain values, not {type(value).__name__}."
+    )
 
 
 def escaped(key):
@@ -188,13 +220,19 @@ def restore(part, state):
         state = {name: parallel.like(value, own.get(name)) for name, value in state.items()}
     if isinstance(part, torch.optim.Optimizer) and has_usual_state(part):
         pairs = zip(part.param_groups, state["param_groups"], strict=True)
-        groups = [{**group, **{way: own[way] for way in WAYS if way in own}} for own, group in pairs]
+        groups = [
+            {**group, **{way: own[way] for way in WAYS if way in own}} for own, group in pairs
+        ]
         state = {**state, "param_groups": groups}
     part.load_state_dict(state)
     if isinstance(part, torch.optim.Optimizer):
         for parameter, moments in part.state.items():
             for name, tensor in moments.items():
-                if isinstance(tensor, torch.Tensor) and tensor.shape == parameter.shape and tensor.ndim:
+                if (
+                    isinstance(tensor, torch.Tensor)
+                    and tensor.shape == parameter.shape
+                    and tensor.ndim
+                ):
                     own = torch.empty_like(parameter, dtype=tensor.dtype)
                     moments[name] = own.copy_(parallel.like(tensor, own))
 

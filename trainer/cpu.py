@@ -4,8 +4,7 @@ import ctypes
 import os
 
 import torch
-
-from trainer import settings
+from stoker.trainer import settings
 
 TUNINGS = settings.CHOICES["tune"]
 # Multiply-adds of a step, forwards, below which one thread is enough.
@@ -29,10 +28,19 @@ def use_threads(module, samples):
     Counted are the weights of dense layers; a model with other ones (which use a weight more than once a sample), and
     a number of threads that OMP_NUM_THREADS asks for, are left as they are.
     """
-    layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
-    dense = all(isinstance(layer, (torch.nn.Linear, torch.nn.BatchNorm1d, torch.nn.LayerNorm)) for layer in layers)
+    layers = [
+        layer
+        for layer in module.modules()
+        if next(layer.parameters(recurse=False), None) is not None
+    ]
+    dense = all(
+        isinstance(layer, (torch.nn.Linear, torch.nn.BatchNorm1d, torch.nn.LayerNorm))
+        for layer in layers
+    )
     if dense and "OMP_NUM_THREADS" not in os.environ and samples:
-        weights = sum(weight.numel() for layer in layers for weight in layer.parameters(recurse=False))
+        weights = sum(
+            weight.numel() for layer in layers for weight in layer.parameters(recurse=False)
+        )
         if samples * weights < FEW:
             torch.set_num_threads(1)
 
@@ -67,5 +75,7 @@ def give_back():
 def has_bf16():
     """Whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
     # Not public yet in torch.cpu; a release without them gives no advice.
-    known = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
+    known = [
+        getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")
+    ]
     return any(supported() for supported in known if supported is not None)

@@ -15,17 +15,21 @@ import warnings
 
 import numpy
 import torch
-
-from trainer import batch as batches
-from trainer import cpu, launch, settings
-from trainer.errors import TrainingError, UserError, log
+from stoker.trainer import batch as batches
+from stoker.trainer import cpu, launch, settings
+from stoker.trainer.errors import TrainingError, UserError, log
 
 MIB = 2**20
 # cuBLAS is deterministic only with a fixed workspace, and looks once, when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 NO_VIEW = "view size is not compatible"  # how torch says that a tensor's memory is in another order
 # Errors that are no torch.OutOfMemoryError: of the CPU's allocator, of mps, of cuBLAS and cuDNN, of the driver.
-NO_MEMORY = ("DefaultCPUAllocator:", "MPS backend out of memory", "STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+NO_MEMORY = (
+    "DefaultCPUAllocator:",
+    "MPS backend out of memory",
+    "STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+)
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # those that have a channels_last
 GRAPHS = ("cuda",)  # the devices on which a whole step can be captured
 FUSED = ("cpu", "cuda", "mps", "xpu")  # the devices for which torch has fused optimizers
@@ -37,7 +41,9 @@ def available():
     if accelerator is None:
         return ["cpu"]
     count = torch.accelerator.device_count()
-    return ["cpu", accelerator.type] + [f"{accelerator.type}:{i}" for i in range(count) if count > 1]
+    return ["cpu", accelerator.type] + [
+        f"{accelerator.type}:{i}" for i in range(count) if count > 1
+    ]
 
 
 def choose(name="auto"):
@@ -51,8 +57,12 @@ def choose(name="auto"):
         name = there[1] if len(there) > 1 else "cpu"
     kind, _, number = name.partition(":")
     if number and launch.local_world_size() > 1:
-        raise UserError(f"device={name}: {launch.local_world_size()} processes have a GPU each. Type device={kind}.")
-    if name not in there and not (kind in there and number == "0"):  # "cuda:0" is there where "cuda" is
+        raise UserError(
+            f"device={name}: {launch.local_world_size()} processes have a GPU each. Type device={kind}."
+        )
+    if name not in there and not (
+        kind in there and number == "0"
+    ):  # "cuda:0" is there where "cuda" is
         what = f"this machine has {' and '.join(there)}. Type device=auto or device={there[-1]}."
         raise UserError(f"device={name}: {what}")
     if kind in ("cpu", "mps"):
@@ -60,7 +70,9 @@ def choose(name="auto"):
     index = int(number or launch.local_rank())
     if index >= torch.accelerator.device_count():
         count, wanted = torch.accelerator.device_count(), launch.local_world_size()
-        raise UserError(f"device={name}: {wanted} processes on a machine with {count} GPUs. Start {count} at most.")
+        raise UserError(
+            f"device={name}: {wanted} processes on a machine with {count} GPUs. Start {count} at most."
+        )
     # Before anything else touches a GPU, or device 0 would get a context of its own.
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
@@ -79,8 +91,14 @@ def choose_precision(name, device):
     """(the autocast dtype or None for fp32, the reason) for `auto`, `fp32`, `bf16` or `fp16` on this device."""
     settings.check("precision", name)
     if name != "auto":
-        slow = "; slow on cpu" + ", bf16 is not" * cpu.has_bf16() if (name, device.type) == ("fp16", "cpu") else ""
-        return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name], f"as asked{slow}"
+        slow = (
+            "; slow on cpu" + ", bf16 is not" * cpu.has_bf16()
+            if (name, device.type) == ("fp16", "cpu")
+            else ""
+        )
+        return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[
+            name
+        ], f"as asked{slow}"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if torch.version.hip is not None or major >= 8:
@@ -117,7 +135,9 @@ def settle_layout(module, in_shape, device):
     except Exception as error:  # whatever else it is will come up in the first step
         if NO_VIEW in str(error):
             module.to(memory_format=torch.contiguous_format)
-            log.warning("%s uses .view() on images: it stays out of channels_last.", type(module).__name__)
+            log.warning(
+                "%s uses .view() on images: it stays out of channels_last.", type(module).__name__
+            )
     finally:
         for child, training in modes:
             child.training = training
@@ -125,16 +145,22 @@ def settle_layout(module, in_shape, device):
 
 def configure(device, deterministic):
     """TF32 and cuDNN's autotuning on, or with `deterministic` both off and only deterministic kernels."""
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: 1 s
+    if (
+        deterministic != torch.are_deterministic_algorithms_enabled()
+    ):  # the call imports the compiler: 1 s
         torch.use_deterministic_algorithms(deterministic)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = not deterministic
-        with warnings.catch_warnings():  # some releases warn of these names; the newer ones may not be mixed with them
+        with (
+            warnings.catch_warnings()
+        ):  # some releases warn of these names; the newer ones may not be mixed with them
             warnings.simplefilter("ignore")
             torch.backends.cudnn.allow_tf32 = not deterministic
             torch.set_float32_matmul_precision("highest" if deterministic else "high")
     if device.type != "cpu" and hasattr(torch.get_device_module(device), "reset_peak_memory_stats"):
-        torch.get_device_module(device).reset_peak_memory_stats(device)  # the peak of this job, and not of one before
+        torch.get_device_module(device).reset_peak_memory_stats(
+            device
+        )  # the peak of this job, and not of one before
 
 
 def place(module, device, channels_last="auto"):
@@ -149,10 +175,14 @@ def place(module, device, channels_last="auto"):
         if not is_out_of_memory(error):
             raise
         memory = f"{device}: {describe_memory(device)}"
-        raise TrainingError(f"{type(module).__name__} does not fit on {memory}.\nType a smaller model.") from error
+        raise TrainingError(
+            f"{type(module).__name__} does not fit on {memory}.\nType a smaller model."
+        ) from error
     convolutions = [child for child in module.modules() if isinstance(child, CONVOLUTIONS)]
     if channels_last is True and not convolutions:
-        raise UserError(f"channels_last=true: {type(module).__name__} has no 2-D convolution. Type channels_last=auto.")
+        raise UserError(
+            f"channels_last=true: {type(module).__name__} has no 2-D convolution. Type channels_last=auto."
+        )
     if channels_last is True or (channels_last == "auto" and device.type != "mps"):
         for convolution in convolutions:
             convolution.to(memory_format=torch.channels_last)
@@ -187,11 +217,17 @@ def move(batch, device):
 
     From pinned memory the copy goes on beside the work of the device.
     """
-    if isinstance(batch, (list, tuple)) and all(isinstance(x, torch.Tensor) and x.device == device for x in batch):
+    if isinstance(batch, (list, tuple)) and all(
+        isinstance(x, torch.Tensor) and x.device == device for x in batch
+    ):
         return batch  # what our loaders give is there already
 
     def to(_, leaf):
-        pinned = isinstance(leaf, torch.Tensor) and device.type not in ("cpu", "mps") and leaf.is_pinned()
+        pinned = (
+            isinstance(leaf, torch.Tensor)
+            and device.type not in ("cpu", "mps")
+            and leaf.is_pinned()
+        )
         return copy_beside(leaf, device) if pinned else leaf.to(device)
 
     return batches.walk(to, batch)
@@ -273,7 +309,9 @@ def seed_generators(device, seed, replicas=()):
         torch.get_device_module(device).manual_seed(seed)
     for index in replicas:  # each GPU of a DataParallel draws from its own generator
         if index != device.index:
-            torch.get_device_module(device).default_generators[index].manual_seed(mix_seed(seed, index))
+            torch.get_device_module(device).default_generators[index].manual_seed(
+                mix_seed(seed, index)
+            )
 
 
 def random_states(device):
@@ -337,7 +375,9 @@ def free_memory(device):
         return torch.get_device_module(device).mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+            return next(
+                int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):
         return 4 * 2**30  # no /proc (macOS, Windows): a size that any machine of today has
 
@@ -354,7 +394,11 @@ def describe_memory(device):
     elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = free_memory(device) if os.path.exists("/proc/meminfo") else None
-    known = [] if total is None else [f"{gib(free)} of {gib(total)} GiB free" if free else f"{gib(total)} GiB in all"]
+    known = (
+        []
+        if total is None
+        else [f"{gib(free)} of {gib(total)} GiB free" if free else f"{gib(total)} GiB in all"]
+    )
     return ", ".join(known + [f"{gib(held)} GiB held by this process"] * (not math.isnan(held)))
 
 
@@ -385,7 +429,9 @@ def is_out_of_memory(error):
 def leave_imports():
     """From here on no collection looks through what has been imported: 0.08 s each, and a run has four. Only once."""
     gc.freeze()
-    if "triton" in sys.modules:  # whose objects have to be gone at the end, or each of them is called a leak
+    if (
+        "triton" in sys.modules
+    ):  # whose objects have to be gone at the end, or each of them is called a leak
         atexit.register(gc.unfreeze)
 
 
@@ -394,7 +440,9 @@ def release(device):
     gc.collect()
     cpu.give_back()
     if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()  # torch.accelerator's fails on mps in some releases
+        torch.get_device_module(
+            device
+        ).empty_cache()  # torch.accelerator's fails on mps in some releases
 
 
 def explain(error, module, batch, device):
@@ -426,10 +474,17 @@ def explain(error, module, batch, device):
             for name, value in vars(child).items()
             if isinstance(value, torch.Tensor)
         )
-        found += [(f"attribute {name!r} (make it a buffer: self.register_buffer)", tensor) for name, tensor in plain]
+        found += [
+            (f"attribute {name!r} (make it a buffer: self.register_buffer)", tensor)
+            for name, tensor in plain
+        ]
     found += [(f"batch entry {name!r}", tensor) for name, tensor in batches.entries(batch)]
     wrong = [f"{name} is on {tensor.device}" for name, tensor in found if tensor.device != device]
     if not wrong:
-        wrong = ["no parameter, buffer or batch entry; a tensor made inside forward, which wants device=inputs.device"]
+        wrong = [
+            "no parameter, buffer or batch entry; a tensor made inside forward, which wants device=inputs.device"
+        ]
     more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    return UserError(f"Tensors on two devices: the Trainer works on {device}, but {'; '.join(wrong[:3])}{more}.")
+    return UserError(
+        f"Tensors on two devices: the Trainer works on {device}, but {'; '.join(wrong[:3])}{more}."
+    )

@@ -36,14 +36,20 @@ def nearest(name, choices):
     name, choices = str(name)[:100], [str(choice) for choice in choices]
     close = [choice for choice in choices if choice.lower() == name.lower()]
     close = close or [choice for choice in choices if is_one_slip(name.lower(), choice.lower())]
-    return next(iter(difflib.get_close_matches(name, close or choices, n=1, cutoff=0.0 if close else 0.6)), None)
+    return next(
+        iter(difflib.get_close_matches(name, close or choices, n=1, cutoff=0.0 if close else 0.6)),
+        None,
+    )
 
 
 def is_one_slip(typed, meant):
     """Whether one insertion, deletion, replacement or swap of neighbours makes the one of the other."""
     if abs(len(typed) - len(meant)) > 1:
         return False
-    start = next((i for i, (a, b) in enumerate(zip(typed, meant, strict=False)) if a != b), min(len(typed), len(meant)))
+    start = next(
+        (i for i, (a, b) in enumerate(zip(typed, meant, strict=False)) if a != b),
+        min(len(typed), len(meant)),
+    )
     a, b = typed[start:], meant[start:]
     return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[2:] == b[2:] and a[:2] == b[1::-1])
 
@@ -55,7 +61,9 @@ def as_typed(value):
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(as_typed(item) for item in value) + "]"
     return (
-        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+        {None: "null", True: "true", False: "false"}[value]
+        if value is None or isinstance(value, bool)
+        else str(value)
     )
 
 
@@ -105,7 +113,9 @@ def cause(error):
     text = str(error)
     kind, message = type(error).__name__, text.strip().partition("\n")[0]
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    if text.startswith("Caught ") and "Original Traceback" in text:  # how torch hands an error of a worker on
+    if (
+        text.startswith("Caught ") and "Original Traceback" in text
+    ):  # how torch hands an error of a worker on
         places = re.findall(r'File "(.*)", line (\d+)', text)
         return printable(f"{text.strip().splitlines()[-1]} ({':'.join(places[-1])})")
     place = " ({}:{})".format(*places[-1]) if places else ""

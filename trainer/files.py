@@ -20,7 +20,9 @@ def open_plain(path, flags=os.O_RDONLY, *, links=False):
     for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY") + ("O_NOFOLLOW",) * (not links):
         flags |= getattr(os, name, 0)
     with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG((os.stat if links else os.lstat)(path).st_mode):  # Windows has no O_NOFOLLOW
+        if not stat.S_ISREG(
+            (os.stat if links else os.lstat)(path).st_mode
+        ):  # Windows has no O_NOFOLLOW
             raise OSError(errno.EINVAL, "no regular file", str(path))
     file = os.fdopen(os.open(path, flags, 0o666), "r+b" if flags & os.O_RDWR else "rb", buffering=0)
     status = os.fstat(file.fileno())
@@ -57,7 +59,9 @@ def replacing(path):
     """
     path = Path(path)
     try:
-        descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+        descriptor, partial = tempfile.mkstemp(
+            prefix=f".{path.name}.", suffix=".part", dir=path.parent
+        )
     except OSError as error:
         error.filename = str(path)  # of which alone anybody knows
         raise

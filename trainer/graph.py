@@ -1,10 +1,9 @@
 """Whole steps as graphs: what a step does on the device, captured once for each kind of batch and then replayed."""
 
 import torch
-
-from trainer import batch as batches
-from trainer import device as devices
-from trainer.errors import UserError
+from stoker.trainer import batch as batches
+from stoker.trainer import device as devices
+from stoker.trainer.errors import UserError
 
 WARMUP = 3  # steps that run as they are, while kernels are chosen and the optimizer makes its state
 MOST = 4  # graphs, each of which holds the memory of a step
@@ -40,7 +39,9 @@ class Captured:
             inputs = batches.walk(lambda _, tensor: tensor.clone(), batch)
             self.graphs[kind] = inputs, devices.record(work, inputs, self.device)
         inputs, replay = self.graphs[kind]
-        for (_, own), (_, given) in zip(batches.entries(inputs), batches.entries(batch), strict=True):
+        for (_, own), (_, given) in zip(
+            batches.entries(inputs), batches.entries(batch), strict=True
+        ):
             own.copy_(given)
         return replay()
 
@@ -49,13 +50,27 @@ class Captured:
 
         def check_tensor(name, leaf):
             if not isinstance(leaf, torch.Tensor):
-                raise UserError(f"compile=graph: {name} is a {type(leaf).__name__}, no tensor. Type compile=false.")
+                raise UserError(
+                    f"compile=graph: {name} is a {type(leaf).__name__}, no tensor. Type compile=false."
+                )
 
-        rest = repr(batches.walk(check_tensor, batch))  # with None in place of each tensor: numbers, names
-        tensors = tuple((name, tensor.shape, tensor.dtype, tensor.stride()) for name, tensor in batches.entries(batch))
-        trained = tuple(p.requires_grad for group in self.optimizer.param_groups for p in group["params"])
+        rest = repr(
+            batches.walk(check_tensor, batch)
+        )  # with None in place of each tensor: numbers, names
+        tensors = tuple(
+            (name, tensor.shape, tensor.dtype, tensor.stride())
+            for name, tensor in batches.entries(batch)
+        )
+        trained = tuple(
+            p.requires_grad for group in self.optimizer.param_groups for p in group["params"]
+        )
         own = ("params", "lr", "initial_lr")
-        settings = tuple(str(v) for group in self.optimizer.param_groups for k, v in group.items() if k not in own)
+        settings = tuple(
+            str(v)
+            for group in self.optimizer.param_groups
+            for k, v in group.items()
+            if k not in own
+        )
         return tensors, rest, trained, settings
 
 

@@ -19,8 +19,8 @@ import threading
 import time
 from pathlib import Path
 
-from trainer import stopping
-from trainer.errors import TrainingError, UserError
+from stoker.trainer import stopping
+from stoker.trainer.errors import TrainingError, UserError
 
 SEVERAL = ("ddp", "fsdp")  # the strategies of several processes
 OWN = "train.py"  # the role of the processes that this program has started itself
@@ -28,13 +28,17 @@ JOB = "STOKER_JOB"  # the environment variable that tells them of which job of a
 ANSWER = 5  # seconds that the others have to say why they end
 SAME = 2  # seconds in which rank 0 finds the mistake that another rank has found, if it is in both
 LATE = 3  # seconds after a signal, and then ANSWER, until a process ends that others have failed in vain to wait for
-BLOCKED = 25  # seconds after which it ends that has not heard the signal: torchrun kills it after 30
+BLOCKED = (
+    25  # seconds after which it ends that has not heard the signal: torchrun kills it after 30
+)
 # What gloo, NCCL and the store say where another process is gone, or does not answer.
 CONTACT = re.compile(
     r"gloo|NCCL|nccl|TCPStore|ProcessGroup|[Cc]onnection (closed|reset|refused)|Broken pipe|pair closure"
 )
 TIMEOUT = re.compile(r"[Tt]im(ed|e) ?out")
-opened = threading.local()  # `store`, the connection of a thread: one that waits would keep others waiting
+opened = (
+    threading.local()
+)  # `store`, the connection of a thread: one that waits would keep others waiting
 joined = False  # whether this process has told the others of itself
 again = None  # the command that goes on with this run, once its directory is known
 said = False  # whether the others know that, and why, this process ends
@@ -103,7 +107,9 @@ def store(timeout=300):
     from torch.distributed import PrefixStore
 
     # With gloo, the addresses of an attempt before would be tried: 8 of 10 restarts hung or failed.
-    return PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", whole_store(timeout))
+    return PrefixStore(
+        f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", whole_store(timeout)
+    )
 
 
 def whole_store(timeout=300):
@@ -123,7 +129,10 @@ def connect(timeout):
 
     from torch.distributed import TCPStore
 
-    address, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", 29500))
+    address, port = (
+        os.environ.get("MASTER_ADDR", "localhost"),
+        int(os.environ.get("MASTER_PORT", 29500)),
+    )
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         return TCPStore(
@@ -154,7 +163,9 @@ def told(key, by=0, limit=None):
     end = time.monotonic() + (seconds if limit is None else limit)
     while True:
         try:
-            store().wait([key], datetime.timedelta(seconds=1))  # in short parts: a signal is heard in between
+            store().wait(
+                [key], datetime.timedelta(seconds=1)
+            )  # in short parts: a signal is heard in between
             return json.loads(store().get(key))
         except RuntimeError as error:
             if not TIMEOUT.search(str(error)):
@@ -209,7 +220,9 @@ def check_alike(parts):
     if world_size() == 1:
         return
     kinds = "/".join(parts)
-    digests = {kind: {name: digest(what) for name, what in items.items()} for kind, items in parts.items()}
+    digests = {
+        kind: {name: digest(what) for name, what in items.items()} for kind, items in parts.items()
+    }
     store(seconds)
     tell(f"parts/{kinds}/{rank()}", digests)
     verdict = agreed(f"alike/{kinds}", lambda: difference(kinds, digests))
@@ -222,7 +235,11 @@ def difference(kinds, own):
     for other in range(world_size()):
         theirs = told(f"parts/{kinds}/{other}", by=other)
         for kind, items in own.items():
-            names = [name for name in sorted({*items, *theirs[kind]}) if items.get(name) != theirs[kind].get(name)]
+            names = [
+                name
+                for name in sorted({*items, *theirs[kind]})
+                if items.get(name) != theirs[kind].get(name)
+            ]
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 return (
@@ -233,14 +250,20 @@ def difference(kinds, own):
 
 
 def digest(what):
-    what = what if isinstance(what, bytes) else json.dumps(what, sort_keys=True, default=str).encode()
+    what = (
+        what if isinstance(what, bytes) else json.dumps(what, sort_keys=True, default=str).encode()
+    )
     return hashlib.sha256(what).hexdigest()[:16]
 
 
 def code(root, packages=()):
     """{file: its bytes} of this program, and of the modules of `packages` that are imported."""
-    parts = [path for part in ("trainer", "data", "models") for path in (root / part).glob("*.py")]
-    files = {path.relative_to(root).as_posix(): path for path in [root / "train.py", *parts]}
+    parts = [
+        path
+        for part in ("stoker", "trainer", "data", "models")
+        for path in (root / part).rglob("*.py")
+    ]
+    files = {path.relative_to(root).as_posix(): path for path in parts}
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if name.split(".")[0] in packages and path and path.endswith(".py"):
@@ -253,7 +276,11 @@ def code(root, packages=()):
 
 def by_rank(text):
     """The text of an error, with the rank that has it."""
-    return text.replace("error: ", f"error: rank {rank()}: ", 1) if "error: " in text else f"rank {rank()}:\n{text}"
+    return (
+        text.replace("error: ", f"error: rank {rank()}: ", 1)
+        if "error: " in text
+        else f"rank {rank()}:\n{text}"
+    )
 
 
 def watch():
@@ -291,7 +318,9 @@ def guard(receiver, sender, parent):
             if code is not None:
                 end_now(text, code)
         time.sleep(max(0, start + BLOCKED - time.monotonic()))
-        if stopping.received is None or (stopping.gentle is None and not said):  # or its exception was lost
+        if stopping.received is None or (
+            stopping.gentle is None and not said
+        ):  # or its exception was lost
             os._exit(128 + number)
 
 
@@ -305,7 +334,9 @@ def end_now(text, code):
 def is_lost(error):
     """Whether an error, or what it came of, is that another rank is gone or does not answer."""
     while error is not None:
-        if isinstance(error, LostContact) or (isinstance(error, RuntimeError) and CONTACT.search(str(error))):
+        if isinstance(error, LostContact) or (
+            isinstance(error, RuntimeError) and CONTACT.search(str(error))
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -362,8 +393,16 @@ def not_own(kind, message, code):
     if absent and (here or "lost" in kinds):
         names = " and ".join(f"rank {other} ({who(other)})" for other in (here or absent)[:3])
         late = TIMEOUT.search(message or "") and not here
-        what = f"did not answer for {seconds:g} s; the others waited for it" if late else "is gone: it was killed"
-        advice = f"To go on from the last checkpoint:\n{again}" if again else "Type the same command again."
+        what = (
+            f"did not answer for {seconds:g} s; the others waited for it"
+            if late
+            else "is gone: it was killed"
+        )
+        advice = (
+            f"To go on from the last checkpoint:\n{again}"
+            if again
+            else "Type the same command again."
+        )
         return (f"error: {names} {what}.\n{advice}" if speaks else None), 3
     if "lost" in kinds:
         lost = [other for other in present if end_of(other).get("kind") == "lost"]
@@ -437,7 +476,9 @@ def count(strategy, devices, device):
     if here > 1:
         if name not in ("auto", *SEVERAL):
             what = "and each would train by itself"
-            raise UserError(f"strategy={strategy}: torchrun has started {here} processes, {what}.\nType strategy=auto.")
+            raise UserError(
+                f"strategy={strategy}: torchrun has started {here} processes, {what}.\nType strategy=auto."
+            )
         if devices != "auto" and os.environ.get("ROLE_NAME") != OWN:
             what = "Leave it out; how many there are says its --nproc-per-node"
             raise UserError(f"devices={devices}: torchrun has started {here} processes. {what}.")
@@ -445,7 +486,9 @@ def count(strategy, devices, device):
     if name not in SEVERAL:
         if devices not in ("auto", 1):
             ways = " or ".join(f"strategy={way} devices={devices}" for way in SEVERAL)
-            raise UserError(f"devices={devices}: with strategy={strategy}, one process is started. Type {ways}.")
+            raise UserError(
+                f"devices={devices}: with strategy={strategy}, one process is started. Type {ways}."
+            )
         return 1
     if devices != "auto":
         return devices
@@ -516,7 +559,9 @@ def start(processes, arguments, of=None):
 def code_of(error):
     """The exit code for a ChildFailedError, the agent's: it says which ranks failed, and how."""
     first, failure = error.get_first_failure()
-    if failure.exitcode < 0 and all(other.exitcode != 3 for other in error.failures.values()):  # nobody has named it
+    if failure.exitcode < 0 and all(
+        other.exitcode != 3 for other in error.failures.values()
+    ):  # nobody has named it
         name = signal.Signals(-failure.exitcode).name
         print(f"error: rank {first} (process {failure.pid}) was ended by {name}.", file=sys.stderr)
     return failure.exitcode if failure.exitcode > 0 else 3

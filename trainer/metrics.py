@@ -1,9 +1,8 @@
 """Metrics on the device until asked for, as in torchmetrics: update(outputs, targets), compute(), reset()."""
 
 import torch
-
-from trainer import launch, parallel
-from trainer.errors import UserError, check_number
+from stoker.trainer import launch, parallel
+from stoker.trainer.errors import UserError, check_number
 
 
 class Mean:
@@ -16,13 +15,19 @@ class Mean:
 
     def update(self, value, samples=1):
         if isinstance(self.total, float):
-            self.total = torch.full((), self.total, dtype=wide_type(value), device=value.device)  # waits for no device
+            self.total = torch.full(
+                (), self.total, dtype=wide_type(value), device=value.device
+            )  # waits for no device
         value = value if value.ndim == 0 else value.reshape(())
         self.total.add_(value.detach(), alpha=samples)  # one kernel, although the total is wider
         self.samples += samples
 
     def compute(self):
-        total = torch.tensor(self.total, dtype=torch.float64) if isinstance(self.total, float) else self.total
+        total = (
+            torch.tensor(self.total, dtype=torch.float64)
+            if isinstance(self.total, float)
+            else self.total
+        )
         return total / self.samples if self.samples else torch.tensor(torch.nan)
 
     def reset(self):
@@ -34,7 +39,9 @@ class Mean:
             return self
         whole = Mean()
         total, whole.samples = parallel.add_up(float(self.total)), parallel.add_up(self.samples)
-        whole.total = torch.tensor(total, dtype=torch.float64) if whole.samples else 0.0  # as one process has it
+        whole.total = (
+            torch.tensor(total, dtype=torch.float64) if whole.samples else 0.0
+        )  # as one process has it
         return whole
 
     def state_dict(self):
@@ -141,10 +148,14 @@ class Confusion(Sums):
     def update(self, outputs, targets):
         true = class_of(targets, outputs)
         if outputs.shape[1] != self.num_classes:
-            raise UserError(f"num_classes={self.num_classes}: the model's outputs are of {outputs.shape[1]} classes.")
+            raise UserError(
+                f"num_classes={self.num_classes}: the model's outputs are of {outputs.shape[1]} classes."
+            )
         cells = (true * self.num_classes + outputs.argmax(1)).flatten()
         counts = torch.zeros(self.num_classes**2, dtype=torch.int64, device=outputs.device)
-        self.add(counts.scatter_add_(0, cells, torch.ones_like(cells)))  # bincount would wait for the device
+        self.add(
+            counts.scatter_add_(0, cells, torch.ones_like(cells))
+        )  # bincount would wait for the device
 
     def value(self, sums):
         return sums.reshape(self.num_classes, self.num_classes)
@@ -202,14 +213,21 @@ class R2(Sums):
     def about_common_origin(self):
         """The sums, about the mean of the origins of all processes."""
         nothing = self.sums is None
-        origins = parallel.add_up(None if nothing else torch.stack([self.origin, torch.ones_like(self.origin)]))
+        origins = parallel.add_up(
+            None if nothing else torch.stack([self.origin, torch.ones_like(self.origin)])
+        )
         if nothing:
             return None
         origin = origins[0] / origins[1]
         (total, squares, residual, samples), shift = self.sums, self.origin - origin
         self.origin = origin
         return torch.stack(
-            [total + samples * shift, squares + 2 * shift * total + samples * shift**2, residual, samples]
+            [
+                total + samples * shift,
+                squares + 2 * shift * total + samples * shift**2,
+                residual,
+                samples,
+            ]
         )
 
     def value(self, sums):

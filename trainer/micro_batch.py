@@ -3,11 +3,10 @@
 import math
 
 import torch
-
-from trainer import batch as batches
-from trainer import device as devices
-from trainer import settings
-from trainer.errors import TrainingError, check_number, log
+from stoker.trainer import batch as batches
+from stoker.trainer import device as devices
+from stoker.trainer import settings
+from stoker.trainer.errors import TrainingError, check_number, log
 
 
 class MicroBatch:
@@ -30,7 +29,11 @@ class MicroBatch:
         `undo()` is called, and all of the batch is worked through again.
         """
         most, fewest = shares or (None, None)
-        parts = self.parts if self.size is None else math.ceil((most or batches.size(batch)) / self.size)
+        parts = (
+            self.parts
+            if self.size is None
+            else math.ceil((most or batches.size(batch)) / self.size)
+        )
         parts = min(parts, fewest or parts)
         if not self.adapts:
             return function(batches.split(batch, parts) if parts > 1 else [(batch, 1.0)])
@@ -58,13 +61,22 @@ class MicroBatch:
         self.size = most // 2
         size = f"{self.size} sample{'s' * (self.size != 1)}"
         log.warning(
-            "Out of memory with %d samples at once: the %s goes on with %s, same result.", most, self.what, size
+            "Out of memory with %d samples at once: the %s goes on with %s, same result.",
+            most,
+            self.what,
+            size,
         )
         return math.ceil(samples / self.size)
 
     def explain(self, batch):
         """The TrainingError for a batch (None where there was none yet) that does not fit all the same."""
-        cut = f" in micro-batches of {self.size}" if self.size else f" in {self.parts} parts" if self.parts > 1 else ""
+        cut = (
+            f" in micro-batches of {self.size}"
+            if self.size
+            else f" in {self.parts} parts"
+            if self.parts > 1
+            else ""
+        )
         size = "" if batch is None else f" with a batch of {batches.size(batch)}{cut}"
         advice = f"micro_batch=auto (the same result in less memory), or a lower {self.key}"
         if self.size and not self.adapts:
@@ -72,7 +84,9 @@ class MicroBatch:
         elif self.adapts:
             advice = "precision=bf16, optimizer=sgd (less state), or a smaller model: no micro-batch is small enough"
         where = f"{self.device}{size}, in the {self.what}"
-        return TrainingError(f"Out of memory on {where}: {devices.describe_memory(self.device)}.\nType {advice}.")
+        return TrainingError(
+            f"Out of memory on {where}: {devices.describe_memory(self.device)}.\nType {advice}."
+        )
 
     def description(self):
         """' in micro-batches of 8' for the plan, '' for whole batches."""
@@ -86,4 +100,6 @@ class MicroBatch:
     def load_state_dict(self, state):
         """The size that was found; one that was set stays."""
         if self.adapts:
-            self.size = check_number("micro_batch", state["size"], whole=True, least=1, optional=True)
+            self.size = check_number(
+                "micro_batch", state["size"], whole=True, least=1, optional=True
+            )

@@ -5,13 +5,15 @@ import re
 import types
 
 import torch
+from stoker.trainer import device as devices
+from stoker.trainer import parallel
+from stoker.trainer.errors import UserError, check_number
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from trainer import device as devices
-from trainer import parallel
-from trainer.errors import UserError, check_number
-
-OF_MATRICES = ("Muon", "Adafactor")  # of torch's optimizers; what the others do, they do to each number by itself
+OF_MATRICES = (
+    "Muon",
+    "Adafactor",
+)  # of torch's optimizers; what the others do, they do to each number by itself
 
 
 def build(factory, groups, device, module=None, compiled=False):
@@ -22,8 +24,12 @@ def build(factory, groups, device, module=None, compiled=False):
     """
     spare_the_compiler(not compiled)
     settings = inspect.signature(factory).parameters
-    open_choice = all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
-    dense = not any(getattr(child, "sparse", False) for child in (module.modules() if module else ()))
+    open_choice = all(
+        name in settings and settings[name].default is None for name in ("fused", "foreach")
+    )
+    dense = not any(
+        getattr(child, "sparse", False) for child in (module.modules() if module else ())
+    )
     floating = all(p.is_floating_point() for group in groups for p in group["params"])
     cut_up = any(parallel.is_shard(p) for group in groups for p in group["params"])
     plain = dense and floating and not cut_up  # for sharded ones torch has no fused SGD
@@ -32,14 +38,20 @@ def build(factory, groups, device, module=None, compiled=False):
         optimizer = factory(groups, **fused)
     except UserError:
         raise
-    except (ValueError, TypeError, IndexError) as error:  # how torch refuses a rate, a decay, a pair of betas
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+    ) as error:  # how torch refuses a rate, a decay, a pair of betas
         raise UserError(refusal(str(error), settings)) from error
     merge(optimizer.param_groups, groups)
     if isinstance(optimizer, torch.optim.SGD):
         begin_momentum(optimizer, cut_up)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise UserError(f"optimizer: {type(optimizer).__name__} evaluates a step many times. Type optimizer=adamw.")
+        raise UserError(
+            f"optimizer: {type(optimizer).__name__} evaluates a step many times. Type optimizer=adamw."
+        )
     kind = type(optimizer)
     if cut_up and kind.__module__.startswith("torch.optim") and kind.__name__ in OF_MATRICES:
         what = f"{kind.__name__} looks at whole matrices, and each process has a part of them"
@@ -64,10 +76,14 @@ def refusal(text, keys):
 def merge(built, given):
     """Makes one of the two groups where the factory has taken them as they were given, with the same settings."""
     if len(built) == len(given) == 2:
-        pairs = [zip(b["params"], g["params"], strict=True) for b, g in zip(built, given, strict=True)]
+        pairs = [
+            zip(b["params"], g["params"], strict=True) for b, g in zip(built, given, strict=True)
+        ]
         sizes = [len(b["params"]) == len(g["params"]) for b, g in zip(built, given, strict=True)]
         as_given = all(sizes) and all(one is other for pair in pairs for one, other in pair)
-        if as_given and all(built[0][name] == built[1].get(name) for name in built[0] if name != "params"):
+        if as_given and all(
+            built[0][name] == built[1].get(name) for name in built[0] if name != "params"
+        ):
             built[0]["params"] += built.pop()["params"]
 
 
@@ -79,7 +95,9 @@ def begin_momentum(optimizer, cut_up=False):
     """
     groups = [group for group in optimizer.param_groups if group["momentum"]]
     groups = [group for group in groups if group["fused"] or (cut_up and not group["dampening"])]
-    if any(group["dampening"] for group in groups):  # torch's first step has none, and one from 0 would have it
+    if any(
+        group["dampening"] for group in groups
+    ):  # torch's first step has none, and one from 0 would have it
         optimizer._step_supports_amp_scaling = False
         for group in optimizer.param_groups:
             group["fused"] = False
@@ -122,7 +140,10 @@ def make_lean(optimizer):
             for parameter in group["params"]:
                 parameter.grad = None
 
-    optimizer.step, optimizer.zero_grad = types.MethodType(step, optimizer), types.MethodType(zero_grad, optimizer)
+    optimizer.step, optimizer.zero_grad = (
+        types.MethodType(step, optimizer),
+        types.MethodType(zero_grad, optimizer),
+    )
 
 
 def spare_the_compiler(spare):
@@ -133,7 +154,9 @@ def spare_the_compiler(spare):
     """
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-        known = getattr(method, "__dynamo_disable", None)  # where torch._compile looks before it imports the compiler
+        known = getattr(
+            method, "__dynamo_disable", None
+        )  # where torch._compile looks before it imports the compiler
         if spare and known is None:
             method.__dynamo_disable = method
         elif not spare and known is method:
@@ -141,7 +164,14 @@ def spare_the_compiler(spare):
 
 
 def decoupled_sgd(
-    params, lr, batch_size, momentum=0.85, weight_decay=0.0153, bias_scale=64.0, fused=None, foreach=None
+    params,
+    lr,
+    batch_size,
+    momentum=0.85,
+    weight_decay=0.0153,
+    bias_scale=64.0,
+    fused=None,
+    foreach=None,
 ):
     """A torch.optim.SGD with Nesterov momentum, on parameter groups, of a rate and a decay per 1,024 samples.
 
@@ -158,10 +188,17 @@ def decoupled_sgd(
     per_step = batch_size / 1024 / (1 + 1 / (1 - momentum))
     groups = []
     for group in params:
-        matrices, vectors = ([p for p in group["params"] if (p.ndim > 1) is many] for many in (True, False))
+        matrices, vectors = (
+            [p for p in group["params"] if (p.ndim > 1) is many] for many in (True, False)
+        )
         for parameters, scale in ((matrices, 1.0), (vectors, bias_scale)):
             if parameters:
-                rate, decay = lr * scale * per_step, group.get("weight_decay", weight_decay) * per_step
+                rate, decay = (
+                    lr * scale * per_step,
+                    group.get("weight_decay", weight_decay) * per_step,
+                )
                 # torch's decay is times the rate.
                 groups.append({"params": parameters, "lr": rate, "weight_decay": decay / rate})
-    return torch.optim.SGD(groups, lr=lr * per_step, momentum=momentum, nesterov=True, fused=fused, foreach=foreach)
+    return torch.optim.SGD(
+        groups, lr=lr * per_step, momentum=momentum, nesterov=True, fused=fused, foreach=foreach
+    )

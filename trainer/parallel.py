@@ -10,17 +10,18 @@ import warnings
 
 import torch
 import torch.distributed as dist
-
-from trainer import batch as batches
-from trainer import launch
-from trainer.errors import TrainingError, UserError, log
-from trainer.settings import check_strategy
+from stoker.trainer import batch as batches
+from stoker.trainer import launch
+from stoker.trainer.errors import TrainingError, UserError, log
+from stoker.trainer.settings import check_strategy
 
 NOTHING = contextlib.nullcontext()
 NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 # Parameters of a block that fsdp gathers by itself, at least: smaller ones are gathered with what is around them.
 BLOCK = 2**20
-alone = contextvars.ContextVar("alone", default=False)  # whether a Trainer made here trains nothing, with nobody
+alone = contextvars.ContextVar(
+    "alone", default=False
+)  # whether a Trainer made here trains nothing, with nobody
 joined = 1  # processes that train together, once `start` has joined them
 # By how much the norm of a weight may differ between processes, which may be of different machines.
 DRIFT = 1e-4
@@ -44,7 +45,9 @@ def start(strategy, device, timeout=300):
     global joined
     if not dist.is_initialized():
         backend = (
-            "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+            "gloo"
+            if device.type == "cpu"
+            else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         )
         dist.init_process_group(
             backend,
@@ -92,9 +95,16 @@ def wrap(module, strategy, device):
             "Build it anew, and give it the weights of a checkpoint if it is to have them."
         )
     for child in module.modules():
-        if any(torch.nn.parameter.is_lazy(tensor) for tensor in [*child.parameters(False), *child.buffers(False)]):
-            what = f"{type(child).__name__} has no weights yet that could be the same on all processes"
-            raise UserError(f"strategy={strategy}: {what}.\nCall the model with a batch before the Trainer gets it.")
+        if any(
+            torch.nn.parameter.is_lazy(tensor)
+            for tensor in [*child.parameters(False), *child.buffers(False)]
+        ):
+            what = (
+                f"{type(child).__name__} has no weights yet that could be the same on all processes"
+            )
+            raise UserError(
+                f"strategy={strategy}: {what}.\nCall the model with a batch before the Trainer gets it."
+            )
     take_from_first([*module.parameters(), *module.buffers()])
     spread = sharded(module, device) if name == "fsdp" else copied(module, device)
     spread_norms(module)  # last: DistributedDataParallel takes no SyncBatchNorm on the CPU
@@ -108,7 +118,9 @@ def copied(module, device):
     ids = None if device.type == "cpu" else [device.index]
     # With find_unused_parameters the buckets stay what they are after the first step. Otherwise a run that goes on adds
     # gradients up in another order: off by 7e-9 from three processes on.
-    with warnings.catch_warnings():  # torch 2.15 has a new name for broadcast_buffers, which 2.10 does not know
+    with (
+        warnings.catch_warnings()
+    ):  # torch 2.15 has a new name for broadcast_buffers, which 2.10 does not know
         warnings.simplefilter("ignore", FutureWarning)
         return torch.nn.parallel.DistributedDataParallel(
             module,
@@ -130,16 +142,22 @@ def replicated(module, strategy, device, listed):
             "Type strategy=single or strategy=dp."
         )
     if len(indices) < 2:
-        log.warning("strategy=dp: %s, so it changes nothing.", "one GPU" if count else "no GPU in this run")
+        log.warning(
+            "strategy=dp: %s, so it changes nothing.", "one GPU" if count else "no GPU in this run"
+        )
         return module
     if device.index not in indices:
         raise UserError(
             f"strategy={strategy}: device={device} is not among its GPUs.\nType device={device.type}:{indices[0]}."
         )
     if module._compiled_call_impl is not None:
-        raise UserError(f"strategy={strategy}: replicas cannot be compiled. Type compile=false or strategy=single.")
+        raise UserError(
+            f"strategy={strategy}: replicas cannot be compiled. Type compile=false or strategy=single."
+        )
     # DataParallel gathers on its first device, which has to be the one that holds the parameters.
-    return torch.nn.DataParallel(module, device_ids=sorted(indices, key=lambda index: index != device.index))
+    return torch.nn.DataParallel(
+        module, device_ids=sorted(indices, key=lambda index: index != device.index)
+    )
 
 
 def sharded(module, device):
@@ -154,7 +172,11 @@ def sharded(module, device):
     check_shardable(module)
     module.to(memory_format=torch.contiguous_format)  # it takes no other
     mesh = init_device_mesh(device.type, (launch.world_size(),))
-    lists = [child for child in module.modules() if isinstance(child, (torch.nn.Sequential, torch.nn.ModuleList))]
+    lists = [
+        child
+        for child in module.modules()
+        if isinstance(child, (torch.nn.Sequential, torch.nn.ModuleList))
+    ]
     try:
         for part in [part for parts in reversed(lists) for part in parts]:  # the inner ones first
             if sum(p.numel() for p in part.parameters() if not is_shard(p)) >= BLOCK:
@@ -171,7 +193,9 @@ def sharded(module, device):
 def check_shardable(module):
     """UserError for a module that fully_shard would refuse later, without a word on what to do."""
     if module._compiled_call_impl is not None:
-        raise UserError("strategy=fsdp: sharded parameters are not compiled. Type compile=false or strategy=ddp.")
+        raise UserError(
+            "strategy=fsdp: sharded parameters are not compiled. Type compile=false or strategy=ddp."
+        )
     types = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad}
     if len(types) > 1:
         what = f"{type(module).__name__} has weights of {' and '.join(sorted(types))}, and shards are of one type"
@@ -184,13 +208,21 @@ def check_shardable(module):
 
 def has_usual_forward(child):
     """Whether this is a BatchNorm with torch's own forward."""
-    return isinstance(child, NORMS) and type(child).forward in (torch.nn.BatchNorm1d.forward, OverRanks.forward)
+    return isinstance(child, NORMS) and type(child).forward in (
+        torch.nn.BatchNorm1d.forward,
+        OverRanks.forward,
+    )
 
 
 def own_buffers(module):
     """The floating-point buffers that may come to differ between processes: those of BatchNorm over all do not."""
     children = [child for child in module.modules() if not has_usual_forward(child)]
-    return [buffer for child in children for buffer in child.buffers(recurse=False) if buffer.is_floating_point()]
+    return [
+        buffer
+        for child in children
+        for buffer in child.buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]
 
 
 def follow_first(module, _):
@@ -233,15 +265,21 @@ class OverRanks(torch.nn.SyncBatchNorm):
         shape = [1, -1] + [1] * (inputs.ndim - 2)
         wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
         own = wide.new_tensor([inputs.numel() / inputs.shape[1]])
-        count, total = SumOverRanks.apply(torch.cat([own, wide.sum(dims)])).split([1, inputs.shape[1]])
+        count, total = SumOverRanks.apply(torch.cat([own, wide.sum(dims)])).split(
+            [1, inputs.shape[1]]
+        )
         if count.item() == 1:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {inputs.shape}")
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {inputs.shape}"
+            )
         mean = total / count
         centred = wide - mean.view(shape)
         variance = SumOverRanks.apply((centred**2).sum(dims)) / count
         if self.track_running_stats:
             self.num_batches_tracked += 1
-            momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            momentum = (
+                1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            )
             with torch.no_grad():
                 self.running_mean.lerp_(mean, momentum)
                 self.running_var.lerp_(variance * count / (count - 1), momentum)
@@ -262,7 +300,10 @@ def spread_norms(module):
     for child in module.modules():
         kind = type(child)
         if isinstance(child, NORMS) and not has_usual_forward(child):
-            log.warning("%s has a forward of its own: its statistics are of each process's part.", kind.__name__)
+            log.warning(
+                "%s has a forward of its own: its statistics are of each process's part.",
+                kind.__name__,
+            )
         if not has_usual_forward(child):
             continue
         if kind not in made.values():
@@ -293,7 +334,11 @@ def description(trainer):
 
 def replicas(model):
     """The indices of the GPUs that hold a replica; none where there is one device."""
-    return tuple(getattr(model, "device_ids", None) or ()) if isinstance(model, torch.nn.DataParallel) else ()
+    return (
+        tuple(getattr(model, "device_ids", None) or ())
+        if isinstance(model, torch.nn.DataParallel)
+        else ()
+    )
 
 
 def gradient_sync(model, *, enabled):
@@ -339,7 +384,9 @@ def explain(error):
     """A UserError for what torch cannot do with sharded parameters, or for a step that DistributedDataParallel cannot
     follow; None for anything else."""
     text = str(error)
-    if ranks() > 1 and ("DTensor" in text or "sharding strategy" in text or "Sharding propagation" in text):
+    if ranks() > 1 and (
+        "DTensor" in text or "sharding strategy" in text or "Sharding propagation" in text
+    ):
         return UserError(
             f"strategy=fsdp: torch cannot do this with sharded parameters ({text.splitlines()[0][:150]}).\n"
             "Type strategy=ddp, or another optimizer if it is that. A step has to call self.model, not parts of it."
@@ -369,7 +416,9 @@ def add_up(value):
     if not form[0]:
         return None
     if value is None:
-        value = torch.zeros(form[2 : 1 + form[0]].tolist(), dtype=torch.float64 if form[1] else torch.int64)
+        value = torch.zeros(
+            form[2 : 1 + form[0]].tolist(), dtype=torch.float64 if form[1] else torch.int64
+        )
     total = value.detach().cpu().clone()
     dist.all_reduce(total)
     return total.to(value.device)
@@ -410,14 +459,16 @@ def check_parts(metrics, loss):
     A warning for a loss whose mean is not over samples.
     """
     if ranks() > 1 and getattr(loss, "weight", None) is not None:
-        log.warning("loss: by class weights each process has the mean of its own part; one process would have another.")
-    from trainer.metrics import Sums
+        log.warning(
+            "loss: by class weights each process has the mean of its own part; one process would have another."
+        )
+    from stoker.trainer.metrics import Sums
 
     for name, metric in metrics.items() if ranks() > 1 else ():
         if not isinstance(metric, Sums) and not hasattr(metric, "sync_on_compute"):
             raise UserError(
                 f"metrics.{name}: {type(metric).__name__} is not added up over {ranks()} processes.\n"
-                "Derive it from torchmetrics.Metric or trainer.metrics.Sums, or leave it out."
+                "Derive it from torchmetrics.Metric or stoker.trainer.metrics.Sums, or leave it out."
             )
 
 
@@ -435,7 +486,9 @@ def shares(batch, loader):
         return None, 1.0
     whole = loader.global_size
     if whole < ranks():
-        raise UserError(f"A batch of {whole} samples is too small for {ranks()} processes.\nType another batch_size.")
+        raise UserError(
+            f"A batch of {whole} samples is too small for {ranks()} processes.\nType another batch_size."
+        )
     return (math.ceil(whole / ranks()), whole // ranks()), batches.size(batch) * ranks() / whole
 
 
@@ -502,7 +555,10 @@ class Agreement:
         if self.calls < self.soonest:
             return False
         now = time.monotonic()
-        told = torch.tensor([here is not None, now - self.start, (now - self.last) / self.calls], dtype=torch.float64)
+        told = torch.tensor(
+            [here is not None, now - self.start, (now - self.last) / self.calls],
+            dtype=torch.float64,
+        )
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         asked, self.agreed, seconds = told.tolist()
         self.last, self.calls = time.monotonic(), 0

@@ -18,7 +18,9 @@ def number(value):
 
 def numbers(results):
     """'loss 0.0707  acc 0.9861' of {"test/loss": ..., "test/acc": ...}; what is not one number is left out."""
-    shown = {name.partition("/")[2]: value for name, value in results.items() if isinstance(value, float)}
+    shown = {
+        name.partition("/")[2]: value for name, value in results.items() if isinstance(value, float)
+    }
     return "  ".join(f"{name} {number(value)}" for name, value in shown.items())
 
 
@@ -27,7 +29,11 @@ def seconds(value):
     if value < 100:
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest} s" if minutes < 100 else f"{math.floor(minutes / 60)} h {minutes % 60} min"
+    return (
+        f"{minutes} min {rest} s"
+        if minutes < 100
+        else f"{math.floor(minutes / 60)} h {minutes % 60} min"
+    )
 
 
 def duration(value):

@@ -4,8 +4,7 @@ import inspect
 import math
 
 import torch
-
-from trainer.errors import UserError, check_number
+from stoker.trainer.errors import UserError, check_number
 
 
 class Schedule:
@@ -65,7 +64,9 @@ def schedule(name, shape, optimizer, total_steps, warmup=0.0, start=0.0):
             return start + (1 - start) * (step + 1) / (warmup_steps + 1)
         return shape(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
 
-    after = f" after {warmup_steps} step{'s' * (warmup_steps != 1)} of warmup" if warmup_steps else ""
+    after = (
+        f" after {warmup_steps} step{'s' * (warmup_steps != 1)} of warmup" if warmup_steps else ""
+    )
     return Schedule(optimizer, factor, name + after)
 
 
@@ -77,21 +78,38 @@ def build(factory, optimizer, total_steps):
     """
     for group in optimizer.param_groups:
         rate = group.get("initial_lr", group["lr"])
-        group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
+        group["lr"] = (
+            torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
+        )
     arguments = inspect.signature(factory).parameters
     own = {"total_steps": total_steps} if "total_steps" in arguments else {}
     given = {next(iter(arguments), None), *own}
     for name, argument in arguments.items():
-        if name not in given and argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD:
-            raise UserError(f"scheduler.{name}: the scheduler needs this argument. Type +scheduler.{name}=...")
+        if (
+            name not in given
+            and argument.default is argument.empty
+            and argument.kind is argument.POSITIONAL_OR_KEYWORD
+        ):
+            raise UserError(
+                f"scheduler.{name}: the scheduler needs this argument. Type +scheduler.{name}=..."
+            )
     scheduler = factory(optimizer, **own)
-    if not all(hasattr(scheduler, name) for name in ("step", "get_last_lr", "state_dict", "load_state_dict")):
-        raise UserError(f"scheduler: {type(scheduler).__name__} is no LR scheduler. Type scheduler=cosine.")
-    needed = [p for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty]
+    if not all(
+        hasattr(scheduler, name)
+        for name in ("step", "get_last_lr", "state_dict", "load_state_dict")
+    ):
+        raise UserError(
+            f"scheduler: {type(scheduler).__name__} is no LR scheduler. Type scheduler=cosine."
+        )
+    needed = [
+        p for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty
+    ]
     if any(p.kind is p.POSITIONAL_OR_KEYWORD for p in needed):
         kind = f"{type(scheduler).__name__} wants a number at each step, and a schedule here follows the step alone"
         own = "one that follows a number is a callback, such as examples.own_callback.Plateau"
-        raise UserError(f"scheduler: {kind}.\nType scheduler=cosine, linear, step or onecycle; {own}.")
+        raise UserError(
+            f"scheduler: {kind}.\nType scheduler=cosine, linear, step or onecycle; {own}."
+        )
     return scheduler
 
 
@@ -103,7 +121,9 @@ def constant(optimizer, total_steps, warmup=0.0):
 def linear(optimizer, total_steps, warmup=0.0, start=0.0, final=0.0):
     """Down in a straight line to `final` times the rate; with a warmup, a triangle."""
     check_number("scheduler.final", final, least=0)
-    return schedule("linear", lambda progress: 1 - (1 - final) * progress, optimizer, total_steps, warmup, start)
+    return schedule(
+        "linear", lambda progress: 1 - (1 - final) * progress, optimizer, total_steps, warmup, start
+    )
 
 
 def cosine(optimizer, total_steps, warmup=0.0, final=0.0):

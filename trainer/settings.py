@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from trainer import launch
-from trainer.errors import UserError, as_typed, check_choice, check_number, did_you_mean
+from stoker.trainer import launch
+from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, did_you_mean
 
 CHOICES = {
     "precision": ("auto", "fp32", "bf16", "fp16"),
@@ -56,7 +56,13 @@ AUTO = {"sweep.at_once": WHOLE}  # or auto
 KEYS = [*NUMBERS, *AUTO, *CHOICES]
 AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")
 # What debug=true runs with, in place of what these keys say.
-DEBUG = {"device": "cpu", "strategy": "single", "devices": "auto", "compile": False, "dataset.workers": 0}
+DEBUG = {
+    "device": "cpu",
+    "strategy": "single",
+    "devices": "auto",
+    "compile": False,
+    "dataset.workers": 0,
+}
 # Kinds of devices that torch has names for; which of them are there, only torch knows.
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla")
 GPUS = ("auto", "cuda", "xpu")  # those of which a machine may have several
@@ -70,7 +76,9 @@ def check(key, value, **more):
         return check_number(key, value, **NUMBERS[key] | more)
     if key in AUTO:
         if isinstance(value, str) and value != "auto":
-            raise UserError(f"{key}={value}: give a whole number at least 1, or auto.{did_you_mean(value, ('auto',))}")
+            raise UserError(
+                f"{key}={value}: give a whole number at least 1, or auto.{did_you_mean(value, ('auto',))}"
+            )
         return value if value == "auto" else check_number(key, value, **AUTO[key])
     if key == "tune":
         if not isinstance(value, (list, tuple)):
@@ -99,7 +107,9 @@ def check_strategy(strategy):
             "Type strategy=auto, single, dp, dp:0+1, ddp or fsdp."
         )
     if listed and not re.fullmatch(r"[0-9]{1,4}(\+[0-9]{1,4})*", listed):
-        raise UserError(f"strategy={strategy}: the GPUs are numbers joined by +, as in strategy=dp:0+1.")
+        raise UserError(
+            f"strategy={strategy}: the GPUs are numbers joined by +, as in strategy=dp:0+1."
+        )
     return name, [int(index) for index in listed.split("+")] if listed else None
 
 
@@ -121,7 +131,9 @@ def check_together(config):
             "Type compile=false or strategy=ddp."
         )
     if config.get("micro_batch") == "auto" and max(started, launch.world_size()) > 1:
-        raise UserError("micro_batch=auto: several processes have to cut a batch alike. Type micro_batch=N.")
+        raise UserError(
+            "micro_batch=auto: several processes have to cut a batch alike. Type micro_batch=N."
+        )
     if (config.get("batch_size") or started) < started:
         what = f"{started} processes cannot share such a batch. Type batch_size={started} or more, or lower devices"
         raise UserError(f"batch_size={config['batch_size']}: {what}.")
@@ -136,7 +148,11 @@ def check_micro_batch(size, parts=1):
     if isinstance(size, str) and size != "auto":
         hint = did_you_mean(size, ("auto",))
         raise UserError(f"micro_batch={size}: give auto, a whole number at least 1, or null.{hint}")
-    return size if size == "auto" else check_number("micro_batch", size, whole=True, least=1, optional=True)
+    return (
+        size
+        if size == "auto"
+        else check_number("micro_batch", size, whole=True, least=1, optional=True)
+    )
 
 
 def check_augmentation(name):
@@ -155,9 +171,13 @@ def check_task(config):
     for key, tasks in OF_TASKS.items():
         if config.get(key) not in (None, False) and config["task"] not in tasks:
             hint = " To name the folder of a new run, type run_dir=DIR." if key == "run" else ""
-            raise UserError(f"{key}={as_typed(config[key])} is for task={' or '.join(tasks)}.{hint}")
+            raise UserError(
+                f"{key}={as_typed(config[key])} is for task={' or '.join(tasks)}.{hint}"
+            )
     if config.get("profile") and config.get("overfit") is not None:
-        raise UserError(f"profile=true is for a run, and overfit={config['overfit']} is none. Leave out one of them.")
+        raise UserError(
+            f"profile=true is for a run, and overfit={config['overfit']} is none. Leave out one of them."
+        )
 
 
 def check_debug(config, typed):
@@ -176,18 +196,22 @@ def check_debug(config, typed):
 def check_parts(config):
     """UserError for values in our own groups, and in those of torch's optimizers, that their constructors refuse."""
     optimizer, model, dataset = (config[group] for group in ("optimizer", "model", "dataset"))
-    own = str(optimizer.get("_target_")).startswith("trainer.optimizers.")  # divides by the rate
+    own = str(optimizer.get("_target_")).startswith(
+        "stoker.trainer.optimizers."
+    )  # divides by the rate
     if own or str(optimizer.get("_target_")).startswith("torch.optim."):
         if "lr" in optimizer:
             check_number("optimizer.lr", optimizer["lr"], **({"above": 0} if own else {"least": 0}))
         if "weight_decay" in optimizer:
             check_number("optimizer.weight_decay", optimizer["weight_decay"], least=0)
-    if str(model.get("_target_")).startswith("models.") and "dropout" in model:
+    if str(model.get("_target_")).startswith("stoker.models.") and "dropout" in model:
         check_number("model.dropout", model["dropout"], least=0, most=0.95)
     if dataset.get("workers", "auto") != "auto":
         check_number("dataset.workers", dataset["workers"], whole=True, least=0)
     for item in dataset.get("augment") or ():
-        if not isinstance(item, dict) or "_target_" not in item:  # with a _target_: a function of the user's own
+        if (
+            not isinstance(item, dict) or "_target_" not in item
+        ):  # with a _target_: a function of the user's own
             for name in item if isinstance(item, dict) else [item]:
                 check_augmentation(name)
 
@@ -197,7 +221,11 @@ def check_resume(resume):
     if resume not in ("auto", "never") and isinstance(resume, str) and Path(resume).is_dir():
         found = [*Path(resume).glob("step_*.ckpt"), *Path(resume).glob("checkpoints/step_*.ckpt")]
         found.sort(key=lambda path: (len(path.name), path.name))
-        what = f"Type resume={found[-1]}." if found else "Type resume=FILE; there is no checkpoint in it."
+        what = (
+            f"Type resume={found[-1]}."
+            if found
+            else "Type resume=FILE; there is no checkpoint in it."
+        )
         raise UserError(f"resume={resume}: this is a folder. {what}")
     if resume not in ("auto", "never") and not (isinstance(resume, str) and Path(resume).is_file()):
         hint = did_you_mean(as_typed(resume), ("auto", "never"))
@@ -211,12 +239,17 @@ TEXTS = ("run", "run_dir", "resume", "monitor", "input", "output")
 
 def check_all(config):
     """UserError for the first of a config's settings that cannot be; null leaves one at what it is."""
-    values = {**config, **{key: config[key.split(".")[0]].get(key.split(".")[1]) for key in KEYS if "." in key}}
+    values = {
+        **config,
+        **{key: config[key.split(".")[0]].get(key.split(".")[1]) for key in KEYS if "." in key},
+    }
     for key in KEYS:
         if values.get(key) is not None:
             check(key, values[key])
     for key in TEXTS:
-        if not isinstance(values.get(key), (str, int, float, type(None))) or isinstance(values.get(key), bool):
+        if not isinstance(values.get(key), (str, int, float, type(None))) or isinstance(
+            values.get(key), bool
+        ):
             what = "auto, never, or a checkpoint file" if key == "resume" else "a text"
             raise UserError(f"{key}={as_typed(values[key])}: give {what}.")
         if values.get(key) == "":

@@ -6,8 +6,7 @@ import inspect
 import math
 
 import torch
-
-from trainer.errors import UserError
+from stoker.trainer.errors import UserError
 
 # How an optimizer works and not what it computes: a checkpoint of a GPU says other things than the CPU needs.
 WAYS = ("foreach", "fused", "capturable")
@@ -25,12 +24,18 @@ def check(part, state, name):
             check_optimizer(part, state, name)
     elif isinstance(part, torch.nn.Module):
         own = part.state_dict().items()
-        check_like(state, {key: value if isinstance(value, torch.Tensor) else ANYTHING for key, value in own}, name)
+        check_like(
+            state,
+            {key: value if isinstance(value, torch.Tensor) else ANYTHING for key, value in own},
+            name,
+        )
     elif isinstance(part, torch.amp.GradScaler):
         if part.is_enabled():
             check_scaler(part, state, name)
     elif name in ("train_loss", "grad_norm"):
-        check_like(state, {"total": math.nan, "samples": 0}, name)  # a mean may be of what is not finite
+        check_like(
+            state, {"total": math.nan, "samples": 0}, name
+        )  # a mean may be of what is not finite
     elif name == "scheduler":
         check_scheduler(part, state, name)
     elif name == "micro_batch":
@@ -40,7 +45,10 @@ def check(part, state, name):
 def check_like(state, like, name):
     """UserError unless `state` is of the kind of `like`: the same keys, lengths and shapes, numbers for numbers."""
     if isinstance(like, torch.Tensor):
-        same = isinstance(state, torch.Tensor) and state.is_floating_point() == like.is_floating_point()
+        same = (
+            isinstance(state, torch.Tensor)
+            and state.is_floating_point() == like.is_floating_point()
+        )
         if not torch.nn.parameter.is_lazy(like) and not (same and state.shape == like.shape):
             refuse(state, shown(like), name)
     elif isinstance(like, dict):
@@ -84,14 +92,20 @@ def check_scaler(scaler, state, name):
     own = scaler.state_dict()
     check_like(state, own, name)
     for key, value in own.items():
-        if type(state[key]) is not type(value) or state[key] < 0 or not (state[key] or key == "_growth_tracker"):
+        if (
+            type(state[key]) is not type(value)
+            or state[key] < 0
+            or not (state[key] or key == "_growth_tracker")
+        ):
             refuse(state[key], f"a {type(value).__name__} above 0", f"{name}.{key}")
 
 
 def check_optimizer(optimizer, state, name):
     """As `check`, for states of torch's own form, of which torch itself compares only how many parameters they have."""
     own = optimizer.state_dict()
-    check_like(state, {"state": ANYTHING, "param_groups": [ANYTHING] * len(own["param_groups"])}, name)
+    check_like(
+        state, {"state": ANYTHING, "param_groups": [ANYTHING] * len(own["param_groups"])}, name
+    )
     for i, (mine, group) in enumerate(zip(own["param_groups"], state["param_groups"], strict=True)):
         here = f"{name}.param_groups.{i}"
         if not isinstance(group, dict):
@@ -99,7 +113,9 @@ def check_optimizer(optimizer, state, name):
         for key, value in mine.items():
             if key not in group:
                 refuse("missing", None, f"{here}.{key}")
-            if key in ("params", "param_names") or (isinstance(value, (bool, str)) and key not in WAYS):
+            if key in ("params", "param_names") or (
+                isinstance(value, (bool, str)) and key not in WAYS
+            ):
                 if repr(group[key]) != repr(value):
                     refuse(group[key], value, f"{here}.{key}")
             elif key not in WAYS:
@@ -113,7 +129,9 @@ def check_optimizer(optimizer, state, name):
         if index not in indices or isinstance(index, bool) or not isinstance(moments, dict):
             refuse(moments, f"the state of one of {len(indices)} parameters", here)
         if index in expected:
-            check_like(moments, {key: loosely(value) for key, value in expected[index].items()}, here)
+            check_like(
+                moments, {key: loosely(value) for key, value in expected[index].items()}, here
+            )
         if is_number(moments.get("step")) and moments["step"] < 0:
             refuse(float(moments["step"]), "a number of steps", f"{here}.step")
 
@@ -128,11 +146,15 @@ def expected_moments(optimizer, own):
     if not f"{kind.__module__}.".startswith("torch.optim.") or not hasattr(kind, "_init_group"):
         return found
     for mine, group in zip(own["param_groups"], optimizer.param_groups, strict=True):
-        small = [torch.nn.Parameter(torch.zeros(AXES[: p.ndim], dtype=p.dtype)) for p in group["params"]]
+        small = [
+            torch.nn.Parameter(torch.zeros(AXES[: p.ndim], dtype=p.dtype)) for p in group["params"]
+        ]
         made = first_moments(optimizer, group, small)
         for index, parameter, real in zip(mine["params"], small, group["params"], strict=True):
             if made[parameter] and real.ndim <= len(AXES):
-                found[index] = {key: enlarged(value, real.shape) for key, value in made[parameter].items()}
+                found[index] = {
+                    key: enlarged(value, real.shape) for key, value in made[parameter].items()
+                }
     return found
 
 
@@ -146,7 +168,9 @@ def first_moments(optimizer, group, parameters):
         if kind is torch.optim.SGD and group["momentum"]:  # it makes them in the step itself
             twin.state[parameter] = {"momentum_buffer": parameter}
     ways = {way: False for way in WAYS if way in group}
-    for_step = list(inspect.signature(kind._init_group).parameters)[2:]  # lists that it fills, behind self and group
+    for_step = list(inspect.signature(kind._init_group).parameters)[
+        2:
+    ]  # lists that it fills, behind self and group
     with contextlib.suppress(RuntimeError):  # SparseAdam's, which wants sparse gradients
         twin._init_group({**group, **ways, "params": parameters}, *([] for _ in for_step))
     return twin.state
@@ -187,7 +211,9 @@ def is_number(value, finite=True):
 def refuse(value, wanted, name):
     """UserError: what is at `name`, and what was wanted there; None where it should not be, or not be missing."""
     found = value if wanted is None else f"{shown(value)}, not {wanted}"
-    raise UserError(f"The checkpoint does not fit this {name.partition('.')[0]}: {name} is {found}.")
+    raise UserError(
+        f"The checkpoint does not fit this {name.partition('.')[0]}: {name} is {found}."
+    )
 
 
 def shown(value):

@@ -37,7 +37,9 @@ def hear(number, _):
     if received is not None or not ready:
         if os.environ.get("RANK", "0") == "0":
             os.write(2, b"ended at once.\n")
-        os._exit(128 + number)  # no clean-up: it may be what takes so long. Files are written whole or not at all
+        os._exit(
+            128 + number
+        )  # no clean-up: it may be what takes so long. Files are written whole or not at all
     received, received_at = number, time.monotonic()
     if gentle is None:
         raise Interrupted

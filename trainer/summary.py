@@ -1,10 +1,9 @@
 """What there is to say about a trainer: the plan of a run, where its tensors are, and how much memory they take."""
 
 import torch
-
-from trainer import batch as batches
-from trainer import device as devices
-from trainer import parallel
+from stoker.trainer import batch as batches
+from stoker.trainer import device as devices
+from stoker.trainer import parallel
 
 MIB = devices.MIB
 
@@ -44,10 +43,21 @@ def precision(trainer):
 def data_line(data, loaders, why, whole=False):
     """The line that tells what is learnt from; `whole` where the one part is all of it."""
     names = ("train", "val", "test")
-    counts = [f"{part.samples:,} {name}" for name, part in zip(names, loaders, strict=True) if part is not None]
+    counts = [
+        f"{part.samples:,} {name}"
+        for name, part in zip(names, loaders, strict=True)
+        if part is not None
+    ]
     counts = [f"all {part.samples:,}" for part in loaders if part is not None] if whole else counts
-    inputs = "x".join(map(str, data.in_shape)) if len(data.in_shape) > 1 else f"{data.in_shape[0]} numbers"
-    kinds = {"classification": f"{data.num_classes} classes", "regression": f"{data.num_classes} to predict"}
+    inputs = (
+        "x".join(map(str, data.in_shape))
+        if len(data.in_shape) > 1
+        else f"{data.in_shape[0]} numbers"
+    )
+    kinds = {
+        "classification": f"{data.num_classes} classes",
+        "regression": f"{data.num_classes} to predict",
+    }
     outputs = kinds[data.kind]
     return f"data     {data.name}: {', '.join(counts)} samples of {inputs}, {outputs}; {why}"
 
@@ -55,12 +65,16 @@ def data_line(data, loaders, why, whole=False):
 def optimizer_tensors(optimizer):
     """The list of the tensors of the optimizer's state."""
     states = optimizer.state.values() if optimizer is not None else ()
-    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return [
+        value for state in states for value in state.values() if isinstance(value, torch.Tensor)
+    ]
 
 
 def mib(tensors):
     """The MiB of tensors, `element_size() * nelement()` each; of shards, what this process has."""
-    return sum(tensor.element_size() * tensor.nelement() for tensor in parallel.local(tensors)) / MIB
+    return (
+        sum(tensor.element_size() * tensor.nelement() for tensor in parallel.local(tensors)) / MIB
+    )
 
 
 def layout(tensors):
@@ -68,7 +82,9 @@ def layout(tensors):
     tensors = list(tensors)
     if not tensors:
         return "nothing"
-    places = sorted({f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}" for tensor in tensors})
+    places = sorted(
+        {f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}" for tensor in tensors}
+    )
     return f"{', '.join(places)}; {mib(tensors):.2f} MiB"
 
 
@@ -77,7 +93,11 @@ def where(trainer, batch=None):
 
     The batch is the last one trained on, unless one is given.
     """
-    seen = trainer.batch_layout if batch is None else layout(tensor for _, tensor in batches.entries(batch))
+    seen = (
+        trainer.batch_layout
+        if batch is None
+        else layout(tensor for _, tensor in batches.entries(batch))
+    )
     yield f"model      {layout([*trainer.module.parameters(), *trainer.module.buffers()])}"
     yield f"optimizer  {layout(optimizer_tensors(trainer.optimizer))}"
     yield f"batch      {seen}"
@@ -85,11 +105,17 @@ def where(trainer, batch=None):
 
 def not_finite(trainer):
     """'3 of 4 tensors of the model are not finite, the first being 0.weight', in its order."""
-    state, weights = trainer.module.state_dict(), dict(trainer.module.named_parameters(remove_duplicate=False))
+    state, weights = (
+        trainer.module.state_dict(),
+        dict(trainer.module.named_parameters(remove_duplicate=False)),
+    )
     tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     # An infinity in a buffer can be meant, as in the mask of an attention.
     tensors = dict(zip(tensors, parallel.local(tensors.values()), strict=True))
-    finite = {name: ~tensor.isnan() if name not in weights else tensor.isfinite() for name, tensor in tensors.items()}
+    finite = {
+        name: ~tensor.isnan() if name not in weights else tensor.isfinite()
+        for name, tensor in tensors.items()
+    }
     names = [name for name, fine in finite.items() if not fine.all()]
     if not names:
         return "all weights are finite, so look at the inputs, the targets and the loss"
@@ -111,4 +137,6 @@ def memory_report(trainer):
 
 def memory_of_a_step(trainer):
     """`memory_report`, with the gradients that a step has: at the end of a fit they are gone."""
-    return memory_report(trainer) | {"gradients": mib(p for p in trainer.module.parameters() if p.requires_grad)}
+    return memory_report(trainer) | {
+        "gradients": mib(p for p in trainer.module.parameters() if p.requires_grad)
+    }

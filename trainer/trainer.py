@@ -5,16 +5,26 @@ import sys
 import time
 
 import torch
-
-from data.loader import dealt, resident_bytes, seekable
-from trainer import batch as batches
-from trainer import checkpoint, cpu, graph, launch, misuse, optimizers, parallel, schedules, settings, summary
-from trainer import device as devices
-from trainer.errors import TrainingError, UserError
-from trainer.metrics import Mean
-from trainer.micro_batch import MicroBatch
-from trainer.state import check, refuse
-from trainer.stopping import Interrupted
+from stoker.data.loader import dealt, resident_bytes, seekable
+from stoker.trainer import batch as batches
+from stoker.trainer import (
+    checkpoint,
+    cpu,
+    graph,
+    launch,
+    misuse,
+    optimizers,
+    parallel,
+    schedules,
+    settings,
+    summary,
+)
+from stoker.trainer import device as devices
+from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.metrics import Mean
+from stoker.trainer.micro_batch import MicroBatch
+from stoker.trainer.state import check, refuse
+from stoker.trainer.stopping import Interrupted
 
 # 65,536, where the fp16 scaler begins, halved so often is 6e-5: no gradient overflows because of such a scale.
 MOST_SKIPPED = 30
@@ -57,9 +67,13 @@ class Trainer:
         devices.configure(self.device, deterministic)
         self.micro_batch = MicroBatch(self.device, micro_batch, self.grad_accum_steps)
         if self.micro_batch.adapts and parallel.ranks() > 1:
-            raise UserError("micro_batch=auto: several processes have to cut a batch alike. Type micro_batch=N.")
+            raise UserError(
+                "micro_batch=auto: several processes have to cut a batch alike. Type micro_batch=N."
+            )
         own = "auto" if self.micro_batch.adapts else None
-        self.eval_micro_batch = MicroBatch(self.device, own, what="evaluation", key="eval_batch_size")
+        self.eval_micro_batch = MicroBatch(
+            self.device, own, what="evaluation", key="eval_batch_size"
+        )
 
         # The model itself: its state dict has the names that the user gave.
         self.module = devices.place(model, self.device, channels_last)
@@ -79,16 +93,24 @@ class Trainer:
                 )
             self.layout_is_open = False
         self.replicas = parallel.replicas(self.model)
-        self.stream = (launch.rank(),) if launch.rank() else ()  # which random numbers are this process's own
+        self.stream = (
+            (launch.rank(),) if launch.rank() else ()
+        )  # which random numbers are this process's own
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics = dict(metrics or {})
         parallel.check_parts(self.metrics, self.loss)
-        self.callbacks = [callback for callback in callbacks if launch.is_first() or not callback.first_rank_only]
+        self.callbacks = [
+            callback for callback in callbacks if launch.is_first() or not callback.first_rank_only
+        ]
         groups = self.parameter_groups(decay_all)
         self.optimizer = None
         if optimizer is not None:
-            self.optimizer = optimizers.build(optimizer, groups, self.device, self.module, compiled=compile is True)
-        self.execute = graph.Captured(self.optimizer, self.device) if compile == "graph" else graph.eagerly
+            self.optimizer = optimizers.build(
+                optimizer, groups, self.device, self.module, compiled=compile is True
+            )
+        self.execute = (
+            graph.Captured(self.optimizer, self.device) if compile == "graph" else graph.eagerly
+        )
         self.make_scheduler = scheduler or schedules.constant
         self.scheduler = None  # it needs total_steps, which fit knows
 
@@ -97,13 +119,22 @@ class Trainer:
         self.total_steps = self.steps_per_epoch = None
         self.should_stop, self.stop_reason = False, None
         self.agreement = parallel.Agreement()
-        self.asked, self.interrupted = None, False  # to stop, from outside: here, and as far as all processes know
+        self.asked, self.interrupted = (
+            None,
+            False,
+        )  # to stop, from outside: here, and as far as all processes know
         self.outer_error = None  # in whose `except` a fit is called
         # The most and the fewest samples of a batch that a process has, and the weight of this one's mean in that over
         # all: a train_step of one's own multiplies its losses by it.
         self.shares, self.weight = None, 1.0
-        self.evaluation_due = False  # the step is done, but for its evaluation and what comes after it
-        self.train_loss, self.grad_norm, self.window_start = Mean(), Mean(), 0.0  # since the last logged row
+        self.evaluation_due = (
+            False  # the step is done, but for its evaluation and what comes after it
+        )
+        self.train_loss, self.grad_norm, self.window_start = (
+            Mean(),
+            Mean(),
+            0.0,
+        )  # since the last logged row
         self.skipped = 0  # steps in a row, by the fp16 scaler
         self.train_loader = self.val_loader = None
         self.batch_layout, self.data_bytes = "nothing yet", 0
@@ -136,14 +167,20 @@ class Trainer:
                     self.train_loss.update(loss, batches.size(batch))
 
                     evaluates = val_loader is not None and self.is_time(eval_every)
-                    if evaluates or self.is_time(self.log_every) or self.is_time(self.steps_per_epoch):
+                    if (
+                        evaluates
+                        or self.is_time(self.log_every)
+                        or self.is_time(self.steps_per_epoch)
+                    ):
                         self.log_training(batch)
                     self.end_step(evaluates)
                     if self.should_stop or self.step == self.total_steps:
                         break
                 else:  # the loader ended by itself
                     self.check_whole_epoch(given=self.step - epoch * self.steps_per_epoch)
-        except Interrupted:  # by `interrupt`, in an evaluation, which is done anew when the run goes on
+        except (
+            Interrupted
+        ):  # by `interrupt`, in an evaluation, which is done anew when the run goes on
             pass
         except EXPLAINED as error:
             self.explain(error, batch, self.micro_batch)
@@ -161,7 +198,9 @@ class Trainer:
         """One optimizer step on one batch, and one of the schedule; gives the mean loss."""
         scale = self.scaler.get_scale()
         loss, norm = self.execute(self.optimize, batch)
-        if self.scaler.get_scale() < scale:  # a step that the fp16 scaler skipped does not advance the schedule
+        if (
+            self.scaler.get_scale() < scale
+        ):  # a step that the fp16 scaler skipped does not advance the schedule
             self.note_skipped(scale)
             return loss
         self.skipped = 0
@@ -172,7 +211,10 @@ class Trainer:
 
     def optimize(self, batch):
         """What a graph holds of a step; gives the mean loss, and the norm of the gradient where that is clipped."""
-        loss, norm = self.micro_batch.work(self.accumulate, batch, self.module, self.undo_step, self.shares), None
+        loss, norm = (
+            self.micro_batch.work(self.accumulate, batch, self.module, self.undo_step, self.shares),
+            None,
+        )
         if self.max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
             norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
@@ -224,11 +266,15 @@ class Trainer:
             with self.evaluating(), torch.no_grad():
                 devices.seed_generators(self.device, seed, self.replicas)
                 for batch in loader:
-                    if self.evaluation_due and self.agreement.is_asked(self.asked):  # none that a callback asks for
+                    if self.evaluation_due and self.agreement.is_asked(
+                        self.asked
+                    ):  # none that a callback asks for
                         self.heed()
                         raise Interrupted
                     batch = devices.move(batch, self.device)
-                    for part, (loss, outputs) in self.eval_micro_batch.work(self.evaluate_parts, batch):
+                    for part, (loss, outputs) in self.eval_micro_batch.work(
+                        self.evaluate_parts, batch
+                    ):
                         if parallel.counts(loader):
                             loss_mean.update(loss, batches.size(part))
                             self.update_metrics(outputs, part)
@@ -238,8 +284,13 @@ class Trainer:
         loss_mean = loss_mean.over_ranks()
         if not loss_mean.samples:
             raise UserError(f"The {split} loader gives no samples.")
-        results = {"loss": loss_mean.compute()} | {name: metric.compute() for name, metric in self.metrics.items()}
-        return {f"{split}/{name}": misuse.number(f"{split}/{name}", value) for name, value in results.items()}
+        results = {"loss": loss_mean.compute()} | {
+            name: metric.compute() for name, metric in self.metrics.items()
+        }
+        return {
+            f"{split}/{name}": misuse.number(f"{split}/{name}", value)
+            for name, value in results.items()
+        }
 
     def evaluate_parts(self, parts):
         """[(part, (loss, outputs))] of the parts of an evaluation batch."""
@@ -360,7 +411,9 @@ class Trainer:
     def check_whole_epoch(self, given):
         """UserError where the training loader gave more or fewer batches than it said."""
         if given != self.steps_per_epoch:
-            raise UserError(f"The training loader's len() is {self.steps_per_epoch}, and it gave {given} batches.")
+            raise UserError(
+                f"The training loader's len() is {self.steps_per_epoch}, and it gave {given} batches."
+            )
 
     def call(self, hook, *args):
         """Calls one hook of every callback, in the order of the list."""
@@ -370,28 +423,42 @@ class Trainer:
     def log(self, numbers):
         """Gives a row of numbers to the callbacks."""
         row = {"step": self.step, "epoch": self.step / self.steps_per_epoch, **numbers}
-        tensors = {name: misuse.number(name, value) for name, value in row.items() if isinstance(value, torch.Tensor)}
+        tensors = {
+            name: misuse.number(name, value)
+            for name, value in row.items()
+            if isinstance(value, torch.Tensor)
+        }
         self.call("on_log", row | tensors)
 
     def log_training(self, batch):
         """Logs the window since the last row: the mean loss and how fast it went."""
         parallel.check_same_weights(self.model)
         window = self.train_loss.over_ranks()
-        loss = window.compute().item()  # the one transfer; it waits for the device, so the clock is right
+        loss = (
+            window.compute().item()
+        )  # the one transfer; it waits for the device, so the clock is right
         norms = self.grad_norm.over_ranks()
         norm = {"train/grad_norm": norms.compute().item()} if norms.samples else {}
         samples, seconds = window.samples, time.perf_counter() - self.window_start
         self.batch_layout = summary.layout(tensor for _, tensor in batches.entries(batch))
         self.train_loss.reset()
         self.grad_norm.reset()
-        row = {"train/loss": loss, "train/lr": float(self.lr), "train/samples": samples, "train/seconds": seconds}
+        row = {
+            "train/loss": loss,
+            "train/lr": float(self.lr),
+            "train/samples": samples,
+            "train/seconds": seconds,
+        }
         self.log({**row, **norm})
         self.window_start = time.perf_counter()
 
     @contextlib.contextmanager
     def evaluating(self):
         """The model in evaluation mode, between on_eval_start and on_eval_end; all as before after it, or an error."""
-        modes, started = [(module, module.training) for module in self.model.modules()], time.perf_counter()
+        modes, started = (
+            [(module, module.training) for module in self.model.modules()],
+            time.perf_counter(),
+        )
         within_fit = self.train_loader is not None
         outside = [] if within_fit else devices.random_states(self.device)
         self.model.eval()
@@ -413,7 +480,9 @@ class Trainer:
             if loader is not None:
                 misuse.check_loader(self, loader, "fit")
         if self.optimizer is None:
-            raise UserError("fit needs an optimizer: Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)).")
+            raise UserError(
+                "fit needs an optimizer: Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))."
+            )
         if self.loss is None and type(self).compute_loss is Trainer.compute_loss:
             raise UserError(
                 "fit needs a loss: give Trainer(loss=torch.nn.CrossEntropyLoss()), or override compute_loss."
@@ -422,7 +491,9 @@ class Trainer:
         self.data_bytes = resident_bytes(train_loader, val_loader)
         self.steps_per_epoch = len(train_loader)
         if not self.steps_per_epoch:
-            raise UserError("The training loader gives no batch: it has fewer samples than one batch, or none.")
+            raise UserError(
+                "The training loader gives no batch: it has fewer samples than one batch, or none."
+            )
         self.total_steps = self.max_steps or self.epochs * self.steps_per_epoch
         self.scheduler = schedules.build(self.make_scheduler, self.optimizer, self.total_steps)
         self.step, self.stop_reason, self.evaluation_due = 0, None, False
@@ -434,7 +505,9 @@ class Trainer:
         if resume is not None:
             self.load_state_dict(checkpoint.to_resume(resume))
         if self.execute is not graph.eagerly:
-            optimizers.make_capturable(self.optimizer, self.device)  # the rates that were loaded are numbers
+            optimizers.make_capturable(
+                self.optimizer, self.device
+            )  # the rates that were loaded are numbers
             # Anew: the optimizer's tensors may be others now.
             self.execute = graph.Captured(self.optimizer, self.device)
         misuse.warn_of_untrained(self)
@@ -449,7 +522,10 @@ class Trainer:
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         if decay_all:
             return [{"params": parameters}]
-        decayed, others = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]
+        decayed, others = (
+            [p for p in parameters if p.ndim > 1],
+            [p for p in parameters if p.ndim <= 1],
+        )
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         return [group for group in groups if group["params"]]
 
@@ -463,8 +539,15 @@ class Trainer:
     def state_dict(self):
         """All that the training depends on, beside the settings, for a checkpoint; the tensors are the live ones."""
         states = {name: part.state_dict() for name, part in self.stateful().items()}
-        callbacks = {name: callback.state_dict() for name, callback in self.named_callbacks().items()}
-        return {"step": self.step, "evaluation_due": self.evaluation_due, **states, "callbacks": callbacks}
+        callbacks = {
+            name: callback.state_dict() for name, callback in self.named_callbacks().items()
+        }
+        return {
+            "step": self.step,
+            "evaluation_due": self.evaluation_due,
+            **states,
+            "callbacks": callbacks,
+        }
 
     def load(self, path):
         """Loads a checkpoint file, or the best one of a folder: weights, step, callbacks, and the other parts."""
@@ -489,10 +572,17 @@ class Trainer:
 
     def check_state(self, state):
         """Looks at all of a state before any of it is loaded."""
-        kinds = {"step": int, "evaluation_due": bool, "callbacks": dict, **dict.fromkeys(self.stateful(), object)}
+        kinds = {
+            "step": int,
+            "evaluation_due": bool,
+            "callbacks": dict,
+            **dict.fromkeys(self.stateful(), object),
+        }
         for name, kind in kinds.items():
             if not isinstance(state, dict) or name not in state:
-                raise TrainingError(f"The checkpoint has no {name!r}: it was written by another Trainer.")
+                raise TrainingError(
+                    f"The checkpoint has no {name!r}: it was written by another Trainer."
+                )
             if not isinstance(state[name], kind):
                 refuse(state[name], f"of type {kind.__name__}", name)
         if not 0 <= state["step"] < 2**63 or isinstance(state["step"], bool):
@@ -503,7 +593,9 @@ class Trainer:
             if name in state["callbacks"]:
                 callback.check_state(self, state["callbacks"][name], f"callbacks.{name}")
             elif callback.state_dict():
-                raise UserError(f"The checkpoint has nothing of {name}: its run had no such callback. Leave it out.")
+                raise UserError(
+                    f"The checkpoint has nothing of {name}: its run had no such callback. Leave it out."
+                )
 
     def named_callbacks(self):
         """{class name: callback}, the second of a class being "Name.1"."""
@@ -528,7 +620,9 @@ class Trainer:
             raise micro_batch.explain(batch) from error
         if explained := misuse.explain(error):
             raise explained from error
-        if explained := devices.explain(error, self.module, batch, self.device) or parallel.explain(error):
+        if explained := devices.explain(error, self.module, batch, self.device) or parallel.explain(
+            error
+        ):
             raise explained from error
 
     def hold(self):

@@ -1,0 +1,38 @@
+"""In a clone the folders `trainer`, `models` and `data` are on the path too: make them the packages of stoker.
+
+Without this, `import trainer` in a clone would load a second copy of every class. In an installed package nothing
+imports this module.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `trainer.callbacks` as `stoker.trainer.callbacks`, for each package that `alias` was called with."""
+
+    packages: ClassVar[set[str]] = set()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] not in self.packages:
+            return None
+        return importlib.util.spec_from_loader(name, self)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(f"stoker.{module.__name__}")
+
+
+def alias(package: str) -> None:
+    """Make `package` another name for `stoker.<package>`, its modules included."""
+    if not Alias.packages:
+        sys.meta_path.insert(0, Alias())
+    Alias.packages.add(package)
+    sys.modules[package] = importlib.import_module(f"stoker.{package}")

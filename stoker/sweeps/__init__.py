@@ -1,0 +1,1 @@
+"""Many runs: their table and page, launchers and searches."""
