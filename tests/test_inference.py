@@ -275,7 +275,7 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     [call] = re.findall(
         r"model = (stoker\.load\(.*?\))  #", text
     )  # as the card says that it is loaded
-    assert torch.equal(eval(call, {"trainer": package})(pixels), found(pixels))
+    assert torch.equal(eval(call, {"stoker": package})(pixels), found(pixels))
 
 
 def test_folders_that_are_no_runs(runs, tmp_path):

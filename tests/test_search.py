@@ -123,7 +123,10 @@ def test_a_trial_ends_where_the_pruner_says_so_and_is_told_so(whole):
         assert curve == list(trial.intermediate_values.values())
         assert result["best"]["value"] == max(curve)
         assert result["steps"] == result["total_steps"] * len(curve) / 3
-        assert len(curve) == 3 or result["stopped"] == f"pruned at evaluation {len(curve)}"
+        assert len(curve) == 3 or result["stopped"] == {
+            "kind": "pruned",
+            "text": f"pruned at evaluation {len(curve)}",
+        }
     assert len(set(states)) == 2
     assert [job.status for job in sweep.read_jobs(whole / "s")] == [
         "pruned" if state is optuna.trial.TrialState.PRUNED else "done" for state in states

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from stoker.data.datasets import Data, TensorSplit
-from stoker.data.loader import HostLoader, IterableLoader
+from stoker.data.loader import HostLoader
 from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.loading import IterableLoader
 
 ROOT = Path(__file__).parents[1]
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")

@@ -309,7 +309,8 @@ class EarlyStopping(Monitor):
             trainer.stop(
                 f"{self.name} was not better than {self.best['value']:.4g} for {self.waited} evaluations"
                 if self.best
-                else f"no {self.name}"
+                else f"no {self.name}",
+                "early_stopping",
             )
 
     def state_dict(self):
@@ -481,7 +482,7 @@ class TimeLimit(Callback):
 
     def on_step_end(self, trainer):
         if trainer.agreement.now() >= self.end:
-            trainer.stop(f"max_minutes={self.minutes:g} are over")
+            trainer.stop(f"reached the time limit (max_minutes={self.minutes:g})", "time_limit")
 
 
 class NaNGuard(Callback):

@@ -4,10 +4,10 @@ import traceback
 from collections.abc import Mapping
 
 import torch
-from stoker.data.loader import Seekable
 from stoker.trainer import launch
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, log
+from stoker.trainer.loading import Seekable
 
 HOW = "docs/own.md shows how"
 MADE_OF = ("update", "compute", "reset")  # a metric

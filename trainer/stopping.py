@@ -1,6 +1,7 @@
 """SIGINT and SIGTERM: before and after a training they end the process at once, within one after its step."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -12,6 +13,20 @@ received_at = 0.0  # when that was
 ready = False  # whether an exception would find somebody who answers it
 code = None  # what the process ends with then, in place of the signal's
 gentle = None  # what is called with its name instead of an exception
+
+
+@dataclasses.dataclass(frozen=True)
+class StopReason:
+    """Why a training stopped before its end: `kind` is for programs, `text` for people.
+
+    The kinds are "asked" (`Trainer.stop` with a text), "interrupted", "time_limit", "early_stopping" and "pruned".
+    """
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class Interrupted(KeyboardInterrupt):

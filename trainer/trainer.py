@@ -5,7 +5,6 @@ import sys
 import time
 
 import torch
-from stoker.data.loader import dealt, resident_bytes, seekable
 from stoker.trainer import batch as batches
 from stoker.trainer import (
     checkpoint,
@@ -21,10 +20,11 @@ from stoker.trainer import (
 )
 from stoker.trainer import device as devices
 from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.loading import dealt, resident_bytes, seekable
 from stoker.trainer.metrics import Mean
 from stoker.trainer.micro_batch import MicroBatch
 from stoker.trainer.state import check, refuse
-from stoker.trainer.stopping import Interrupted
+from stoker.trainer.stopping import Interrupted, StopReason
 
 # 65,536, where the fp16 scaler begins, halved so often is 6e-5: no gradient overflows because of such a scale.
 MOST_SKIPPED = 30
@@ -343,12 +343,12 @@ class Trainer:
     def __exit__(self, *_):
         self.close()
 
-    def stop(self, reason):
+    def stop(self, reason, kind="asked"):
         """Ends the training after this step; the reason is shown.
 
         Of several processes all have to call it in the same step. Where only one knows, `interrupt` is for it.
         """
-        self.should_stop, self.stop_reason = True, reason
+        self.should_stop, self.stop_reason = True, StopReason(kind, reason)
 
     @property
     def failed(self):
@@ -365,7 +365,7 @@ class Trainer:
     def heed(self):
         """Ends the training where this process was asked to, or another one."""
         self.interrupted = True
-        self.stop(self.asked or "another process was asked to stop")
+        self.stop(self.asked or "another process was asked to stop", "interrupted")
 
     def is_time(self, every):
         """Whether what comes every so many steps comes after this one; the last step has all of it."""

@@ -5,10 +5,10 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from stoker.data.loader import seekable
 from stoker.trainer import checkpoint, graph, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError, check_number
+from stoker.trainer.loading import seekable
 
 
 @dataclass

@@ -5,12 +5,12 @@ import math
 
 import torch
 
-from stoker.data.loader import Seekable, seekable
 from stoker.diagnostics.doctor import Doctor
 from stoker.trainer import batch as batches
 from stoker.trainer import graph, schedules, summary
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.loading import Seekable, seekable
 from stoker.trainer.readable import number
 
 MOST = 1000  # steps

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from stoker.data.loader import resident_bytes
 from stoker.trainer import checkpoint, graph, schedules, summary
 from stoker.trainer import device as devices
 from stoker.trainer.batch import entries
 from stoker.trainer.callbacks import EMA, Callback, Lookahead
+from stoker.trainer.loading import resident_bytes
 from stoker.trainer.readable import duration, seconds
 
 WARMUP = graph.WARMUP  # steps in which kernels are chosen and the optimizer makes its state

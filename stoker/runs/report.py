@@ -432,7 +432,7 @@ def remarks(result):
     step, total, why = (
         number_in(result, "steps"),
         number_in(result, "total_steps"),
-        text_in(result, "stopped"),
+        str(rundir.stopped(result)) or None,
     )
     if step is not None and total is not None and step < total:
         yield f"It ended at step {step:,.0f} of {total:,.0f}{f': {why}' if why else ''}."

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import datetime
 import errno
 import itertools
@@ -25,6 +26,7 @@ from stoker.runs.saved_config import load_config
 from stoker.trainer import files, launch, settings
 from stoker.trainer.errors import RunInUse, TrainingError, UserError, as_typed, log
 from stoker.trainer.readable import number, numbers, seconds
+from stoker.trainer.stopping import StopReason
 
 MOST_JSON = (
     2**24
@@ -480,7 +482,7 @@ def result_of(trainer, saver):
     length = {
         "steps": trainer.step,
         "total_steps": trainer.total_steps,
-        "stopped": trainer.stop_reason,
+        "stopped": trainer.stop_reason and dataclasses.asdict(trainer.stop_reason),
     }
     machine = {
         "device": str(trainer.device),
@@ -519,7 +521,14 @@ def final_numbers(result):
 
 def is_out_of_time(result):
     """Whether max_minutes has ended the run before its end."""
-    return str(result.get("stopped")).startswith("max_minutes=")
+    return stopped(result).kind == "time_limit"
+
+
+def stopped(result):
+    """Why the run of a result.json stopped before its end; a StopReason of no kind where it did not."""
+    found = result.get("stopped")
+    found = found if isinstance(found, dict) else {}
+    return StopReason(str(found.get("kind") or ""), str(found.get("text") or ""))
 
 
 def is_number(value):

@@ -236,7 +236,7 @@ class Pruning(Callback):
     def stop_if_hopeless(self, trainer):
         """Stops all processes of the trial where the first one, which asks, sees no hope: others could see another."""
         if parallel.add_up(int(launch.is_first() and self.trial.should_prune())):
-            trainer.stop(f"pruned at evaluation {self.reported}")
+            trainer.stop(f"pruned at evaluation {self.reported}", "pruned")
 
     def every(self, trainer):
         return trainer.eval_every or trainer.steps_per_epoch

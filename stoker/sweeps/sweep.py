@@ -178,7 +178,7 @@ def pass_over(folder, job):
 
 def is_pruned(result):
     """Whether the search that it is of has ended a run early."""
-    return str(result.get("stopped")).startswith("pruned ")
+    return rundir.stopped(result).kind == "pruned"
 
 
 def value(folder):
@@ -235,7 +235,7 @@ def read_job(folder):
             if name.startswith("test/") and is_number(value)
         }
         if is_pruned(result):
-            job.status, job.note = "pruned", result["stopped"]
+            job.status, job.note = "pruned", str(rundir.stopped(result))
     elif held:
         job.status, job.note, job.code = "running", progress(folder), 75
     elif result is None and (begun is not None or (folder / "config.yaml").is_file()):
