@@ -31,7 +31,8 @@ from stoker.trainer.metrics import Accuracy, default_metrics
 
 from stoker import Trainer, tasks
 from stoker.runs import examine, plots, report
-from stoker.sweeps import page, sweep
+from stoker.runs.page import plain, render, safe
+from stoker.sweeps import sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -1061,8 +1062,8 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys
 
 
 def test_whatever_is_given_to_a_template_is_escaped():
-    assert page.plain("a\x1b<") == "a\\x1b<" and page.safe("a\x1b<") == "a\\x1b&lt;"
-    shown = page.render("sweep.html", swept=True, title="<x>", about="", best="", again="", report=None, picture="<p>",
+    assert plain("a\x1b<") == "a\\x1b<" and safe("a\x1b<") == "a\\x1b&lt;"
+    shown = render("sweep.html", swept=True, title="<x>", about="", best="", again="", report=None, picture="<p>",
                         groups={"rows": []}, jobs={"header": ["<h>"], "rows": [["<c>"]]})  # fmt: skip
     assert all(f"&lt;{name}&gt;" in shown for name in "xphc")
 

@@ -63,7 +63,7 @@ def write(folder):
 
 def html(folder):
     """The whole page, below MOST_PAGE bytes: too large a page has first no pictures and then no settings."""
-    from stoker.sweeps.page import render
+    from stoker.runs.page import render
 
     facts = facts_of(folder)
     for smaller in ({}, {"hardest": []}, {"settings": None, "confusion": None}):

@@ -1,16 +1,13 @@
-"""Pages of HTML that stand alone, from templates/: no script, no network, light and dark; and the page of a sweep."""
+"""The page of a sweep: its table, and a picture of all its jobs."""
 
-import functools
 import itertools
 import math
 from collections import Counter
-from html import escape
-from pathlib import Path
 from urllib.parse import quote
 
 from markupsafe import Markup
 
-from stoker.trainer.errors import printable
+from stoker.runs.page import render, safe
 from stoker.trainer.readable import number
 
 # Of the picture, in pixels: above and below the axes, their height, and the room for the letters of a value.
@@ -20,35 +17,6 @@ MOST_AXES = 30
 MOST_SPREAD = 12  # pixels between the lines of jobs with the same value and its place
 ROOM = HEIGHT - 2 * MOST_SPREAD  # for the places
 FAR = 10  # a number that is so many times another one wants a logarithmic scale
-
-
-def render(template, **facts):
-    """A whole document from a file in templates/: whatever is in the facts is text there, but for what is Markup."""
-    return templates().get_template(template).render(facts)
-
-
-@functools.cache
-def templates():
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(Path(__file__).parents[1] / "runs" / "templates")
-    options = {
-        "autoescape": True,
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-        "undefined": jinja2.StrictUndefined,
-    }
-    return jinja2.Environment(loader=loader, finalize=plain, **options)
-
-
-def plain(value):
-    """What becomes of a value in a template before it is escaped: no control characters."""
-    return value if hasattr(value, "__html__") else printable(value)
-
-
-def safe(text):
-    """The text as HTML shows it, whatever is in it."""
-    return escape(printable(text))
 
 
 def of_sweep(sweep, counts, best, again, report=None):
