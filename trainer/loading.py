@@ -7,6 +7,7 @@ import torch
 from stoker.trainer import parallel
 from stoker.trainer.device import mix_seed
 from stoker.trainer.errors import TrainingError, UserError, cause
+from stoker.trainer.spans import Spans, silent_spans
 
 
 def resident_bytes(*loaders):
@@ -39,6 +40,7 @@ class Seekable:
 
     next = (0, 0)
     resident_bytes = 0  # of the data that it holds on the device
+    spans: Spans = silent_spans()  # `fit` puts those of its Trainer here
 
     def seek(self, epoch, position=0):
         """The next `iter()` begins with batch number `position` of this epoch."""

@@ -16,11 +16,12 @@ from stoker.trainer import (
     parallel,
     schedules,
     settings,
+    spans,
     summary,
 )
 from stoker.trainer import device as devices
 from stoker.trainer.errors import TrainingError, UserError
-from stoker.trainer.loading import dealt, resident_bytes, seekable
+from stoker.trainer.loading import Seekable, dealt, resident_bytes, seekable
 from stoker.trainer.metrics import Mean
 from stoker.trainer.micro_batch import MicroBatch
 from stoker.trainer.state import check, refuse
@@ -114,6 +115,7 @@ class Trainer:
         self.make_scheduler = scheduler or schedules.constant
         self.scheduler = None  # it needs total_steps, which fit knows
 
+        self.spans = spans.silent_spans()
         self.lr = None  # of the last step
         self.step = 0  # the one clock: optimizer steps done
         self.total_steps = self.steps_per_epoch = None
@@ -160,7 +162,8 @@ class Trainer:
                 self.model.train()
                 for batch in self.train_loader:
                     self.begin_step()
-                    batch = devices.move(batch, self.device)
+                    with self.spans["transfer"]:
+                        batch = devices.move(batch, self.device)
                     self.shares, self.weight = parallel.shares(batch, self.train_loader)
                     loss = self.train_step(batch)
                     self.step += 1
@@ -215,13 +218,14 @@ class Trainer:
             self.micro_batch.work(self.accumulate, batch, self.module, self.undo_step, self.shares),
             None,
         )
-        if self.max_grad_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
-            norm = parallel.whole(norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        with self.spans["optimizer"]:
+            if self.max_grad_norm is not None:
+                self.scaler.unscale_(self.optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
+                norm = parallel.whole(norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
         return loss, norm
 
     def accumulate(self, micro_batches):
@@ -232,10 +236,11 @@ class Trainer:
         losses = []
         for i, (micro_batch, share) in enumerate(micro_batches, 1):
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
-                with self.autocast:
+                with self.spans["forward"], self.autocast:
                     loss, _ = self.compute_loss(micro_batch)
                 loss = loss if share == 1 else loss * share
-                self.scaler.scale(loss if self.weight == 1 else loss * self.weight).backward()
+                with self.spans["backward"]:
+                    self.scaler.scale(loss if self.weight == 1 else loss * self.weight).backward()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
@@ -263,7 +268,7 @@ class Trainer:
                 metric.to(self.device)
         try:
             # Not inference_mode: sharded parameters cannot be copied in place under it.
-            with self.evaluating(), torch.no_grad():
+            with self.spans["evaluation"], self.evaluating(), torch.no_grad():
                 devices.seed_generators(self.device, seed, self.replicas)
                 for batch in loader:
                     if self.evaluation_due and self.agreement.is_asked(
@@ -306,7 +311,7 @@ class Trainer:
         batch, outputs, sizes, loader = None, [], [], dealt(loader, self.seed)
         try:
             # Not inference_mode here either: what it leaves in sharded parameters cannot be trained.
-            with self.evaluating(), torch.no_grad():
+            with self.spans["evaluation"], self.evaluating(), torch.no_grad():
                 for batch in loader:
                     sizes.append(getattr(loader, "global_size", None))
                     batch = devices.move(batch, self.device)
@@ -512,6 +517,8 @@ class Trainer:
             self.execute = graph.Captured(self.optimizer, self.device)
         misuse.warn_of_untrained(self)
         self.lr = self.scheduler.get_last_lr()[0]
+        if isinstance(loader, Seekable):
+            loader.spans = self.spans
         self.train_loader, self.val_loader, self.outer_error = loader, val_loader, sys.exc_info()[1]
         self.hold()
         if self.fits_threads:
