@@ -161,9 +161,9 @@ class Trainer:
                 self.train_loader.seek(epoch, position)
                 self.model.train()
                 for batch in self.train_loader:
-                    self.begin_step()
                     with self.spans["transfer"]:
                         batch = devices.move(batch, self.device)
+                    self.begin_step()
                     self.shares, self.weight = parallel.shares(batch, self.train_loader)
                     loss = self.train_step(batch)
                     self.step += 1
@@ -380,11 +380,12 @@ class Trainer:
         """What comes after a step and its row: the evaluation, where it has one, and the callbacks."""
         self.evaluation_due = evaluates
         if evaluates:
-            self.agreement.soon()
-            results = self.evaluate(self.val_loader, "val")
-            self.agreement.soon()
-            self.evaluation_due = False
-            self.log(results)
+            with self.spans["evaluation"]:
+                self.agreement.soon()
+                results = self.evaluate(self.val_loader, "val")
+                self.agreement.soon()
+                self.evaluation_due = False
+                self.log(results)
         if self.step % self.steps_per_epoch == 0:
             self.call("on_epoch_end")
         self.call("on_step_end")
