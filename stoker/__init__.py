@@ -14,6 +14,7 @@ PUBLIC = {
     "TrainingError": "stoker.trainer.errors",
     "UserError": "stoker.trainer.errors",
     "load": "stoker.runs.inference",
+    "tune_process": "stoker.trainer.process",
 }
 __all__ = ["__version__", *sorted(PUBLIC)]
 

@@ -547,11 +547,11 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
     from stoker.data.loader import make_loaders
     from stoker.diagnostics.timing import Timing
     from stoker.trainer import device as devices
-    from stoker.trainer import parallel, summary
+    from stoker.trainer import parallel, process, summary
     from stoker.trainer.metrics import default_metrics
     from stoker.trainer.trainer import Trainer
 
-    devices.leave_imports()
+    process.freeze_imports()
     device = devices.choose(launchers.device(cfg.device, devices.available()))
     parallel.start(cfg.strategy, device, cfg.rank_timeout)
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)

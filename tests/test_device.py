@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from stoker.trainer import cpu
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError
 from torch.nn.utils.rnn import pack_sequence
@@ -107,13 +106,13 @@ def test_precision_auto_on_rocm_is_bf16(monkeypatch):
 
 
 def test_precision_elsewhere():
-    advice = "; precision=bf16 is faster on this one" if cpu.has_bf16() else ""
+    advice = "; precision=bf16 is faster on this one" if devices.has_bf16() else ""
     assert devices.choose_precision("auto", CPU) == (None, "the default on cpu" + advice)
     assert devices.choose_precision("auto", torch.device("mps"))[0] is None
     assert devices.choose_precision("auto", torch.device("xpu"))[0] is torch.bfloat16
     for device in (CPU, CUDA, torch.device("mps")):
         found = [devices.choose_precision(name, device) for name in ("fp32", "bf16", "fp16")]
-        slow = "; slow on cpu" + ", bf16 is not" * cpu.has_bf16() if device == CPU else ""
+        slow = "; slow on cpu" + ", bf16 is not" * devices.has_bf16() if device == CPU else ""
         assert found == [
             (None, "as asked"),
             (torch.bfloat16, "as asked"),
@@ -431,7 +430,7 @@ def test_the_trainer_leaves_other_errors_alone(doing):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
 def test_what_is_left_alone_is_gone_at_the_end():
-    code = "import triton; from stoker.trainer import device; device.leave_imports()"
+    code = "import triton; from stoker.trainer import process; process.freeze_imports()"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -448,7 +447,7 @@ SOURCES = sorted(
         ROOT / "train.py",
         *(
             path
-            for folder in ("trainer", "data", "models", "examples")
+            for folder in ("stoker", "trainer", "data", "models", "examples")
             for path in (ROOT / folder).rglob("*.py")
         ),
     ]
@@ -506,7 +505,7 @@ def test_the_sources_are_all_looked_at():
     assert {
         "train.py",
         "trainer/trainer.py",
-        "trainer/cli.py",
+        "stoker/command/cli.py",
         "data/loader.py",
         "models/mlp.py",
     } <= names

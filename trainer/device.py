@@ -1,7 +1,7 @@
 """The only file that knows backends: choose a device and a precision, move batches, seed, memory, explain errors."""
 
-import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import hashlib
@@ -16,12 +16,10 @@ import warnings
 import numpy
 import torch
 from stoker.trainer import batch as batches
-from stoker.trainer import cpu, launch, settings
+from stoker.trainer import launch, settings
 from stoker.trainer.errors import TrainingError, UserError, log
 
 MIB = 2**20
-# cuBLAS is deterministic only with a fixed workspace, and looks once, when it is first used.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 NO_VIEW = "view size is not compatible"  # how torch says that a tensor's memory is in another order
 # Errors that are no torch.OutOfMemoryError: of the CPU's allocator, of mps, of cuBLAS and cuDNN, of the driver.
 NO_MEMORY = (
@@ -92,7 +90,7 @@ def choose_precision(name, device):
     settings.check("precision", name)
     if name != "auto":
         slow = (
-            "; slow on cpu" + ", bf16 is not" * cpu.has_bf16()
+            "; slow on cpu" + ", bf16 is not" * has_bf16()
             if (name, device.type) == ("fp16", "cpu")
             else ""
         )
@@ -108,7 +106,7 @@ def choose_precision(name, device):
         return None, f"no tensor cores in sm_{major}{minor}"
     if device.type == "xpu":
         return torch.bfloat16, "native here"
-    if device.type == "cpu" and cpu.has_bf16():
+    if device.type == "cpu" and has_bf16():
         return None, "the default on cpu; precision=bf16 is faster on this one"
     return None, f"the default on {device.type}"
 
@@ -143,24 +141,22 @@ def settle_layout(module, in_shape, device):
             child.training = training
 
 
-def configure(device, deterministic):
-    """TF32 and cuDNN's autotuning on, or with `deterministic` both off and only deterministic kernels."""
-    if (
-        deterministic != torch.are_deterministic_algorithms_enabled()
-    ):  # the call imports the compiler: 1 s
+def choose_kernels(device: torch.device, deterministic: bool) -> None:
+    """Turn TF32 and cuDNN's search for kernels on, or allow only deterministic kernels."""
+    # The call imports torch's compiler, which takes a second.
+    if deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(deterministic)
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = not deterministic
-        with (
-            warnings.catch_warnings()
-        ):  # some releases warn of these names; the newer ones may not be mixed with them
-            warnings.simplefilter("ignore")
-            torch.backends.cudnn.allow_tf32 = not deterministic
-            torch.set_float32_matmul_precision("highest" if deterministic else "high")
-    if device.type != "cpu" and hasattr(torch.get_device_module(device), "reset_peak_memory_stats"):
-        torch.get_device_module(device).reset_peak_memory_stats(
-            device
-        )  # the peak of this job, and not of one before
+    if device.type != "cuda":
+        return
+    # cuBLAS is deterministic only with a fixed workspace, and reads this once, at its first use:
+    # a later job of the same process may be the deterministic one.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = not deterministic
+    # Some releases deprecate these names. The newer names must not be mixed with them.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.cudnn.allow_tf32 = not deterministic
+        torch.set_float32_matmul_precision("highest" if deterministic else "high")
 
 
 def place(module, device, channels_last="auto"):
@@ -367,6 +363,24 @@ def seconds_between(start, end):
     return end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
 
 
+def has_bf16() -> bool:
+    """Return whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
+    # private: torch.cpu._is_*_supported, no public name yet, torch 2.15; a release without them gets no advice
+    checks = [
+        getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")
+    ]
+    return any(check() for check in checks if check is not None)
+
+
+def glibc() -> ctypes.CDLL | None:
+    """Return the C library if it is glibc, else None."""
+    try:
+        libc = ctypes.CDLL(None)
+    except (OSError, TypeError):  # Windows has no None
+        return None
+    return libc if hasattr(libc, "gnu_get_libc_version") else None
+
+
 def free_memory(device):
     """Bytes that can still be taken on the device (the machine's available memory for the CPU)."""
     if device.type == "mps":
@@ -418,6 +432,13 @@ def peak_memory(device):
     return torch.accelerator.max_memory_allocated(device)
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Start counting `peak_memory` from here, where the device can."""
+    backend = None if device.type == "cpu" else torch.get_device_module(device)
+    if hasattr(backend, "reset_peak_memory_stats"):
+        backend.reset_peak_memory_stats(device)
+
+
 def is_out_of_memory(error):
     """Whether an error says that the device's memory, or the machine's, is too small for what was asked."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -425,20 +446,12 @@ def is_out_of_memory(error):
     return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
-@functools.cache
-def leave_imports():
-    """From here on no collection looks through what has been imported: 0.08 s each, and a run has four. Only once."""
-    gc.freeze()
-    if (
-        "triton" in sys.modules
-    ):  # whose objects have to be gone at the end, or each of them is called a leak
-        atexit.register(gc.unfreeze)
-
-
 def release(device):
     """Gives memory back: collects garbage, then empties the device's cache. For the end of a job, never for a step."""
     gc.collect()
-    cpu.give_back()
+    libc = glibc()
+    if libc is not None:
+        libc.malloc_trim(0)  # what `process.keep_pages` has kept and nobody uses
     if device.type != "cpu":
         torch.get_device_module(
             device

@@ -8,12 +8,12 @@ import torch
 from stoker.trainer import batch as batches
 from stoker.trainer import (
     checkpoint,
-    cpu,
     graph,
     launch,
     misuse,
     optimizers,
     parallel,
+    process,
     schedules,
     settings,
     spans,
@@ -48,7 +48,7 @@ class Trainer:
     def __init__(
         self, model, loss=None, optimizer=None, scheduler=schedules.constant, metrics=None, callbacks=(), *,
         epochs=1, max_steps=None, device="auto", strategy="auto", precision="auto", compile=False,
-        channels_last="auto", tune=cpu.TUNINGS, grad_accum_steps=1, micro_batch=None, max_grad_norm=None,
+        channels_last="auto", tune=process.TUNINGS, grad_accum_steps=1, micro_batch=None, max_grad_norm=None,
         log_every=50, eval_every=None, decay_all=False, seed=0, deterministic=False,
     ):  # fmt: skip
         misuse.check_parts(model, loss, optimizer, scheduler, metrics, callbacks)
@@ -65,7 +65,8 @@ class Trainer:
         self.dtype, self.precision_reason = devices.choose_precision(precision, self.device)
         self.autocast = devices.autocast(self.device, self.dtype)
         self.scaler = devices.grad_scaler(self.device, self.dtype)
-        devices.configure(self.device, deterministic)
+        devices.choose_kernels(self.device, deterministic)
+        devices.reset_peak_memory(self.device)
         self.micro_batch = MicroBatch(self.device, micro_batch, self.grad_accum_steps)
         if self.micro_batch.adapts and parallel.ranks() > 1:
             raise UserError(
@@ -79,7 +80,9 @@ class Trainer:
         # The model itself: its state dict has the names that the user gave.
         self.module = devices.place(model, self.device, channels_last)
         self.layout_is_open = channels_last == "auto" and not compile
-        cpu.tune(tune, self.device)
+        settings.check("tune", tune)
+        if self.device.type == "cpu" and "allocator" in tune:
+            process.keep_pages()
         self.fits_threads = self.device.type == "cpu" and "threads" in tune
         if settings.check("compile", compile) == "graph":
             graph.check(type(self), Trainer, self.device, self.dtype, strategy, micro_batch)
@@ -522,8 +525,8 @@ class Trainer:
             loader.spans = self.spans
         self.train_loader, self.val_loader, self.outer_error = loader, val_loader, sys.exc_info()[1]
         self.hold()
-        if self.fits_threads:
-            cpu.use_threads(self.module, loader.batch_size)
+        if self.fits_threads and process.is_small(self.module, loader.batch_size):
+            torch.set_num_threads(1)
 
     def parameter_groups(self, decay_all):
         """The trainable parameters for the optimizer; biases and the weights of norms (one dimension) without decay."""

@@ -1,0 +1,101 @@
+"""Tune the whole process for training: memory allocator, threads, kernels, garbage collection.
+
+Nothing in the core calls this by itself. The command `stoker` does, and a script may.
+"""
+
+import atexit
+import contextlib
+import functools
+import gc
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+from stoker.trainer import device as devices
+from stoker.trainer import settings
+
+TUNINGS: tuple[str, ...] = settings.CHOICES["tune"]
+# Multiply-adds of a forward pass over one batch, below which one thread is enough.
+FEW = 10_000_000
+DENSE = (torch.nn.Linear, torch.nn.BatchNorm1d, torch.nn.LayerNorm)
+
+
+def tune_process(
+    device: torch.device, parts: Sequence[str] = TUNINGS, deterministic: bool = False
+) -> None:
+    """Tune this process for training on `device`; call it once, after your imports.
+
+    Args:
+        device: The device that you will train on, from `Trainer.device` or `torch.device(...)`.
+        parts: `"allocator"` makes glibc keep the memory that a step frees, for a training on the
+            CPU. `"threads"` allows `few_threads`, which you put around a fit: only there are the
+            model and the batch size known.
+        deterministic: Use only deterministic kernels, without TF32. Otherwise a GPU may use TF32
+            and cuDNN searches for its fastest kernels.
+
+    Raises:
+        UserError: `parts` is not a list of those names.
+    """
+    settings.check("tune", parts)
+    freeze_imports()
+    devices.choose_kernels(device, deterministic)
+    if device.type == "cpu" and "allocator" in parts:
+        keep_pages()
+
+
+@functools.cache
+def freeze_imports() -> None:
+    """Exclude all existing objects from garbage collection, once.
+
+    A collection that walks through what torch has imported takes 0.08 s, and a run has four.
+    """
+    gc.freeze()
+    # nanobind reports each of triton's objects that is alive at the end as a leak.
+    if "triton" in sys.modules:
+        atexit.register(gc.unfreeze)
+
+
+def keep_pages() -> None:
+    """Make glibc keep freed memory for the next step; do nothing with another C library.
+
+    Otherwise the kernel maps and unmaps each large tensor, and its page faults take longer than
+    the work on the tensor. `device.release` returns what is not in use.
+    """
+    libc = devices.glibc()
+    if libc is not None:
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no separate mappings for large blocks
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap at each free
+
+
+@contextlib.contextmanager
+def few_threads(module: torch.nn.Module, batch_size: int | None) -> Iterator[None]:
+    """Use one thread within this context if a step of the model is too small for more.
+
+    Threads wait for each other at each operator. With any other program running, that takes longer
+    than such a step. Only models of dense layers on the CPU are affected, and only if
+    OMP_NUM_THREADS is not set.
+    """
+    threads = torch.get_num_threads()
+    if is_small(module, batch_size):
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def is_small(module: torch.nn.Module, batch_size: int | None) -> bool:
+    """Return whether one thread is enough for a step: dense layers with few multiply-adds."""
+    if not batch_size or "OMP_NUM_THREADS" in os.environ:
+        return False
+    weights = 0
+    for layer in module.modules():
+        parameters = list(layer.parameters(recurse=False))
+        # Other layers use a weight more than once per sample.
+        if parameters and not isinstance(layer, DENSE):
+            return False
+        if any(parameter.device.type != "cpu" for parameter in parameters):
+            return False
+        weights += sum(parameter.numel() for parameter in parameters)
+    return batch_size * weights < FEW
