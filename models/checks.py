@@ -1,20 +1,53 @@
-"""What the models ask of their arguments: lists of sizes, and an image to look at."""
+"""Checks of the models' arguments. Each raises a ValueError whose text starts with the argument's name."""
 
-from stoker.trainer.errors import UserError, check_number
-
-
-def check_sizes(key, sizes, *, empty=False):
-    """The list of whole numbers of at least 1 that `sizes` (any sequence) holds; UserError naming `key` otherwise."""
-    if isinstance(sizes, (str, int, float)) or sizes is None or not (len(sizes) or empty):
-        raise UserError(f"{key}={sizes}: give a list of whole numbers, such as {key}=[64,128].")
-    return [check_number(key, size, whole=True, least=1) for size in sizes]
+import difflib
+import math
+from collections.abc import Iterable, Sequence
 
 
-def check_image(name, in_shape):
-    """(channels, height, width) where the inputs are images; UserError for flat ones."""
+def check(name: str, value: object, valid: bool, wanted: str) -> None:
+    """Raise ValueError, saying what is `wanted`, unless the value is `valid`."""
+    if not valid:
+        raise ValueError(f"{name}={value}: give {wanted}.")
+
+
+def is_number(value: object) -> bool:
+    """Tell whether a value is a finite number; True and False are not numbers here."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_dropout(value: float) -> None:
+    """Check the probability with which Dropout sets a value to zero."""
+    valid = is_number(value) and 0 <= value <= 0.95
+    check("dropout", value, valid, "a number at least 0 and at most 0.95")
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Check that a value is one of the choices, and suggest the one that was likely meant."""
+    choices = list(choices)
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        names = ", ".join(choices)
+        raise ValueError(f"{name}={value}: there is no such choice.{hint}\nGive one of: {names}.")
+
+
+def check_sizes(name: str, sizes: Sequence[int], *, empty: bool = False) -> list[int]:
+    """Return the sizes, whole numbers of at least 1, as a list; it may be `empty` if that is said."""
+    is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
+    valid = is_list and (empty or len(sizes) > 0)
+    check(name, sizes, valid, "a list of whole numbers, such as [64,128]")
+    for size in sizes:
+        check(name, size, type(size) is int and size >= 1, "a whole number at least 1")
+    return list(sizes)
+
+
+def check_image(model: str, in_shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return (channels, height, width) of the inputs; ValueError if they are not images."""
     if len(in_shape) != 3:
-        raise UserError(
-            f"model={name} looks at images, and this data set has flat inputs of shape {tuple(in_shape)}.\n"
+        raise ValueError(
+            f"{model} takes images, and these inputs have the shape {tuple(in_shape)}.\n"
             "Type model=mlp or model=linear."
         )
-    return tuple(in_shape)
+    channels, height, width = in_shape
+    return channels, height, width

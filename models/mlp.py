@@ -1,38 +1,58 @@
-"""MLP: fully connected layers with an activation, and dropout and a norm where asked."""
+"""MLP: fully connected layers with an activation, dropout and, if you like, a norm."""
 
 import itertools
 import math
+from collections.abc import Sequence
 
-from stoker.models.checks import check_sizes
-from stoker.trainer.errors import check_choice, check_number
-from torch import nn
+from stoker.models.checks import check_choice, check_dropout, check_sizes
+from torch import Tensor, nn
 
-ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh}
-NORMS = {"none": None, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+}
+NORMS: dict[str, type[nn.Module] | None] = {
+    "none": None,
+    "batch": nn.BatchNorm1d,
+    "layer": nn.LayerNorm,
+}
 
 
 class MLP(nn.Module):
-    """(N, *in_shape) -> (N, num_classes); `hidden=[]` is a linear model.
+    """Map (N, *in_shape) to (N, num_classes); `hidden=[]` is a linear model.
 
-    norm="batch" needs two samples a batch to train.
+    norm="batch" needs at least two samples in a training batch.
     """
 
     def __init__(
-        self, in_shape, num_classes, hidden=(256, 256), activation="relu", dropout=0.0, norm="none"
-    ):
+        self,
+        in_shape: Sequence[int],
+        num_classes: int,
+        hidden: Sequence[int] = (256, 256),
+        activation: str = "relu",
+        dropout: float = 0.0,
+        norm: str | None = "none",
+    ) -> None:
         super().__init__()
-        sizes = [math.prod(in_shape), *check_sizes("model.hidden", hidden, empty=True)]
-        activation = ACTIVATIONS[check_choice("model.activation", activation, ACTIVATIONS)]
-        norm = NORMS[check_choice("model.norm", "none" if norm is None else norm, NORMS)]
-        check_number("model.dropout", dropout, least=0, most=0.95)
-        layers = [nn.Flatten()]
+        norm = norm or "none"
+        check_choice("activation", activation, ACTIVATIONS)
+        check_choice("norm", norm, NORMS)
+        check_dropout(dropout)
+        sizes = [math.prod(in_shape), *check_sizes("hidden", hidden, empty=True)]
+        norm_layer = NORMS[norm]
+        layers: list[nn.Module] = [nn.Flatten()]
         for inputs, outputs in itertools.pairwise(sizes):
-            # The norm has its own offset, so the bias in front of it would do nothing.
-            layers.append(nn.Linear(inputs, outputs, bias=norm is None))
-            if norm is not None:
-                layers.append(norm(outputs))
-            layers += [activation(), nn.Dropout(dropout)]
-        self.layers = nn.Sequential(*layers, nn.Linear(sizes[-1], num_classes))
+            # The norm has an offset, so a bias in front of it would do nothing.
+            layers.append(nn.Linear(inputs, outputs, bias=norm_layer is None))
+            if norm_layer is not None:
+                layers.append(norm_layer(outputs))
+            layers.append(ACTIVATIONS[activation]())
+            layers.append(nn.Dropout(dropout))
+        layers.append(nn.Linear(sizes[-1], num_classes))
+        self.layers = nn.Sequential(*layers)
 
-    def forward(self, inputs):
-        return self.layers(inputs)
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(inputs)
+        return outputs

@@ -1,64 +1,75 @@
-"""ResNet: ResNet-18 in its CIFAR form (He et al. 2016, arXiv 1512.03385): a 3x3 stem of stride 1 and no pooling."""
+"""ResNet: ResNet-18 as for CIFAR (He et al. 2016, arXiv 1512.03385): a 3x3 stem of stride 1, no pooling."""
+
+from collections.abc import Sequence
 
 import torch
 from stoker.models.checks import check_image, check_sizes
-from stoker.trainer.errors import UserError
-from torch import nn
+from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes."""
 
-    def __init__(self, inputs, outputs, stride):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(outputs)
-        self.shortcut = nn.Identity()
+        self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-            )
+            convolution = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(outputs))
 
-    def forward(self, inputs):
+    def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.relu(self.norm1(self.conv1(inputs)))
-        return torch.relu(self.norm2(self.conv2(hidden)) + self.shortcut(inputs))
+        hidden = self.norm2(self.conv2(hidden))
+        return torch.relu(hidden + self.shortcut(inputs))
 
 
 class ResNet(nn.Module):
-    """(N, C, H, W) -> (N, num_classes); `widths` and `blocks` have one entry a stage.
+    """Map images (N, C, H, W) to (N, num_classes); `widths` and `blocks` have one entry per stage.
 
-    Stages after the first halve the map while it stays at least 2x2.
+    Each stage but the first halves the map while it stays at least 2x2.
     """
 
-    def __init__(self, in_shape, num_classes, widths=(64, 128, 256, 512), blocks=(2, 2, 2, 2)):
+    def __init__(
+        self,
+        in_shape: Sequence[int],
+        num_classes: int,
+        widths: Sequence[int] = (64, 128, 256, 512),
+        blocks: Sequence[int] = (2, 2, 2, 2),
+    ) -> None:
         super().__init__()
-        channels, *size = check_image("resnet", in_shape)
-        widths, blocks = check_sizes("model.widths", widths), check_sizes("model.blocks", blocks)
+        channels, height, width = check_image("resnet", in_shape)
+        widths = check_sizes("widths", widths)
+        blocks = check_sizes("blocks", blocks)
         if len(widths) != len(blocks):
-            raise UserError(
-                f"model.widths={widths} and model.blocks={blocks}: give both lists one number a stage."
+            raise ValueError(
+                f"blocks={blocks} and widths={widths}: give both lists one number per stage."
             )
         self.stem = nn.Sequential(
             nn.Conv2d(channels, widths[0], 3, padding=1, bias=False),
             nn.BatchNorm2d(widths[0]),
             nn.ReLU(inplace=True),
         )
-        stages, inputs, smallest = [], widths[0], min(size)
-        for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
-            # A 1x1 map would leave the norms one value a channel when the last batch of an epoch has one sample.
-            stride = 2 if stage and smallest >= 3 else 1
+        smallest = min(height, width)
+        inputs = widths[0]
+        stages = []
+        for stage, outputs in enumerate(widths):
+            # Not down to 1x1: with one sample in a batch, the norms would see one value a channel.
+            stride = 2 if stage > 0 and smallest >= 3 else 1
             smallest = -(-smallest // stride)
-            stages += [
-                Block(width if i else inputs, width, 1 if i else stride) for i in range(count)
-            ]
-            inputs = width
+            for i in range(blocks[stage]):
+                stages.append(Block(inputs, outputs, stride if i == 0 else 1))
+                inputs = outputs
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(inputs, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def forward(self, inputs):
-        return self.head(self.stages(self.stem(inputs)).mean((2, 3)))
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = self.stages(self.stem(inputs))
+        outputs: Tensor = self.head(features.mean((2, 3)))
+        return outputs

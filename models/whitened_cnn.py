@@ -1,156 +1,172 @@
-"""WhitenedCNN: a whitened 2x2 convolution and three blocks, for a short training; and the callback that whitens it."""
+"""WhitenedCNN: a whitened 2x2 convolution and three blocks, for short trainings; and the callback that whitens it."""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from stoker.models.checks import check_image, check_sizes
+from stoker.models.checks import check, check_choice, check_image, check_sizes, is_number
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import UserError, check_choice, check_number
-from torch import nn
+from stoker.trainer.errors import UserError, check_number
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from stoker.trainer.loading import Seekable
+    from stoker.trainer.trainer import Trainer
 
 VIEWS = ("none", "mirror", "mirror_shift")
 
 
 class WhitenedCNN(nn.Module):
-    """(N, C, H, W) -> (N, num_classes), for images from 3x3 up: the network of Jordan 2024 (arXiv 2404.00498).
+    """Map images (N, C, H, W) of 3x3 and larger to (N, num_classes).
 
-    Each of `widths` is a block of two convolutions, which halves the map while it stays at least 2x2. In evaluation
-    the logits are a mean over `views` of the image: none but itself; mirror, it and its mirror image; mirror_shift,
-    these two in their place (half of the weight), and moved by one pixel up and left, and down and right (section 3.5).
-    The first layer is learnt like the others unless a Whiten is among the callbacks.
+    The network of Jordan 2024 (arXiv 2404.00498). Each of `widths` is a block of two convolutions that halves the map
+    while it stays at least 2x2. In evaluation the logits are a mean over `views` of the image (section 3.5): "none" is
+    the image alone; "mirror" adds its mirror image; "mirror_shift" gives these two half of the weight, and the other
+    half to both moved by one pixel up and left, and down and right. The first layer is learnt like the others unless
+    Whiten is among the callbacks.
     """
 
     def __init__(
         self,
-        in_shape,
-        num_classes,
-        widths=(64, 256, 256),
-        norm_momentum=0.4,
-        logit_scale=0.111,
-        views="mirror_shift",
-    ):
+        in_shape: Sequence[int],
+        num_classes: int,
+        widths: Sequence[int] = (64, 256, 256),
+        norm_momentum: float = 0.4,
+        logit_scale: float = 0.111,
+        views: str = "mirror_shift",
+    ) -> None:
         super().__init__()
         channels, height, width = check_image("whitened_cnn", in_shape)
-        widths = check_sizes("model.widths", widths)
-        check_number("model.norm_momentum", norm_momentum, above=0, most=1)
-        self.logit_scale = check_number("model.logit_scale", logit_scale, above=0)
-        self.views = check_choice("model.views", views, VIEWS)
+        momentum_fits = is_number(norm_momentum) and 0 < norm_momentum <= 1
+        check("norm_momentum", norm_momentum, momentum_fits, "a number above 0 and at most 1")
+        scale_fits = is_number(logit_scale) and logit_scale > 0
+        check("logit_scale", logit_scale, scale_fits, "a number above 0")
+        check_choice("views", views, VIEWS)
         if min(height, width) < 3:
-            raise UserError(
-                f"model=whitened_cnn wants images from 3x3 up, and these have {height}x{width}."
+            raise ValueError(
+                f"whitened_cnn takes images from 3x3 up, and these have {height}x{width}."
             )
-        inputs = 2 * channels * 2 * 2  # each direction of a patch's pixels, and its negative
+        self.logit_scale = logit_scale
+        self.views = views
+        # Each direction of a 2x2 patch, and its negative.
+        inputs = 2 * channels * 2 * 2
         self.first = nn.Conv2d(channels, inputs, 2)
-        height, width = height - 1, width - 1
-        layers = [nn.GELU()]
-        for outputs in widths:
+        smallest = min(height, width) - 1
+        layers: list[nn.Module] = [nn.GELU()]
+        for outputs in check_sizes("widths", widths):
             layers.append(convolution(inputs, outputs))
-            if min(height, width) >= 4:
+            if smallest >= 4:
                 layers.append(nn.MaxPool2d(2))
-                height, width = height // 2, width // 2
-            layers += [offset_norm(outputs, norm_momentum), nn.GELU()]
-            layers += [
-                convolution(outputs, outputs),
-                offset_norm(outputs, norm_momentum),
-                nn.GELU(),
-            ]
+                smallest //= 2
+            layers.append(offset_norm(outputs, norm_momentum))
+            layers.append(nn.GELU())
+            layers.append(convolution(outputs, outputs))
+            layers.append(offset_norm(outputs, norm_momentum))
+            layers.append(nn.GELU())
             inputs = outputs
         self.blocks = nn.Sequential(*layers)
         self.head = nn.Linear(inputs, num_classes, bias=False)
 
-    def forward(self, inputs):
+    def forward(self, inputs: Tensor) -> Tensor:
         if self.training or self.views == "none":
             return self.logits(inputs)
-        return sum(share * self.logits(view) for share, view in weighted_views(inputs, self.views))
+        weighted = [share * self.logits(view) for share, view in weighted_views(inputs, self.views)]
+        return functools.reduce(torch.add, weighted)
 
-    def logits(self, inputs):
-        """The logits of the images as they are."""
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Compute the logits of the images as they are."""
         features = self.blocks(self.first(inputs)).amax((2, 3))
-        with torch.autocast(
-            inputs.device.type, enabled=False
-        ):  # in bf16, two near logits would often be equal
-            return self.head(features.to(self.head.weight.dtype)) * self.logit_scale
+        # In full precision: in bf16 two near logits would often be equal.
+        with torch.autocast(inputs.device.type, enabled=False):
+            outputs: Tensor = self.head(features.to(self.head.weight.dtype))
+            return outputs * self.logit_scale
 
     @torch.no_grad()
-    def whiten(self, batches, eps=5e-4):
-        """Sets the first layer's filters from batches of images, so that its outputs on them are uncorrelated.
+    def whiten(self, batches: Iterable[Tensor], eps: float = 5e-4) -> None:
+        """Set the first layer's filters so that its outputs on these batches of images are uncorrelated.
 
-        They are the eigenvectors of the 2x2 patches' second moments, each over the root of (its eigenvalue + `eps`),
-        and their negatives (section 3.2).
+        The filters are the eigenvectors of the second moments of the 2x2 patches, each divided by the root of
+        (its eigenvalue + `eps`), and their negatives (section 3.2). Processes that train together add up their moments.
         """
-        moments, patches_seen = 0.0, 0
+        weight = self.first.weight
+        moments: float | Tensor = 0.0
+        count = 0
         for images in batches:
-            patches = (
-                nn.functional.unfold(images, 2).transpose(0, 1).flatten(1)
-            )  # (4 C, number of patches)
+            # (4 C, number of patches)
+            patches = nn.functional.unfold(images, 2).transpose(0, 1).flatten(1)
             moments = moments + patches @ patches.T
-            patches_seen += patches.shape[1]
-        moments, patches_seen = parallel.add_up(moments), parallel.add_up(patches_seen)
-        values, vectors = torch.linalg.eigh((moments / patches_seen).double().cpu())
-        filters = (vectors / (values.clamp_min(0) + eps).sqrt()).T.view(
-            -1, *self.first.weight.shape[1:]
-        )
-        filters = torch.cat((filters, -filters)).to(self.first.weight.dtype)
-        self.first.weight.copy_(parallel.like(filters, self.first.weight))
+            count += patches.shape[1]
+        mean = parallel.add_up(moments) / parallel.add_up(count)
+        values, vectors = torch.linalg.eigh(mean.double().cpu())
+        scaled = vectors / (values.clamp_min(0) + eps).sqrt()
+        filters = scaled.T.view(-1, *weight.shape[1:])
+        filters = torch.cat((filters, -filters)).to(weight.dtype)
+        weight.copy_(parallel.like(filters, weight))
 
 
-def convolution(inputs, outputs):
-    """A 3x3 convolution that at first hands its inputs on, as far as it has outputs for them (section 3.3)."""
+def convolution(inputs: int, outputs: int) -> nn.Conv2d:
+    """Make a 3x3 convolution that starts as the identity, as far as it has outputs (section 3.3)."""
     layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     nn.init.dirac_(layer.weight.data[:inputs])
     return layer
 
 
-def offset_norm(channels, momentum):
-    """BatchNorm that learns an offset and no scale."""
+def offset_norm(channels: int, momentum: float) -> nn.BatchNorm2d:
+    """Make a BatchNorm that learns an offset and no scale."""
     norm = nn.BatchNorm2d(channels, eps=1e-12, momentum=momentum)
     norm.weight.requires_grad_(False)
     return norm
 
 
-def weighted_views(images, views):
-    """Yields (share, images) of each of the `views`; the shares add up to 1."""
+def weighted_views(images: Tensor, views: str) -> Iterator[tuple[float, Tensor]]:
+    """Yield (weight, images) for each of the `views`; the weights add up to 1."""
     moved = [(1.0, images)]
     if views == "mirror_shift":
         padded = nn.functional.pad(images, (1, 1, 1, 1), mode="reflect")
-        moved = [(0.5, images), (0.25, padded[:, :, :-2, :-2]), (0.25, padded[:, :, 2:, 2:])]
+        up_left = padded[:, :, :-2, :-2]
+        down_right = padded[:, :, 2:, 2:]
+        moved = [(0.5, images), (0.25, up_left), (0.25, down_right)]
     for share, view in moved:
         yield share / 2, view
         yield share / 2, view.flip(3)
 
 
 class Whiten(Callback):
-    """Whitens the first layer of a WhitenedCNN by the first `images` training images, and freezes its filters.
+    """Whiten the first layer of a WhitenedCNN with the first `images` training images, and freeze its filters.
 
-    Its bias is trained for `bias_epochs` epochs, and then frozen too: no gradient has to go that far back any more
+    Its bias is trained for `bias_epochs` epochs and then frozen too, so that backward stops behind that layer
     (Jordan 2024, arXiv 2404.00498, section 3.2).
     """
 
-    def __init__(self, images=5000, bias_epochs=3):
-        self.images = check_number("callbacks.whiten.images", images, whole=True, least=1)
-        self.bias_epochs = check_number("callbacks.whiten.bias_epochs", bias_epochs, least=0)
+    def __init__(self, images: int = 5000, bias_epochs: float = 3) -> None:
+        self.images: int = check_number("callbacks.whiten.images", images, whole=True, least=1)
+        self.bias_epochs: float = check_number("callbacks.whiten.bias_epochs", bias_epochs, least=0)
 
-    def on_fit_start(self, trainer):
+    def on_fit_start(self, trainer: "Trainer") -> None:
         if not isinstance(trainer.module, WhitenedCNN):
             name = type(trainer.module).__name__
             raise UserError(
                 f"callbacks.whiten: {name} has no layer to whiten. Type model=whitened_cnn."
             )
-        if trainer.step == 0:  # a run that is continued has its filters
+        if trainer.step == 0:  # a resumed run has its filters already
             trainer.module.whiten(first_images(trainer.train_loader, self.images))
         trainer.module.first.weight.requires_grad_(False)
         self.on_step_end(trainer)
 
-    def on_step_end(self, trainer):
-        trainer.module.first.bias.requires_grad_(
-            trainer.step < self.bias_epochs * trainer.steps_per_epoch
-        )
+    def on_step_end(self, trainer: "Trainer") -> None:
+        learns = trainer.step < self.bias_epochs * trainer.steps_per_epoch
+        trainer.module.first.bias.requires_grad_(learns)
 
 
-def first_images(loader, count):
-    """Yields the images of the first batches, `count` in all or as many as an epoch has."""
-    loader.seek(0)  # fit itself seeks where it begins, so this changes no order
+def first_images(loader: "Seekable", count: int) -> Iterator[Tensor]:
+    """Yield the images of the first batches: `count` in all, or as many as an epoch has."""
+    # `fit` seeks before it starts, so this changes the order of nothing.
+    loader.seek(0)
     for images, *_ in loader:
-        yield images[: len(range(launch.rank(), count, launch.world_size()))]
+        share = range(launch.rank(), count, launch.world_size())
+        yield images[: len(share)]
         count -= loader.global_size
         if count <= 0:
             return

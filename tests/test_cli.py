@@ -364,7 +364,7 @@ LATE = [
     (
         "model.activation=rleu",
         "error: model.activation=rleu: there is no such choice. Did you mean 'relu'?",
-        "Type model.activation= one of",
+        "Give one of: relu, gelu",
     ),
     ("device=cuda", "error: device=cuda: this machine has cpu", "Type device=auto"),
     (
@@ -389,7 +389,7 @@ LATE = [
     ),
     (
         "model=cnn dataset=synthetic",
-        "error: model=cnn looks at images",
+        "error: model: cnn takes images",
         "Type model=mlp or model=linear.",
     ),
     (

@@ -139,6 +139,9 @@ def build(key, node, **offered):
         # Not an error in code of the user's own, which wants its traceback; but one of an argument of its **kwargs.
         if is_own(target) and not isinstance(error, ValueError) and "argument" not in str(error):
             raise
+        if target.startswith("stoker.models."):  # whose messages begin with the argument's name
+            argument = str(error).partition("=")[0]
+            raise UserError(f"{key}{'.' if argument in arguments else ': '}{error}") from error
         raise UserError(
             f"{key} ({target}): {(str(error).splitlines() or [type(error).__name__])[0]}"
         ) from error
