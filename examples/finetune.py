@@ -54,16 +54,13 @@ class FineTuner(Trainer):
                 group["lr"] *= check_number("trainer.body_rate", body_rate, above=0)
 
     def parameter_groups(self, decay_all):
+        head = {id(parameter) for parameter in self.module.head.parameters()}
         groups = []
         for group in super().parameter_groups(decay_all):
-            head = {id(parameter) for parameter in self.module.head.parameters()}
-            for part in ("head", "body"):
-                chosen = [
-                    parameter
-                    for parameter in group["params"]
-                    if (id(parameter) in head) == (part == "head")
-                ]
-                groups.append({**group, "params": chosen, "part": part})
+            parts = {"head": [], "body": []}
+            for parameter in group["params"]:
+                parts["head" if id(parameter) in head else "body"].append(parameter)
+            groups += [{**group, "params": params, "part": part} for part, params in parts.items()]
         return groups
 
 
