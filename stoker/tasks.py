@@ -14,7 +14,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from stoker.command import cli
+from stoker.command import cli, settings
 from stoker.command.build import (
     TRUSTED,
     build,
@@ -28,13 +28,11 @@ from stoker.command.build import (
 )
 from stoker.runs import rundir, saved_config
 from stoker.sweeps import launchers, sweep
-from stoker.trainer import launch, settings, stopping
+from stoker.trainer import launch, stopping
 from stoker.trainer.errors import TrainingError, UserError, cause, check_choice, log
 
 ROOT = Path(__file__).resolve().parents[1]
 START = 0.0  # when the process began, by time.perf_counter()
-# The loaders' settings, which stand beside the data set's.
-LOADING = {"augment": [], "resident": "auto", "workers": "auto", "timeout": 300}
 
 
 def main(cfg):
@@ -53,13 +51,12 @@ def main(cfg):
                 raise UserError("run_dir names one run. For a sweep, type hydra.sweep.dir=DIR.")
         cli.keep_texts(cfg)
         cli.check_config(cfg)
-        check_choice("task", cfg.task, TASKS)
-        settings.check_task(cfg)
+        settings.check_task(OmegaConf.to_container(cfg, resolve=True))
         if cfg.debug:
-            settings.check_debug(cfg, cli.typed_keys())
-            for key, value in settings.DEBUG.items():
+            values = OmegaConf.to_container(cfg, resolve=False)
+            for key, value in settings.debug_values(values, cli.typed_keys()).items():
                 OmegaConf.update(cfg, key, value)
-        retarget(cfg, keep=LOADING)
+        retarget(cfg, keep=settings.LOADER_KEYS)
         if in_place_of_run(cfg) and launch.world_size() > 1:
             raise UserError(
                 f"{in_place_of_run(cfg)} is for one process. Type python train.py, without torchrun."
@@ -167,9 +164,8 @@ def versions_alike():
 
 def settled(cfg):
     """{key: value} of the settings that all processes of a run have alike."""
-    own = ("device", "dataset.root", "dataset.path", "dataset.cache", "dataset.workers")
     settings_of_all = cli.flat(OmegaConf.to_container(cfg, resolve=True))
-    return {key: value for key, value in settings_of_all.items() if key not in own}
+    return {key: value for key, value in settings_of_all.items() if not settings.record(key).local}
 
 
 def train_in(folder, cfg):
@@ -381,7 +377,7 @@ def efficiency(trainer, data, result):
 
 def evaluate(cfg):
     """Tests the best weights of the run directory `run` on `device`: on its own data, or on what is typed."""
-    own = saved_config.of_this_machine(cfg, LOADING)
+    own = saved_config.of_this_machine(cfg)
     from stoker.data.datasets import fingerprint
     from stoker.runs import inference
 
@@ -418,7 +414,7 @@ def evaluate(cfg):
 
 def predict(cfg):
     """Writes what the best weights of the run directory `run` say of `input`: images, or the rows of a table."""
-    own = saved_config.of_this_machine(cfg, LOADING)
+    own = saved_config.of_this_machine(cfg)
     if cfg.input is None:
         raise UserError("task=predict needs something to look at. Type input=FILE or input=FOLDER.")
     from stoker.runs import inference
@@ -452,7 +448,7 @@ def predict(cfg):
 
 def export(cfg):
     """Writes the best weights of the run directory `run`, preprocessing included, in a `format` that others read."""
-    own = saved_config.of_this_machine(cfg, LOADING)
+    own = saved_config.of_this_machine(cfg)
     if cfg.device not in ("auto", "cpu"):
         raise UserError(f"device={cfg.device}: an export is computed on the CPU. Leave device out.")
     from stoker.runs import exporting, inference
@@ -460,7 +456,7 @@ def export(cfg):
     exporting.check(cfg.format, cfg.output)
     model = inference.load(cfg.run)
     dataset = OmegaConf.to_container(own.dataset, resolve=True)
-    dataset = {key: value for key, value in dataset.items() if key not in LOADING}
+    dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}
     inputs, whose = exporting.samples(model.about, dataset)
     path, difference, largest = exporting.export(
         model, cfg.run, cfg.format, inputs, whose, cfg.output
@@ -555,10 +551,11 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
     device = devices.choose(launchers.device(cfg.device, devices.available()))
     parallel.start(cfg.strategy, device, cfg.rank_timeout)
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
-    loading = {key: dataset.pop(key, default) for key, default in LOADING.items()}
+    loading = {key: dataset.pop(key) for key in settings.LOADER_KEYS if key in dataset}
     # A function of the user's own among the augmentations comes as a _target_ with _partial_.
     loading["augment"] = [
-        build("dataset.augment", item) if has_target(item) else item for item in loading["augment"]
+        build("dataset.augment", item) if has_target(item) else item
+        for item in loading.get("augment") or ()
     ]
     with launch.one_first(
         "data"

@@ -21,7 +21,7 @@ from stoker.trainer import checkpoint
 from stoker.trainer.errors import UserError
 
 from stoker import Trainer, tasks
-from stoker.command import cli
+from stoker.command import cli, settings
 from stoker.runs import rundir, saved_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -261,7 +261,11 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "micro_batch=8 and grad_accum_steps=2 both cut",
         "Type one of them.",
     ),
-    ("dataset.workers=-1", "error: dataset.workers=-1: give a whole number at least 0.", ""),
+    (
+        "dataset.workers=-1",
+        "error: dataset.workers=-1: give auto, or a whole number at least 0.",
+        "",
+    ),
     (
         "dataset.augment=[flop]",
         "error: dataset.augment=flop: there is no such augmentation. Did you mean 'flip'?",
@@ -1006,7 +1010,6 @@ GROUPS = {
     if folder.is_dir()
 }
 OPTIONS = [(group, option) for group, options in GROUPS.items() for option in options]
-LOADING = {"augment", "resident", "workers", "timeout"}
 
 
 @pytest.fixture
@@ -1196,13 +1199,13 @@ def test_the_keys_are_the_constructors_arguments(group, option):
         target = hydra.utils.get_object(node["_target_"])
         arguments = set(inspect.signature(target).parameters) - handed
         keys = {key for key in node if not key.startswith("_")} - (
-            LOADING if group == "dataset" else set()
+            {*settings.LOADER_KEYS} if group == "dataset" else set()
         )
         if node["_target_"].startswith("torch"):
             assert keys <= arguments
         else:
             assert keys == arguments
-        assert (node.keys() >= LOADING) == (group == "dataset")
+        assert (node.keys() >= {*settings.LOADER_KEYS}) == (group == "dataset")
         assert node.get("_partial_", False) == (group in ("optimizer", "scheduler"))
 
 

@@ -337,7 +337,7 @@ MISTAKES = [
     ("-m seed=0,1 sweep.per_gpu=0", "sweep.per_gpu=0: give a whole number at least 1.", ""),
 ]
 WITH = [
-    ("joblib", "sweep.at_once=x", "sweep.at_once=x: give a whole number at least 1", "or auto"),
+    ("joblib", "sweep.at_once=x", "sweep.at_once=x: give auto, or a whole number at least 1", ""),
     (
         "joblib",
         "hydra.launcher.n_jobs=0",

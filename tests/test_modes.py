@@ -157,7 +157,7 @@ def test_a_run_that_is_debugged_is_the_same_run_on_the_cpu(train, tmp_path):
     [
         (
             "debug=true compile=true",
-            "error: debug=true is compile=false, and there is compile=true. Leave out one",
+            "error: debug=true means compile=false, and there is compile=true. Leave out one",
         ),
         ("debug=true epochs=none", "error: epochs=none: give a whole number"),
         ("overfit=1 task=plan", "error: overfit=1 is for task=train."),

@@ -24,7 +24,6 @@ from stoker import Trainer
 from stoker.command import build, cli
 from stoker.runs import inference, saved_config
 from stoker.sweeps import sweep
-from stoker.tasks import LOADING
 
 SOURCES = sorted(
     path for folder in ("trainer", "models", "data") for path in (ROOT / folder).rglob("*.py")
@@ -633,7 +632,7 @@ def test_a_task_for_a_run_has_no_weights_fetched_by_any_part(compose, good, tmp_
     parts = {"model": body, "loss": WEIGHTS, "metrics": {"a": WEIGHTS}, "callbacks": {"a": WEIGHTS}}
     parts |= {"dataset": WEIGHTS, "trainer": WEIGHTS}
     cfg = compose("task=evaluate", f"run={hostile(good, tmp_path / 'run', **parts)}")
-    own, without = saved_config.of_this_machine(cfg, LOADING), {**WEIGHTS, "weights": None}
+    own, without = saved_config.of_this_machine(cfg), {**WEIGHTS, "weights": None}
     assert own.model._args_ == [without] and own.loss == own.metrics.a == without
     assert own.dataset.weights is own.trainer.weights is None
     assert "a" not in own.callbacks  # which is how a callback with a null is written
@@ -646,7 +645,7 @@ def test_a_task_for_a_run_has_nothing_built_inside_a_part(compose, good, tmp_pat
         shutil.copytree(good / "run", tmp_path / "run", dirs_exist_ok=True)
         make(tmp_path / "run", tmp_path, tmp_path)
         with pytest.raises(UserError, match=re.escape(message)):
-            saved_config.of_this_machine(cfg, LOADING)
+            saved_config.of_this_machine(cfg)
 
 
 def test_what_python_loads_is_looked_at_before_it_takes_memory(good, tmp_path):

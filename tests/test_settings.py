@@ -2,12 +2,14 @@
 
 import pytest
 from stoker.data import augment
-from stoker.trainer import settings
 from stoker.trainer.errors import UserError
+from stoker.trainer.settings import AUGMENTATIONS
+
+from stoker.command import settings
 
 
 def test_the_augmentations_are_those_that_there_are():
-    assert sorted(settings.AUGMENTATIONS) == sorted(augment.DEFAULTS)
+    assert sorted(AUGMENTATIONS) == sorted(augment.DEFAULTS)
 
 
 def test_a_folder_to_resume_from_is_answered_with_its_newest_checkpoint(tmp_path):
@@ -47,7 +49,7 @@ def test_what_is_in_place_of_a_run_goes_with_nothing_of_one():
         ({"task": "plan", "profile": True}, "profile=true is for task=train"),
         (
             {"task": "train", "profile": True, "overfit": 2},
-            "profile=true is for a run, and overfit=2 is none",
+            "profile=true is for a run, and overfit=2 is not one",
         ),
     ]
     for config, said in refused:
@@ -69,13 +71,14 @@ def test_debugging_has_settings_of_its_own():
     others = {"device": "cuda", "strategy": "ddp", "devices": 2, "compile": "graph"}
     for key, value in others.items():
         with pytest.raises(
-            UserError, match=f"debug=true is {key}=.*, and there is {key}={value}. Leave out one of"
+            UserError,
+            match=f"debug=true means {key}=.*, and there is {key}={value}. Leave out one of",
         ):
-            settings.check_debug({**default, key: value}, {key})
-        settings.check_debug({**default, key: value}, set())  # not typed, so of a recipe
+            settings.debug_values({**default, key: value}, {key})
+        settings.debug_values({**default, key: value}, set())  # not typed, so of a recipe
     with pytest.raises(
-        UserError, match="debug=true is dataset.workers=0, and there is dataset.workers=4"
+        UserError, match="debug=true means dataset.workers=0, and there is dataset.workers=4"
     ):
-        settings.check_debug({**default, "dataset": {"workers": 4}}, {"dataset.workers"})
+        settings.debug_values({**default, "dataset": {"workers": 4}}, {"dataset.workers"})
     typed = {"device", "strategy", "devices", "compile", "dataset.workers"}
-    settings.check_debug({**default, "device": "cpu"}, typed)
+    settings.debug_values({**default, "device": "cpu"}, typed)

@@ -78,9 +78,11 @@ def check_choice(key, value, choices):
     return value
 
 
-def check_number(key, value, *, whole=False, least=None, above=None, most=None, optional=False):
-    """`value`, if it is a number (a whole one) in the range, or None where `optional`; UserError otherwise."""
-    if value is None and optional:
+def check_number(
+    key, value, *, whole=False, least=None, above=None, most=None, optional=False, auto=False
+):
+    """`value`, if it is a number (a whole one) in the range, None where `optional`, or the word auto where `auto`."""
+    if (value is None and optional) or (auto and value == "auto"):
         return value
     kind = "a whole number" if whole else "a number"
     limits = (
@@ -99,7 +101,11 @@ def check_number(key, value, *, whole=False, least=None, above=None, most=None, 
     )
     if not ok:
         what = " ".join([kind, " and ".join(limits)]).strip() + ", or null" * optional
-        raise UserError(f"{key}={as_typed(value)}: give {what}.")
+        hint = ""
+        if auto:
+            what = f"auto, {what}" if optional else f"auto, or {what}"
+            hint = did_you_mean(value, ("auto",))
+        raise UserError(f"{key}={as_typed(value)}: give {what}.{hint}")
     return value
 
 

@@ -12,7 +12,8 @@ import traceback
 from pathlib import Path
 
 from stoker import configs
-from stoker.trainer import launch, settings, stopping
+from stoker.command import settings
+from stoker.trainer import launch, stopping
 from stoker.trainer.errors import (
     RunInUse,
     TrainingError,
@@ -24,6 +25,7 @@ from stoker.trainer.errors import (
     nearest,
     printable,
 )
+from stoker.trainer.settings import Choice, Number
 
 CONFIGS = Path(configs.__file__).parent
 BUG, IN_USE = 1, 75
@@ -42,28 +44,11 @@ LAUNCHERS = (
     "submitit",
     "ray",
 )  # which start the processes of a sweep's jobs, and miss them
-SEVERAL = ("callbacks",)  # groups of which one may type several options, as a list
-# The keys whose values are paths, which may have commas in them.
-PATHS = (
-    "run_dir",
-    "run",
-    "input",
-    "output",
-    "resume",
-    "dataset.path",
-    "dataset.root",
-    "dataset.cache",
-)
 codes = []  # of the errors reported so far
 in_place_of_typed = contextvars.ContextVar(
     "in_place_of_typed", default=()
 )  # where there is no command line
 composed = {}  # the defaults of this process's runs
-OTHER_NAMES = {
-    "learning_rate": "optimizer.lr",
-    "early_stopping": "patience",
-    "max_epochs": "epochs",
-}
 LONGEST = 500  # letters of a line that a user sees: a value or a path may have any number
 # What a disk or a file system does to a training, as it were: everything else that it refuses is a mistake in a path.
 FAILING = {
@@ -272,7 +257,7 @@ def explanation(error):
         getattr(error, name, None) for name in ("options", "missing_cfg_file", "override")
     )
     group, _, choice = (missing or "").rpartition("/")
-    if group in SEVERAL and options is None:  # in a list, of which Hydra says less
+    if group in settings.GROUPS_OF_MANY and options is None:  # in a list, of which Hydra says less
         folder = CONFIGS / group
         options = sorted(path.stem for path in folder.glob("*.yaml"))
     if options is not None and missing:
@@ -297,7 +282,7 @@ def explanation(error):
         return f"error: +{place}={value}: there is a key of this name, and + adds one. Type {place}={value}."
     if several := re.match(r"Ambiguous value for argument '(.*)'\n", str(error)):
         key, _, value = several[1].partition("=")
-        if key.lstrip("+") in PATHS and not {"'", '"'} & set(value):
+        if settings.record(key.lstrip("+")).path and not {"'", '"'} & set(value):
             path = f"\"{key.lstrip('+')}='{value}'\""
             return f"error: {several[1]}: several values are a sweep. Type {path} for one path with a comma in it."
         sweep, one = f"-m {several[1]}", f"'{key}=[{value}]'"
@@ -340,6 +325,7 @@ def no_such_key(key, config):
     folder = CONFIGS / group
     files = sorted(folder.glob("*.yaml" if group else "*/*.yaml"))
     options = [path for path in files if f"\n{last}:" in path.read_text(encoding="utf-8")]
+    aliases = {alias: name for name, one in settings.SETTINGS.items() for alias in one.aliases}
     near = nearest(last, nearby) or nearest(last, anywhere)
     if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
         hint = f" Type +{key}=... for an argument of your own {group}."
@@ -350,8 +336,8 @@ def no_such_key(key, config):
     ):  # hardly that of a callback is meant
         choice, place = options[0].stem, options[0].parent.name
         hint = f" It is a key of {place}={choice}: type {place}={choice} {place}.{last}=..."
-    elif last in anywhere or last in OTHER_NAMES:
-        hint = f" Did you mean {anywhere.get(last, OTHER_NAMES.get(last))!r}?"
+    elif last in anywhere or last in aliases:
+        hint = f" Did you mean {anywhere.get(last, aliases.get(last))!r}?"
     else:
         hint = f" Did you mean {nearby.get(near, anywhere.get(near))!r}?" if near else ""
     return f"{key}: there is no such key.{hint}\nType python train.py --help to see the keys."
@@ -425,7 +411,7 @@ def check_typed(configs, arguments):
         options = sorted(path.stem for path in (configs / key).glob("*.yaml"))
         if listed := re.fullmatch(r"\[(.*)\]", value):
             names = [name.strip() for name in listed[1].split(",") if name.strip()] or options
-            if key in SEVERAL:
+            if key in settings.GROUPS_OF_MANY:
                 twice = next((name for name in names if names.count(name) > 1), None)
                 if twice is not None:
                     raise UserError(f"{argument}: {twice} is in it twice. Type it once.")
@@ -504,7 +490,7 @@ def defaults():
     wanted += [
         override
         for override in typed()
-        if override.startswith(tuple(f"{group}=[" for group in SEVERAL))
+        if override.startswith(tuple(f"{group}=[" for group in settings.GROUPS_OF_MANY))
     ]
     key = (GlobalHydra.instance().config_loader(), HydraConfig.get().job.config_name, *wanted)
     if key not in composed:  # the jobs of a sweep have the same choices, and Hydra takes 50 ms
@@ -526,7 +512,7 @@ def keep_texts(cfg):
     """Has what is a text be what was typed: run_dir=1e3 is a folder of this name, and no number."""
     for key, _, value in (override.partition("=") for override in typed()):
         if (
-            key in settings.TEXTS
+            isinstance(settings.record(key).limit, settings.Text | settings.Checked)
             and isinstance(cfg.get(key), (int, float))
             and not isinstance(cfg[key], bool)
         ):
@@ -591,12 +577,14 @@ def check_types(prefix, given, defaults):
             continue
         if isinstance(default, str) and "${" in default:
             continue  # it follows another key, which is checked itself
-        if (name, value) == ("compile", "graph"):  # the one flag with a third side
+        limit = settings.record(name).limit
+        if isinstance(limit, Choice) and limit.has(value):  # some are not of the default's type
             continue
         if value is None:
             # null is no length where max_steps gives one, and leaves a callback out.
             top = name.removeprefix("trainer.")  # whose keys follow those of the top
-            may_be = top == "epochs" or settings.NUMBERS.get(top, {}).get("optional")
+            limit = settings.record(top).limit
+            may_be = top == "epochs" or (isinstance(limit, Number) and limit.optional)
             if not may_be and not re.fullmatch(r"callbacks\.\w+", name):
                 raise UserError(f"{name}=null: give a value, as in {name}={as_typed(default)}.")
             continue

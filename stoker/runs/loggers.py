@@ -13,8 +13,9 @@ import shlex
 import time
 from pathlib import Path
 
+from stoker.command import settings
 from stoker.runs import pictures, rundir
-from stoker.runs.rundir import HARMLESS, finite, lock
+from stoker.runs.rundir import finite, lock
 from stoker.trainer import parallel
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, log, printable
@@ -196,7 +197,7 @@ class TensorBoard(Logger):
         kept = {
             key: x
             for key, x in self.config.items()
-            if not key.startswith((*HARMLESS, "callbacks."))
+            if not settings.may_differ(key) and not key.startswith("callbacks.")
         }
         plain = {key: as_typed(x) if isinstance(x, (list, dict)) else x for key, x in kept.items()}
         # Without the list of metrics, which would be that of all runs in the tab: it finds theirs, and what differs.

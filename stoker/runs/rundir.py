@@ -21,9 +21,9 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-from stoker.command import cli
+from stoker.command import cli, settings
 from stoker.runs.saved_config import load_config
-from stoker.trainer import files, launch, settings
+from stoker.trainer import files, launch
 from stoker.trainer.errors import RunInUse, TrainingError, UserError, as_typed, log
 from stoker.trainer.readable import number, numbers, seconds
 from stoker.trainer.stopping import StopReason
@@ -31,19 +31,6 @@ from stoker.trainer.stopping import StopReason
 MOST_JSON = (
     2**24
 )  # bytes of a result.json: ours have 2 KB, and a confusion matrix of 1,000 classes 8 MB
-# Settings that may differ when a run is continued.
-HARMLESS = (
-    "run_dir", "resume", "overwrite", "device", "strategy", "log_every", "eval_every", "task", "run", "trusted",
-    "max_minutes", "rank_timeout", "eval_batch_size", "checkpoint.", "dataset.workers", "dataset.resident",
-    "dataset.root", "dataset.timeout", "dataset.cache", "dataset.download", "sweep.", "report",
-    "profile", "overfit", "debug",
-    "callbacks.tensorboard", "callbacks.wandb", "callbacks.mlflow", "callbacks.doctor", "callbacks.timing",
-)  # fmt: skip
-LENGTHS = (
-    "epochs",
-    "max_steps",
-    "patience",
-)  # these too where another run begins with a checkpoint of this one
 MOST_SETTINGS = 1000  # of a run, and of letters in each
 LOCK = ".lock"
 TYPED = (
@@ -321,9 +308,9 @@ def to_resume(folder, resume, overwrite, cfg):
             path, state, origin = given, checkpoint.load_whole(given), checkpoint.sha256_of(given)
         except checkpoint.DamagedCheckpoint as error:
             raise UserError(f"resume={resume}: {error}") from None
-    what, also = (f"resume={resume}", LENGTHS) if given else (f"run_dir={folder}", ())
+    what = f"resume={resume}" if given else f"run_dir={folder}"
     if state is not None and (before := about(state).get("config")) is not None:
-        check_same(what, before, cfg, also)
+        check_same(what, before, cfg, longer=given is not None)
     elif state is None:
         check_beginning(folder, cfg)
     if (folder / "config.yaml").exists():  # it is a run's
@@ -387,14 +374,13 @@ def check_data(state, fingerprint):
         )
 
 
-def check_same(what, before, now, also=()):
-    """UserError where two configs differ in more than what is harmless and what `also` may differ."""
-    harmless = (*HARMLESS, *also)
+def check_same(what, before, now, longer=False):
+    """UserError where two configs differ in more than a resumed run, or with `longer` a longer one, may."""
     before, now = cli.flat(before), cli.flat(now)
     other = [
         key
         for key in sorted({*before, *now})
-        if before.get(key) != now.get(key) and not key.startswith(harmless)
+        if before.get(key) != now.get(key) and not settings.may_differ(key, longer=longer)
     ]
     # Of a part that is another one altogether, only that it is.
     parts = tuple(key.removesuffix("_target_") for key in other if key.endswith("._target_"))
@@ -406,7 +392,7 @@ def check_same(what, before, now, also=()):
         what_to_type = (
             "Type the settings it had to continue it; for a new run, another run_dir and no resume."
         )
-        if set(other) <= set(LENGTHS):
+        if all(settings.may_differ(key, longer=True) for key in other):
             what_to_type = "To train it longer, type another run_dir, and resume=FILE with a checkpoint of this one;"
             what_to_type += " to begin anew in its place, resume=never overwrite=true."
         raise UserError(f"{what} holds a run with other settings: {differences}.\n{what_to_type}")
@@ -418,8 +404,7 @@ def command(overrides, *more, start=("python", "train.py")):
     Without what has begun the run, as the command goes on with it, and without what is of a sweep.
     """
     typed = {override.partition("=")[0]: override for override in [*overrides, *more]}
-    own = r"(resume|overwrite|sweep)([./]|$)"
-    typed = {key: override for key, override in typed.items() if not re.match(own, key)}
+    typed = {key: override for key, override in typed.items() if not settings.record(key).once}
     return shlex.join([*start, *typed.values()])
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
-from stoker.command import cli
+from stoker.command import cli, settings
 from stoker.command.build import check_nested, is_on, without_downloads
-from stoker.trainer import files, settings
+from stoker.trainer import files
 from stoker.trainer.errors import UserError, did_you_mean
 
 # Of a config.yaml: bytes, levels of nesting, and values after each ${...} is replaced. Ours have 3 KB, 4 and 100.
@@ -18,21 +18,6 @@ MOST_DIGITS = (
 )
 MOST_NAMES = 3  # of runs that are named
 KEY_PATH = r"\$\{[A-Za-z_][\w.]*\}"
-
-
-# What may be typed for a run, beside its folder and a device: all else is its own.
-FOR_TASK = {
-    "evaluate": ("split", "eval_batch_size", "dataset"),
-    "predict": (
-        "input",
-        "output",
-        "eval_batch_size",
-        "dataset.missing",
-        "dataset.delimiter",
-        "dataset.on_bad_sample",
-    ),
-    "export": ("format", "output", "dataset.root", "dataset.path"),
-}
 
 
 def check_folder(folder):
@@ -46,45 +31,49 @@ def check_folder(folder):
         raise UserError(f"run={folder}: there is no such folder.{hint} Type run=DIR.")
 
 
-def of_this_machine(cfg, loading):
+def of_this_machine(cfg):
     """The config of the run directory `run`, for a task that trains nothing, on this machine: it may be anybody's.
 
     Its data may lie elsewhere here, and for an evaluation be other data. What only a training needs is left out, and
-    what reaches out of the run directory; the settings of `loading` are as they are there, unless they were typed or
+    what reaches out of the run directory; the settings of the loaders are the defaults, unless they were typed or
     data had to be streamed.
     """
-    typed = cli.typed_keys() - {"task", "run", "device", "trusted", "debug"}
+    typed = cli.typed_keys()
     if cfg.run is None:
         raise UserError(f"task={cfg.task} needs a run directory. Type run={cfg.run_dir or 'DIR'}.")
     check_folder(cfg.run)
     saved = load_config("run", cfg.run)
     before = cli.flat(saved)
     for key in sorted(typed):
-        if not is_for(cfg.task, key) and "${" not in str(before.get(key)):
-            takes = ", ".join(f"{name}=" for name in FOR_TASK[cfg.task])
+        if cfg.task not in settings.record(key).tasks and "${" not in str(before.get(key)):
+            takes = ", ".join(f"{name}=" for name in settings.keys_of(cfg.task))
             raise UserError(
                 f"{key}: task={cfg.task} takes the run's own settings, beside device=, {takes}."
             )
     try:
-        of_the_task = ("split", "input", "output", "format")
+        of_the_task = [
+            key for key, setting in settings.SETTINGS.items() if "train" not in setting.tasks
+        ]
         saved = {
             **cli.defaults(),
             **saved,
             **dict.fromkeys(of_the_task),
-            "run": None,
             "run_dir": str(cfg.run),
         }
         saved |= {"resume": "auto", "device": cfg.device, "strategy": "single", "compile": False}
         if {"dataset", "dataset._target_"} & typed:
             saved["dataset"] = OmegaConf.to_container(cfg.dataset, resolve=True)
             typed = {key for key in typed if not key.startswith("dataset")}
-        cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed.difference(of_the_task)})
+        typed = {key for key in typed if "train" in settings.record(key).tasks}
+        cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed})
         own = resolved("run", cfg.run, saved)
         cli.check_types("", own, resolved("run", cfg.run, cli.defaults()))
         dataset = own["dataset"]
-        kept = {name for name in loading if f"dataset.{name}" in cli.typed_keys()}
+        kept = {name for name in settings.LOADER_KEYS if f"dataset.{name}" in cli.typed_keys()}
         kept |= {"resident"} if dataset.get("resident") is False else set()
-        dataset |= {name: value for name, value in loading.items() if name not in kept}
+        for name in settings.LOADER_KEYS:
+            if name not in kept:
+                dataset.pop(name, None)
         if "download" in dataset:
             dataset["download"] = False
         if dataset.get("cache") and "dataset.cache" not in cli.typed_keys():
@@ -101,12 +90,6 @@ def of_this_machine(cfg, loading):
         raise of_run(cfg.run, error, "in its config.yaml, ") from None
     own["callbacks"] = evaluating_callbacks(own["callbacks"])
     return OmegaConf.create(own)
-
-
-def is_for(task, key):
-    """Whether a key may be typed for this task: it, or the group that it is in."""
-    of_data = key.startswith("dataset.") and key != "dataset.augment"  # which is for a training
-    return key in FOR_TASK[task] or ("dataset" in FOR_TASK[task] and of_data)
 
 
 def of_run(folder, error, where=""):

@@ -12,13 +12,14 @@ from pathlib import Path
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 
-from stoker.command import cli
+from stoker.command import cli, settings
 from stoker.runs import rundir
 from stoker.sweeps import sweep
-from stoker.trainer import settings, stopping
+from stoker.trainer import stopping
 from stoker.trainer.errors import RunInUse, UserError, check_number, printable
 from stoker.trainer.launch import cores
 from stoker.trainer.readable import number
+from stoker.trainer.settings import GPUS, VISIBLE_GPUS
 
 EXTRAS = {
     "joblib": "joblib",
@@ -61,7 +62,7 @@ def how_many(at_once, per_gpu, gpus, cores):
 
 def count_gpus(device):
     """How many GPUs there are for jobs with this `device`."""
-    if device not in settings.GPUS:
+    if device not in GPUS:
         return 0
     from stoker.trainer.device import available
 
@@ -169,9 +170,7 @@ class Jobs(Callback):
             self.at_once = cores() if node.n_jobs == -1 else node.n_jobs
         gpus = count_gpus(self.device) if self.launcher != "submitit_slurm" else 0
         self.jobs, self.threads = how_many(self.at_once, self.per_gpu, gpus, cores())
-        self.environ = {
-            name: os.environ.get(name) for name in (settings.VISIBLE_GPUS, "OMP_NUM_THREADS")
-        }
+        self.environ = {name: os.environ.get(name) for name in (VISIBLE_GPUS, "OMP_NUM_THREADS")}
         # Where another process finds train.py's packages, and those beside it.
         path = [str(Path(sys.argv[0]).resolve().parent), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
@@ -279,7 +278,7 @@ class Jobs(Callback):
         job.enter_context(contextlib.redirect_stdout(file))
         job.enter_context(contextlib.redirect_stderr(file))
         if self.launcher in ("joblib", "submitit_local"):
-            put_environ(settings.VISIBLE_GPUS, self.environ)  # which submitit empties
+            put_environ(VISIBLE_GPUS, self.environ)  # which submitit empties
             if slot is None:
                 slot = claim(self.folder, config.hydra.job.num, self.jobs, self.go_on)
         if self.launcher != "submitit_slurm" and self.environ["OMP_NUM_THREADS"] is None:

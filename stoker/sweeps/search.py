@@ -7,10 +7,10 @@ from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 
-from stoker.command import cli
+from stoker.command import cli, settings
 from stoker.runs import rundir
 from stoker.sweeps import sweep
-from stoker.trainer import launch, settings
+from stoker.trainer import launch
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import default_metrics
 

@@ -22,10 +22,10 @@ from urllib.parse import quote
 
 from hydra.experimental.callback import Callback
 
-from stoker.command import cli
+from stoker.command import cli, settings
 from stoker.runs import rundir
 from stoker.runs.rundir import MOST_SETTINGS, finished, is_list, is_number, is_whole
-from stoker.trainer import files, launch, settings
+from stoker.trainer import files, launch
 from stoker.trainer.errors import UserError, as_typed, cause, log, printable
 from stoker.trainer.readable import number, numbers
 
@@ -151,7 +151,7 @@ def check_goes_on(folder, jobs):
 
 def matters(key):
     """Whether jobs with another value of it have other results: some change no weights, but which are the best."""
-    return key in ("eval_every", "max_minutes") or not key.startswith(rundir.HARMLESS)
+    return key in ("eval_every", "max_minutes") or not settings.may_differ(key)
 
 
 def begin(folder, number):

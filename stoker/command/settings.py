@@ -1,0 +1,297 @@
+"""The table of settings: what each key of the config may be, and which tasks, resumes and ranks it matters to.
+
+This is the one place that lists keys. Defaults and help texts are not repeated here: they are the values and the
+comments of configs/. The limits of the constructors' own arguments come from `trainer/settings.py`.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from stoker.trainer import launch
+from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean
+from stoker.trainer.settings import (
+    LIMITS,
+    Checked,
+    Choice,
+    Limit,
+    Number,
+    check_augmentation,
+    check_micro_batch,
+    check_together,
+)
+
+TASKS = ("train", "plan", "evaluate", "predict", "export", "lr_find")
+TRAINING = ("train", "plan", "lr_find")  # build what the config says; the others take a run
+WITH_RUN = ("evaluate", "predict", "export")
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text, kept exactly as typed: run_dir=1e3 names a folder."""
+
+    def check(self, key: str, value: Any) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise UserError(f"{key}={as_typed(value)}: give a text.")
+        if value == "":
+            raise UserError(f"{key}=: give a text after the =, or leave {key} out.")
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What the command knows about one key, or about all keys of one group.
+
+    limit: what it may be, beside being of its default's type.
+    tasks: the tasks that use it.
+    resume: what it may be when a run continues: the "same"; "longer" when another run starts from a checkpoint of
+        this one (`resume=FILE`); "any" where it changes no result.
+    path: whether it is a path, which may contain commas.
+    local: whether the ranks of one run may differ in it.
+    debug: the value that debug=true gives it; None changes nothing.
+    loader: whether it configures the loader, and not the data set beside which it stands.
+    once: whether it is about starting a run, so that the command that continues the run leaves it out.
+    aliases: other names that people type for it.
+    """
+
+    limit: Limit | None = None
+    tasks: tuple[str, ...] = TRAINING
+    resume: Literal["same", "longer", "any"] = "same"
+    path: bool = False
+    local: bool = False
+    debug: Any = None
+    loader: bool = False
+    once: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+def check_resume(resume: Any) -> Any:
+    """Return `resume` if it is auto, never or a file; UserError otherwise."""
+    if not isinstance(resume, str):
+        raise UserError(f"resume={as_typed(resume)}: give auto, never, or a checkpoint file.")
+    if resume in ("auto", "never") or Path(resume).is_file():
+        return resume
+    if resume == "":
+        raise UserError("resume=: give a text after the =, or leave resume out.")
+    if not Path(resume).is_dir():
+        hint = did_you_mean(resume, ("auto", "never"))
+        raise UserError(
+            f"resume={resume}: there is no such file.{hint} Type auto, never, or a checkpoint file."
+        )
+    files = [*Path(resume).glob("step_*.ckpt"), *Path(resume).glob("checkpoints/step_*.ckpt")]
+    newest = max(files, key=lambda path: (len(path.name), path.name), default=None)
+    advice = "Type resume=FILE; there is no checkpoint in it."
+    if newest is not None:
+        advice = f"Type resume={newest}."
+    raise UserError(f"resume={resume}: this is a folder. {advice}")
+
+
+FLAG = Choice((False, True))
+TEXT = Text()
+COUNT = Number(whole=True, least=1)
+
+SETTINGS: Mapping[str, Setting] = {
+    # what this command does
+    "task": Setting(Choice(TASKS), TASKS, "any"),
+    "run": Setting(TEXT, WITH_RUN, "any", path=True),
+    "split": Setting(Choice(("train", "val", "test", "all")), ("evaluate",), "any"),
+    "input": Setting(TEXT, ("predict",), "any", path=True),
+    "output": Setting(TEXT, ("predict", "export"), "any", path=True),
+    "format": Setting(Choice(("onnx", "torch_export", "safetensors")), ("export",), "any"),
+    "profile": Setting(FLAG, ("train",), "any"),
+    "overfit": Setting(Number(whole=True, least=1, optional=True), ("train",), "any"),
+    "debug": Setting(FLAG, TASKS, "any"),
+    # the training
+    "epochs": Setting(LIMITS["epochs"], resume="longer", aliases=("max_epochs",)),
+    "max_steps": Setting(LIMITS["max_steps"], resume="longer"),
+    "max_minutes": Setting(LIMITS["max_minutes"], resume="any"),
+    "batch_size": Setting(LIMITS["batch_size"]),
+    "eval_batch_size": Setting(
+        LIMITS["eval_batch_size"], (*TRAINING, "evaluate", "predict"), "any"
+    ),
+    "drop_last": Setting(),
+    "grad_accum_steps": Setting(LIMITS["grad_accum_steps"]),
+    "micro_batch": Setting(LIMITS["micro_batch"]),
+    "max_grad_norm": Setting(LIMITS["max_grad_norm"]),
+    "decay_all": Setting(),
+    "ema": Setting(LIMITS["ema"]),
+    "patience": Setting(LIMITS["patience"], resume="longer", aliases=("early_stopping",)),
+    "monitor": Setting(TEXT),
+    "monitor_mode": Setting(LIMITS["monitor_mode"]),
+    "seed": Setting(LIMITS["seed"]),
+    # the machine
+    "device": Setting(LIMITS["device"], TASKS, "any", local=True, debug="cpu"),
+    "strategy": Setting(LIMITS["strategy"], resume="any", debug="single"),
+    "devices": Setting(LIMITS["devices"], resume="any", debug="auto"),
+    "rank_timeout": Setting(LIMITS["rank_timeout"], resume="any"),
+    "precision": Setting(LIMITS["precision"]),
+    "compile": Setting(LIMITS["compile"], debug=False),
+    "channels_last": Setting(LIMITS["channels_last"]),
+    "tune": Setting(LIMITS["tune"]),
+    "deterministic": Setting(),
+    # what is logged, evaluated and kept
+    "log_every": Setting(LIMITS["log_every"], resume="any"),
+    "eval_every": Setting(LIMITS["eval_every"], resume="any"),
+    "checkpoint.every": Setting(LIMITS["checkpoint.every"], resume="any"),
+    "checkpoint.epochs": Setting(LIMITS["checkpoint.epochs"], resume="any"),
+    "checkpoint.minutes": Setting(LIMITS["checkpoint.minutes"], resume="any"),
+    "checkpoint.keep": Setting(LIMITS["checkpoint.keep"], resume="any"),
+    "report": Setting(Choice(("auto", True, False)), resume="any"),
+    "run_dir": Setting(TEXT, resume="any", path=True),
+    "resume": Setting(Checked(check_resume), resume="any", path=True, once=True),
+    "overwrite": Setting(resume="any", once=True),
+    "trusted": Setting(tasks=TASKS, resume="any"),
+    # sweeps
+    "sweep": Setting(resume="any", once=True),
+    "sweep.at_once": Setting(Number(whole=True, least=1, auto=True), resume="any", once=True),
+    "sweep.per_gpu": Setting(COUNT, resume="any", once=True),
+    "sweep.trials": Setting(COUNT, resume="any", once=True),
+    "sweep.on_error": Setting(Choice(("continue", "stop")), resume="any", once=True),
+    # the groups, whose other keys are the arguments of what their _target_ names
+    "dataset": Setting(tasks=(*TRAINING, "evaluate")),
+    "dataset.root": Setting(
+        tasks=(*TRAINING, "evaluate", "export"), resume="any", path=True, local=True
+    ),
+    "dataset.path": Setting(tasks=(*TRAINING, "evaluate", "export"), path=True, local=True),
+    "dataset.cache": Setting(tasks=(*TRAINING, "evaluate"), resume="any", path=True, local=True),
+    "dataset.download": Setting(tasks=(*TRAINING, "evaluate"), resume="any"),
+    "dataset.missing": Setting(tasks=(*TRAINING, "evaluate", "predict")),
+    "dataset.delimiter": Setting(tasks=(*TRAINING, "evaluate", "predict")),
+    "dataset.on_bad_sample": Setting(tasks=(*TRAINING, "evaluate", "predict")),
+    "dataset.augment": Setting(loader=True),
+    "dataset.resident": Setting(
+        LIMITS["dataset.resident"], (*TRAINING, "evaluate"), "any", loader=True
+    ),
+    "dataset.workers": Setting(
+        LIMITS["dataset.workers"], (*TRAINING, "evaluate"), "any", local=True, debug=0, loader=True
+    ),
+    "dataset.timeout": Setting(
+        LIMITS["dataset.timeout"], (*TRAINING, "evaluate"), "any", loader=True
+    ),
+    "model": Setting(),
+    "loss": Setting(),
+    "optimizer": Setting(),
+    "optimizer.lr": Setting(aliases=("learning_rate",)),
+    "scheduler": Setting(),
+    "trainer": Setting(),
+    "metrics": Setting(),
+    "callbacks": Setting(),
+    "callbacks.tensorboard": Setting(resume="any"),
+    "callbacks.wandb": Setting(resume="any"),
+    "callbacks.mlflow": Setting(resume="any"),
+    "callbacks.doctor": Setting(resume="any"),
+    "callbacks.timing": Setting(resume="any"),
+}
+GROUPS_OF_MANY = ("callbacks",)  # groups of which several options may be typed, as a list
+LOADER_KEYS = tuple(
+    key.removeprefix("dataset.") for key, setting in SETTINGS.items() if setting.loader
+)
+
+
+def record(key: str) -> Setting:
+    """Return the record of `key`: its own, or that of the nearest group around it."""
+    key = key.replace("/", ".")  # a group inside a group is typed as sweep/pruner
+    while key:
+        if key in SETTINGS:
+            return SETTINGS[key]
+        key = key.rpartition(".")[0]
+    return Setting()
+
+
+def may_differ(key: str, *, longer: bool = False) -> bool:
+    """Whether a run may continue with another value of `key`; `longer`: whether it may for `resume=FILE`."""
+    resume = record(key).resume
+    return resume == "any" or (longer and resume == "longer")
+
+
+def keys_of(task: str) -> list[str]:
+    """Return the keys that one may type for a task that takes a run, beside those of every task."""
+    keys = []
+    for key, setting in SETTINGS.items():
+        group = key.partition(".")[0]
+        if task in setting.tasks and setting.tasks != TASKS and group not in keys and key != "run":
+            keys.append(key)
+    return keys
+
+
+def value_of(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key in nested mappings, None where there is none."""
+    value: Any = config
+    for part in key.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
+    return value
+
+
+def check(key: str, value: Any) -> Any:
+    """Return `value` if it is within the limits of `key`; UserError otherwise."""
+    limit = SETTINGS[key].limit
+    return value if limit is None else limit.check(key, value)
+
+
+def check_all(config: Mapping[str, Any]) -> None:
+    """Raise UserError for the first setting of a config that is out of its limits, or goes with no other."""
+    for key in SETTINGS:
+        value = value_of(config, key)
+        # null switches off what is off by default; for anything else, the constructor refuses it.
+        if value is not None or isinstance(SETTINGS[key].limit, Checked):
+            check(key, value)
+    check_micro_batch(config.get("micro_batch"), config.get("grad_accum_steps") or 1)
+    check_together(config)
+    check_parts(config)
+
+
+def check_task(config: Mapping[str, Any]) -> None:
+    """Raise UserError for a key that only other tasks use."""
+    for key, setting in SETTINGS.items():
+        value = value_of(config, key)
+        everywhere = set(TRAINING) <= set(setting.tasks)
+        if everywhere or config["task"] in setting.tasks or value in (None, False):
+            continue
+        hint = ""
+        if key == "run":
+            hint = " To name the folder of a new run, type run_dir=DIR."
+        raise UserError(f"{key}={as_typed(value)} is for task={' or '.join(setting.tasks)}.{hint}")
+    if config.get("profile") and config.get("overfit") is not None:
+        raise UserError(
+            f"profile=true is for a run, and overfit={config['overfit']} is not one. "
+            "Leave out one of them."
+        )
+
+
+def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
+    """Return {key: value} that debug=true puts into the config; UserError where a `typed` key contradicts it."""
+    values = {key: setting.debug for key, setting in SETTINGS.items() if setting.debug is not None}
+    for key, value in values.items():
+        given = value_of(config, key)
+        if key in typed and given not in (value, "auto"):
+            raise UserError(
+                f"debug=true means {key}={as_typed(value)}, and there is {key}={as_typed(given)}. "
+                "Leave out one of them."
+            )
+    if launch.world_size() > 1:
+        raise UserError("debug=true is for one process. Type python train.py, without torchrun.")
+    return values
+
+
+def check_parts(config: Mapping[str, Any]) -> None:
+    """Raise UserError for arguments of this project's parts and of torch's optimizers that they would refuse."""
+    optimizer = config["optimizer"]
+    target = str(optimizer.get("_target_"))
+    divides_by_rate = target.startswith("stoker.trainer.optimizers.")
+    if divides_by_rate or target.startswith("torch.optim."):
+        if "lr" in optimizer:
+            bound = {"above": 0} if divides_by_rate else {"least": 0}
+            check_number("optimizer.lr", optimizer["lr"], **bound)
+        if "weight_decay" in optimizer:
+            check_number("optimizer.weight_decay", optimizer["weight_decay"], least=0)
+    model = config["model"]
+    if str(model.get("_target_")).startswith("stoker.models.") and "dropout" in model:
+        check_number("model.dropout", model["dropout"], least=0, most=0.95)
+    for item in config["dataset"].get("augment") or ():
+        if isinstance(item, dict) and "_target_" in item:
+            continue  # a function of your own
+        for name in item if isinstance(item, dict) else [item]:
+            check_augmentation(name)
