@@ -254,7 +254,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     ("optimizer=decoupled_sgd optimizer.lr=0", "error: optimizer.lr=0: give a number above 0.", ""),
     ("model.dropout=1.5", "error: model.dropout=1.5: give a number", "at most 0.95"),
-    ("micro_batch=0", "error: micro_batch=0: give a whole number at least 1", "or null"),
+    ("micro_batch=0", "error: micro_batch=0: give auto, a whole number at least 1", "or null"),
     ("micro_batch=atuo", "error: micro_batch=atuo: give auto", "Did you mean 'auto'?"),
     (
         "micro_batch=8 grad_accum_steps=2",

@@ -1,11 +1,15 @@
 """The table of settings against what it stands for, and files that are asked for by their folder."""
 
+from pathlib import Path
+
+import hydra
 import pytest
 from stoker.data import augment
 from stoker.trainer.errors import UserError
 from stoker.trainer.settings import AUGMENTATIONS
 
-from stoker.command import settings
+from stoker import configs
+from stoker.command import cli, settings
 
 
 def test_the_augmentations_are_those_that_there_are():
@@ -82,3 +86,45 @@ def test_debugging_has_settings_of_its_own():
         settings.debug_values({**default, "dataset": {"workers": 4}}, {"dataset.workers"})
     typed = {"device", "strategy", "devices", "compile", "dataset.workers"}
     settings.debug_values({**default, "device": "cpu"}, typed)
+
+
+CONFIGS = Path(configs.__file__).parent
+
+
+def composed(*overrides):
+    """{key: default} of the config of these choices."""
+    with hydra.initialize_config_dir(str(CONFIGS)):
+        cfg = hydra.compose("train", list(overrides))
+    return cli.flat(cfg)
+
+
+def test_every_key_of_the_config_has_one_record():
+    """Its own, or for the arguments of a part that of the group; and each record is of a key that there is."""
+    options = [f"dataset={path.stem}" for path in CONFIGS.glob("dataset/*.yaml")]
+    options += [f"callbacks={path.stem}" for path in CONFIGS.glob("callbacks/*.yaml")]
+    keys = set(composed())
+    for option in options:
+        keys.update(composed(option))
+    groups = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
+    for key in keys:
+        group = key.partition(".")[0]
+        assert key in settings.SETTINGS or (group in groups and group in settings.SETTINGS), key
+    searched = {"sweep.trials"}  # of a search, whose libraries may not be installed
+    for key in settings.SETTINGS.keys() - searched:
+        assert any(f"{name}.".startswith(f"{key}.") for name in keys), key
+
+
+def test_a_record_is_that_of_the_nearest_group():
+    assert settings.record("dataset.root").path and not settings.record("dataset.mean").path
+    assert settings.record("sweep/pruner").once and settings.record("sweep.space.x").once
+    assert settings.record("mine.own") == settings.Setting()
+    assert settings.keys_of("export") == ["output", "format", "dataset.root", "dataset.path"]
+    assert settings.keys_of("evaluate") == ["split", "eval_batch_size", "dataset"]
+
+
+def test_a_resumed_run_may_differ_in_what_changes_no_result():
+    for key in ("device", "devices", "log_every", "dataset.workers", "sweep.pruner.x", "run_dir"):
+        assert settings.may_differ(key), key
+    for key in ("seed", "batch_size", "dataset.mean", "model.hidden", "callbacks.ema.decay"):
+        assert not settings.may_differ(key) and not settings.may_differ(key, longer=True), key
+    assert settings.may_differ("epochs", longer=True) and not settings.may_differ("epochs")

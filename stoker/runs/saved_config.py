@@ -64,7 +64,8 @@ def of_this_machine(cfg):
         if {"dataset", "dataset._target_"} & typed:
             saved["dataset"] = OmegaConf.to_container(cfg.dataset, resolve=True)
             typed = {key for key in typed if not key.startswith("dataset")}
-        typed = {key for key in typed if "train" in settings.record(key).tasks}
+        everywhere = {key for key in typed if settings.record(key).tasks == settings.TASKS}
+        typed = typed.difference(of_the_task, everywhere)
         cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed})
         own = resolved("run", cfg.run, saved)
         cli.check_types("", own, resolved("run", cfg.run, cli.defaults()))
