@@ -15,14 +15,13 @@ import torch
 from stoker.trainer import device as devices
 from stoker.trainer import settings
 
-TUNINGS: tuple[str, ...] = settings.CHOICES["tune"]
 # Multiply-adds of a forward pass over one batch, below which one thread is enough.
 FEW = 10_000_000
 DENSE = (torch.nn.Linear, torch.nn.BatchNorm1d, torch.nn.LayerNorm)
 
 
 def tune_process(
-    device: torch.device, parts: Sequence[str] = TUNINGS, deterministic: bool = False
+    device: torch.device, parts: Sequence[str] = settings.TUNINGS, deterministic: bool = False
 ) -> None:
     """Tune this process for training on `device`; call it once, after your imports.
 

@@ -17,6 +17,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu", "xla")
 GPUS = ("auto", "cuda", "xpu")  # those of which a machine may have several
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
+TUNINGS = ("allocator", "threads")  # what `tune_process` may change for a training on the CPU
 
 
 class Limit(Protocol):
@@ -129,7 +130,7 @@ LIMITS: Mapping[str, Limit] = {
     "precision": Choice(("auto", "fp32", "bf16", "fp16")),
     "compile": Choice((False, True, "graph")),
     "channels_last": Choice(("auto", True, False)),
-    "tune": ListOf(("allocator", "threads")),
+    "tune": ListOf(TUNINGS),
     "seed": Number(whole=True, least=0),
     "log_every": COUNT,
     "eval_every": COUNT_OR_NONE,

@@ -48,7 +48,7 @@ class Trainer:
     def __init__(
         self, model, loss=None, optimizer=None, scheduler=schedules.constant, metrics=None, callbacks=(), *,
         epochs=1, max_steps=None, device="auto", strategy="auto", precision="auto", compile=False,
-        channels_last="auto", tune=process.TUNINGS, grad_accum_steps=1, micro_batch=None, max_grad_norm=None,
+        channels_last="auto", tune=settings.TUNINGS, grad_accum_steps=1, micro_batch=None, max_grad_norm=None,
         log_every=50, eval_every=None, decay_all=False, seed=0, deterministic=False,
     ):  # fmt: skip
         misuse.check_parts(model, loss, optimizer, scheduler, metrics, callbacks)
