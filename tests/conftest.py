@@ -79,6 +79,11 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    if config.getoption("--large") and config.option.markexpr == "not slow":
+        config.option.markexpr = ""  # the large counts are those of the slow tests
+
+
 @pytest.fixture(scope="module")
 def forks():
     """Runs of train.py in forks of one process that has imported what they need."""
