@@ -25,6 +25,7 @@ from stoker.trainer.settings import (
 TASKS = ("train", "plan", "evaluate", "predict", "export", "lr_find")
 TRAINING = ("train", "plan", "lr_find")  # build what the config says; the others take a run
 WITH_RUN = ("evaluate", "predict", "export")
+FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ SETTINGS: Mapping[str, Setting] = {
     "split": Setting(Choice(("train", "val", "test", "all")), ("evaluate",), "any"),
     "input": Setting(TEXT, ("predict",), "any", path=True),
     "output": Setting(TEXT, ("predict", "export"), "any", path=True),
-    "format": Setting(Choice(("onnx", "torch_export", "safetensors")), ("export",), "any"),
+    "format": Setting(Choice(FORMATS), ("export",), "any"),
     "profile": Setting(FLAG, ("train",), "any"),
     "overfit": Setting(Number(whole=True, least=1, optional=True), ("train",), "any"),
     "debug": Setting(FLAG, TASKS, "any"),

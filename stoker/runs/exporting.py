@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from stoker.command.build import build
+from stoker.command.settings import FORMATS
 from stoker.runs import card, rundir, saved_config
 from stoker.runs.card import is_usual
 from stoker.runs.inference import check_output, row_batches
@@ -25,7 +26,6 @@ from stoker.trainer import checkpoint
 from stoker.trainer.batch import entries
 from stoker.trainer.errors import TrainingError, UserError, check_choice, log, printable
 from stoker.trainer.files import replacing, write_text
-from stoker.trainer.settings import CHOICES
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "safetensors": "model.safetensors"}
 SAMPLES = 64  # that the outputs are compared on, in batches of 1, 3 and all
@@ -97,7 +97,7 @@ def check(form, output=None):
     """UserError where a format is still to be chosen, needs what is not installed, or cannot be written to `output`."""
     if form is None:
         raise UserError(f"task=export needs a format. Type format= one of: {', '.join(FILES)}.")
-    check_choice("format", form, CHOICES["format"])
+    check_choice("format", form, FORMATS)
     missing = [
         name
         for name in ("onnx", "onnxscript", "onnxruntime")
