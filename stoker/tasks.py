@@ -14,7 +14,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from stoker.command import cli, settings
+from stoker.command import cli, processes, settings
 from stoker.command.build import (
     TRUSTED,
     build,
@@ -68,8 +68,8 @@ def main(cfg):
                 )
                 return sweep.pass_over(folder, job.job.num)
             sweep.begin(folder, job.job.num)
-        if (processes := launch.count(cfg.strategy, cfg.devices, cfg.device)) > 1:
-            start(processes, cfg)
+        if (several := processes.count(cfg.strategy, cfg.devices, cfg.device)) > 1:
+            start(several, cfg)
         else:
             with debugging() if cfg.debug else contextlib.nullcontext():
                 (TASKS[cfg.task] if cfg.overfit is None else overfit)(cfg)
@@ -109,27 +109,29 @@ def debugging():
             raise TrainingError(f"{str(error).splitlines()[0]}\n{what}.") from error
 
 
-def start(processes, cfg):
+def start(several, cfg):
     """Does this run in several processes, which are this program again: as rank 0 to the last one."""
     if task := in_place_of_run(cfg):
         typed = [override for override in cli.typed() if re.match("(strategy|devices)=", override)]
         what = f"Leave out {' and '.join(typed)}" if typed else "Type strategy=single"
         raise UserError(f"{task} is for one process. {what}.")
     if not in_sweep():
-        raise SystemExit(launch.start(processes, sys.argv[1:]))
+        raise SystemExit(processes.start(several, sys.argv[1:]))
     folder = run_directory(cfg)
     of = {"folder": folder, "trial": trial_of(cfg)}
-    code = launch.start(processes, [*cli.typed(), rundir.setting("run_dir", folder)], of)
+    code = processes.start(several, [*cli.typed(), rundir.setting("run_dir", folder)], of)
     if code > 128:
         stopping.received = code - 128
         raise KeyboardInterrupt
     if code:
-        raise launch.JobFailed(f"its {processes} processes have ended with exit code {code}.", code)
+        raise processes.JobFailed(
+            f"its {several} processes have ended with exit code {code}.", code
+        )
 
 
 def leave_reason(cfg, error, code):
     """Leaves in its directory why a training has failed, of a job of a sweep also why it has not begun; draws that."""
-    if (job := launch.job()) or in_sweep():
+    if (job := processes.job()) or in_sweep():
         folder = Path(job["folder"] if job else HydraConfig.get().runtime.output_dir)
         leaves = code != cli.IN_USE
     else:
@@ -145,12 +147,12 @@ def leave_reason(cfg, error, code):
 def train(cfg):
     """Trains, tests the best weights, and leaves all of it in the run directory, which the README describes."""
     with open_dict(cfg):
-        launch.seconds = cfg.rank_timeout
+        launch.timeout = cfg.rank_timeout
         launch.check_alike(
-            {"code": launch.code(ROOT), "versions": versions_alike(), "config": settled(cfg)}
+            {"code": processes.source_files(), "versions": versions_alike(), "config": settled(cfg)}
         )
         cfg.run_dir = launch.agreed("run_dir", lambda: run_directory(cfg), lasting=True)
-        launch.again = rundir.command(
+        launch.resume_command = rundir.command(
             cli.typed(), rundir.setting("run_dir", cfg.run_dir), start=launch.command()
         )
     with rundir.held(Path(cfg.run_dir)) if launch.is_first() else contextlib.nullcontext():
@@ -216,7 +218,7 @@ def train_in(folder, cfg):
         launch.check_alike(
             {
                 "data": {data.name: saver.about["data"]},
-                "code": launch.code(ROOT, own_packages(typed)),
+                "code": processes.source_files(own_packages(typed)),
             }
         )
         if state is not None:
@@ -243,7 +245,7 @@ def train_in(folder, cfg):
         except KeyboardInterrupt:
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
-            again = "" if in_sweep() else f" To go on from there:\n{launch.again}"
+            again = "" if in_sweep() else f" To go on from there:\n{launch.resume_command}"
             seen = (
                 f"\nTo see it so far: {report_command(folder)}"
                 if again and draws_report(cfg)
@@ -314,7 +316,7 @@ def trial_of(cfg):
 
     The processes that a trial is trained in hear it from the one that has started them.
     """
-    if of := launch.job():
+    if of := processes.job():
         return of["trial"]
     if not in_sweep() or "pruner" not in cfg.sweep:
         return None
@@ -624,7 +626,7 @@ def in_sweep():
 
 def sweep_name():
     """The name of the sweep that this is a job of; None where it is none."""
-    if of := launch.job():
+    if of := processes.job():
         return Path(of["folder"]).parent.name
     return Path(HydraConfig.get().sweep.dir).name if in_sweep() else None
 

@@ -23,6 +23,8 @@ from stoker.trainer import checkpoint, launch
 from stoker.trainer.errors import UserError
 from test_cli import answers, run
 
+from stoker.command import processes
+
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 
 HERE = Path(__file__).resolve().parent
@@ -216,7 +218,7 @@ def test_ranks_with_other_code_are_refused(forks, tmp_path):
         textwrap.dedent("""
         import os
         from stoker.command import cli
-from stoker.trainer import launch
+        from stoker.trainer import launch
         def main():
             own = {"train.py": b"1", "mine.py": os.environ["RANK"].encode()}
             launch.check_alike({"code": own if os.environ["RANK"] != "2" else {"train.py": b"1"}})
@@ -232,10 +234,11 @@ from stoker.trainer import launch
 
 
 def test_the_code_is_that_of_the_program_and_of_ones_own_packages():
-    files = launch.code(HERE.parent)
-    assert {"train.py", "trainer/launch.py", "data/loader.py", "models/mlp.py"} <= set(files)
-    assert "forks" not in files and "forks" in launch.code(HERE.parent, ["forks"])
-    assert files["train.py"] == Path(TRAIN).read_bytes()
+    files = processes.source_files()
+    names = {"tasks.py", "trainer/launch.py", "data/loader.py", "models/mlp.py"}
+    assert {f"stoker/{name}" for name in names} <= set(files)
+    assert "forks" not in files and "forks" in processes.source_files(["forks"])
+    assert files["stoker/trainer/launch.py"] == Path(launch.__file__).read_bytes()
 
 
 # signals
@@ -487,11 +490,13 @@ def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path):
 
 
 def test_how_many_processes_there_are():
-    assert launch.count("ddp", 4, "auto") == 4 and launch.count("fsdp", 2, "cpu") == 2
-    assert launch.count("single", 1, "auto") == 1 and launch.count("auto", "auto", "auto") == 1
-    assert launch.count("ddp", "auto", "cpu") == 1
+    assert processes.count("ddp", 4, "auto") == 4 and processes.count("fsdp", 2, "cpu") == 2
+    assert (
+        processes.count("single", 1, "auto") == 1 and processes.count("auto", "auto", "auto") == 1
+    )
+    assert processes.count("ddp", "auto", "cpu") == 1
     with pytest.raises(UserError, match="Type strategy=ddp devices=2"):
-        launch.count("single", 2, "cpu")
+        processes.count("single", 2, "cpu")
 
 
 # two machines
@@ -522,3 +527,21 @@ def test_two_hosts_train_what_one_does(forks, whole, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert_same(last(tmp_path / "run"), whole)
+
+
+@pytest.mark.parametrize(
+    "started, torchrun, words",
+    [
+        ("train.py", False, "python train.py"),
+        ("/venv/bin/stoker", False, "stoker"),
+        ("/venv/site-packages/stoker/__main__.py", False, "stoker"),
+        ("train.py", True, "torchrun --nproc-per-node 2 train.py"),
+        ("/venv/site-packages/stoker/__main__.py", True, "torchrun --nproc-per-node 2 -m stoker"),
+    ],
+)
+def test_commands_are_printed_as_they_were_typed(started, torchrun, words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [started])
+    if torchrun:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert " ".join(launch.command()) == words

@@ -1,6 +1,7 @@
-"""Several processes of one run: who this one is, what all know of each other, their faults, and how they are started.
+"""Know the other processes of a run: ranks, a shared store, agreement, and what to say when one fails.
 
-The processes are torchrun's; what they tell each other stands in its store. Without torch until one of them asks.
+The processes are torchrun's and share its store. Nothing here imports torch until a rank uses the
+store.
 """
 
 import atexit
@@ -17,75 +18,97 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from stoker.trainer import stopping
 from stoker.trainer.errors import TrainingError, UserError
 
-SEVERAL = ("ddp", "fsdp")  # the strategies of several processes
-OWN = "train.py"  # the role of the processes that this program has started itself
-JOB = "STOKER_JOB"  # the environment variable that tells them of which job of a sweep they are
-ANSWER = 5  # seconds that the others have to say why they end
-SAME = 2  # seconds in which rank 0 finds the mistake that another rank has found, if it is in both
-LATE = 3  # seconds after a signal, and then ANSWER, until a process ends that others have failed in vain to wait for
-BLOCKED = (
-    25  # seconds after which it ends that has not heard the signal: torchrun kills it after 30
-)
-# What gloo, NCCL and the store say where another process is gone, or does not answer.
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+SEVERAL = ("ddp", "fsdp")  # the strategies with several processes
+ROLE = "stoker"  # torchrun's role of processes that this program has started
+SCRIPT = "train.py"  # the command of a clone
+ANSWER = 5  # seconds that other ranks have to report why they end
+SAME = 2  # seconds in which rank 0 meets an error that another rank has met, if both have it
+# Seconds after a signal (plus ANSWER) until a process ends whose peers have stopped responding.
+LATE = 3
+# Seconds after which a process ends that has not handled a signal. torchrun kills it after 30.
+BLOCKED = 25
+# What gloo, NCCL and the store report when a peer is gone or does not respond.
 CONTACT = re.compile(
-    r"gloo|NCCL|nccl|TCPStore|ProcessGroup|[Cc]onnection (closed|reset|refused)|Broken pipe|pair closure"
+    r"gloo|NCCL|nccl|TCPStore|ProcessGroup"
+    r"|[Cc]onnection (closed|reset|refused)|Broken pipe|pair closure"
 )
 TIMEOUT = re.compile(r"[Tt]im(ed|e) ?out")
-opened = (
-    threading.local()
-)  # `store`, the connection of a thread: one that waits would keep others waiting
-joined = False  # whether this process has told the others of itself
-again = None  # the command that goes on with this run, once its directory is known
-said = False  # whether the others know that, and why, this process ends
-seconds = 300  # that a process waits for the others
+
+# One connection per thread (its `store`): a thread that waits on a connection blocks it.
+connections = threading.local()
+joined: bool = False  # whether this process has announced itself in the store
+reported: bool = False  # whether this process has announced why it ends
+resume_command: str | None = None  # the command that continues this run, once its folder is known
+timeout: float = 300  # seconds that a rank waits for another
 
 
-def rank():
-    """The number of this process among all of them, 0 where there is one."""
+class LostContact(TrainingError):
+    """Another rank has ended or does not respond: the consequence of an error, not the error."""
+
+
+def rank() -> int:
+    """Return the number of this process among all of them; 0 if it is alone."""
     return int(os.environ.get("RANK", 0))
 
 
-def world_size():
-    """How many processes train together, on all machines."""
+def world_size() -> int:
+    """Return how many processes train together, on all machines."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def local_rank():
-    """The number of this process on its machine: that of its GPU."""
+def local_rank() -> int:
+    """Return the number of this process on its machine, which is also that of its GPU."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def local_world_size():
-    """How many processes train together on this machine."""
+def local_world_size() -> int:
+    """Return how many processes train together on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def cores():
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores() -> int:
+    """Return how many processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def is_first():
-    """Whether this is the process that prints and writes."""
+def is_first() -> bool:
+    """Return whether this is the process that prints and writes."""
     return rank() == 0
 
 
-def command():
-    """What stands before the settings in the command that starts this run again."""
-    if world_size() == 1 or os.environ.get("ROLE_NAME") == OWN:
-        return ["python", "train.py"]
+def program() -> list[str]:
+    """Return `stoker`, or `python train.py` in a clone: the words in front of the settings."""
+    started = Path(sys.argv[0])
+    is_console = started.stem == "stoker" or started.parts[-2:] == ("stoker", "__main__.py")
+    is_clone = (Path(__file__).resolve().parents[1] / SCRIPT).is_file()
+    return ["python", SCRIPT] if is_clone and not is_console else ["stoker"]
+
+
+def command() -> list[str]:
+    """Return `program()`, or torchrun's command if torchrun has started this process."""
+    if world_size() == 1 or os.environ.get("ROLE_NAME") == ROLE:
+        return program()
     nodes = world_size() // local_world_size()
     several = ["--nnodes", str(nodes), "..."] if nodes > 1 else []
-    return ["torchrun", *several, "--nproc-per-node", str(local_world_size()), "train.py"]
+    script = ["-m", "stoker"] if program() == ["stoker"] else [SCRIPT]
+    return ["torchrun", *several, "--nproc-per-node", str(local_world_size()), *script]
 
 
-def quieten():
-    """Has ranks above 0 print nothing but errors, and all ranks nothing of torch's own about their connections."""
+def quieten() -> None:
+    """Silence ranks above 0, except for errors, and torch's messages about connections on all."""
     if world_size() == 1:
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -96,282 +119,270 @@ def quieten():
         warnings.simplefilter("ignore")
 
 
-# what all ranks know of each other
+# The store: what all ranks know.
 
 
-def store(timeout=300):
-    """The TCPStore that all ranks share; what is in it is of this start of the ranks, not of one before a restart.
+def store(seconds: float = 300) -> "Store":
+    """Return the store that all ranks share; only entries of this start, not before a restart.
 
-    It is torchrun's. Where there is none, rank 0 has it. A rank waits `timeout` seconds for what another one tells it.
+    It is torchrun's, or rank 0 hosts one. A rank waits `seconds` for an entry of another.
     """
     from torch.distributed import PrefixStore
 
-    # With gloo, the addresses of an attempt before would be tried: 8 of 10 restarts hung or failed.
-    return PrefixStore(
-        f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", whole_store(timeout)
-    )
+    # Without the prefix gloo tries addresses of the attempt before: 8 of 10 restarts failed.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"attempt{attempt}", whole_store(seconds))
 
 
-def whole_store(timeout=300):
-    """The store over all attempts."""
-    global joined, seconds
-    if not hasattr(opened, "store"):
-        opened.store = connect(timeout)
+def whole_store(seconds: float = 300) -> "Store":
+    """Return the store with the entries of all attempts; the first use announces this rank."""
+    global joined, timeout
+    if not hasattr(connections, "store"):
+        connections.store = connect(seconds)
     if not joined:
-        joined, seconds = True, timeout
+        joined = True
+        timeout = seconds
         store().set(f"who/{rank()}", f"process {os.getpid()} on {platform.node()}")
-        watch()
-    return opened.store
+        watch_signals()
+    shared: Store = connections.store
+    return shared
 
 
-def connect(timeout):
-    import datetime
-
+def connect(seconds: float) -> "Store":
+    """Open a connection to the store. Raise LostContact if there is none."""
     from torch.distributed import TCPStore
 
-    address, port = (
-        os.environ.get("MASTER_ADDR", "localhost"),
-        int(os.environ.get("MASTER_PORT", 29500)),
-    )
-    theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = os.environ.get("MASTER_ADDR", "localhost")
+    port = int(os.environ.get("MASTER_PORT", 29500))
     try:
         return TCPStore(
             address,
             port,
-            is_master=not theirs and is_first(),
+            is_master=is_first() and not store_is_torchruns(),
             wait_for_workers=False,
             multi_tenant=True,
-            timeout=datetime.timedelta(seconds=timeout),
+            timeout=timedelta(seconds=seconds),
         )
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise LostContact(f"rank 0 at {address}:{port} cannot be reached ({reason}).") from None
 
 
-def tell(key, value):
-    """Puts a plain value into the store, for the other ranks."""
+def store_is_torchruns() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def publish(key: str, value: Any) -> None:
+    """Put a plain value into the store, for the other ranks."""
     store().set(key, json.dumps(value))
 
 
-def told(key, by=0, limit=None):
-    """What rank `by` tells under this key; TrainingError where it has ended, or says nothing for too long.
+def receive(key: str, by: int = 0, limit: float | None = None) -> Any:
+    """Wait for what rank `by` publishes under this key, and return it.
 
-    That is `limit` seconds, None being as long as a process waits for the others at all.
+    Raises:
+        LostContact: The rank has ended, or published nothing for `limit` seconds (None: `timeout`).
     """
-    import datetime
-
-    end = time.monotonic() + (seconds if limit is None else limit)
+    end = time.monotonic() + (timeout if limit is None else limit)
     while True:
         try:
-            store().wait(
-                [key], datetime.timedelta(seconds=1)
-            )  # in short parts: a signal is heard in between
+            # A second at a time: Python handles signals in between.
+            store().wait([key], timedelta(seconds=1))
             return json.loads(store().get(key))
         except RuntimeError as error:
             if not TIMEOUT.search(str(error)):
                 raise
-        if stopping.received is not None:  # its exception was lost in a library's code
+        if stopping.received is not None:  # its exception was lost inside a library
             raise stopping.Interrupted
         if store().check([f"end/{by}"]) and not store().check([key]):
             raise LostContact(f"rank {by} has ended.")
         if time.monotonic() > end:
-            raise LostContact(f"rank {by} did not answer: timed out after {seconds:g} s.")
+            raise LostContact(f"rank {by} did not answer: timed out after {timeout:g} s.")
 
 
 @contextlib.contextmanager
-def one_first(name):
-    """Has one process of each machine go first, and the others wait for it."""
+def one_first(name: str) -> Iterator[None]:
+    """Let one process of each machine run the block first, while the others of it wait."""
+    leader = rank() - local_rank()
     if local_rank():
-        told(f"{name}/{rank() - local_rank()}", by=rank() - local_rank(), limit=math.inf)
+        receive(f"{name}/{leader}", by=leader, limit=math.inf)
     yield
     if world_size() > 1 and not local_rank():
-        tell(f"{name}/{rank()}", True)
+        publish(f"{name}/{rank()}", True)
 
 
-class LostContact(TrainingError):
-    """Another rank has ended or does not answer. It is what comes of an error, and not the error."""
+def agreed(name: str, make: Callable[[], Any], lasting: bool = False) -> Any:
+    """Call `make` on rank 0 and return its plain value on all ranks.
 
-
-def agreed(name, make, lasting=False):
-    """What `make()` gives on rank 0, on all ranks; plain values, as JSON through the store.
-
-    `lasting`: what it gave in an attempt before torchrun's restart is still what it gives.
+    With `lasting`, torchrun's restarts of the ranks get the value of the first attempt.
     """
     if world_size() == 1:
         return make()
     key = f"agreed/{name}"
     if is_first():
-        if lasting and whole_store(seconds).check([key]):
-            tell(key, json.loads(whole_store().get(key)))
+        if lasting and whole_store(timeout).check([key]):
+            store().set(key, whole_store().get(key).decode())
         else:
             value = json.dumps(make())
             if lasting:
-                whole_store(seconds).set(key, value)
-            store(seconds).set(key, value)
-    store(seconds)
-    return told(key)
+                whole_store(timeout).set(key, value)
+            store(timeout).set(key, value)
+    store(timeout)
+    return receive(key)
 
 
-def check_alike(parts):
-    """UserError, on all ranks, where one has other `parts` than rank 0: {kind: {name: what}}, such as code and config.
+def check_alike(parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that all ranks have the same `parts`: {kind: {name: value}}, such as code and config.
 
-    Ranks that differ would train together without a word, and nobody could say what.
+    Ranks that differ would train together silently. UserError on all ranks where one differs.
     """
     if world_size() == 1:
         return
     kinds = "/".join(parts)
     digests = {
-        kind: {name: digest(what) for name, what in items.items()} for kind, items in parts.items()
+        kind: {name: digest(value) for name, value in items.items()}
+        for kind, items in parts.items()
     }
-    store(seconds)
-    tell(f"parts/{kinds}/{rank()}", digests)
-    verdict = agreed(f"alike/{kinds}", lambda: difference(kinds, digests))
+    store(timeout)
+    publish(f"parts/{kinds}/{rank()}", digests)
+    verdict = agreed(f"alike/{kinds}", lambda: first_difference(kinds, digests))
     if verdict is not None:
         raise UserError(verdict)
 
 
-def difference(kinds, own):
-    """What to say of the first rank that differs from this one, None where none does."""
-    for other in range(world_size()):
-        theirs = told(f"parts/{kinds}/{other}", by=other)
-        for kind, items in own.items():
-            names = [
-                name
-                for name in sorted({*items, *theirs[kind]})
-                if items.get(name) != theirs[kind].get(name)
-            ]
+def first_difference(kinds: str, digests: dict[str, dict[str, str]]) -> str | None:
+    """Return the message about the first rank whose parts differ from this rank's, or None."""
+    for peer in range(world_size()):
+        theirs = receive(f"parts/{kinds}/{peer}", by=peer)
+        for kind, items in digests.items():
+            names = sorted({*items, *theirs[kind]})
+            names = [name for name in names if items.get(name) != theirs[kind].get(name)]
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 return (
-                    f"rank {other} ({who(other)}) has other {kind} than rank 0: {', '.join(names[:3])}{more}.\n"
+                    f"rank {peer} ({who(peer)}) has other {kind} than rank 0: "
+                    f"{', '.join(names[:3])}{more}.\n"
                     "All processes need the same code, versions, config and data."
                 )
     return None
 
 
-def digest(what):
-    what = (
-        what if isinstance(what, bytes) else json.dumps(what, sort_keys=True, default=str).encode()
-    )
-    return hashlib.sha256(what).hexdigest()[:16]
+def digest(value: Any) -> str:
+    """Return a short SHA-256 of bytes or of a plain value."""
+    if not isinstance(value, bytes):
+        value = json.dumps(value, sort_keys=True, default=str).encode()
+    return hashlib.sha256(value).hexdigest()[:16]
 
 
-def code(root, packages=()):
-    """{file: its bytes} of this program, and of the modules of `packages` that are imported."""
-    parts = [
-        path
-        for part in ("stoker", "trainer", "data", "models")
-        for path in (root / part).rglob("*.py")
-    ]
-    files = {path.relative_to(root).as_posix(): path for path in parts}
-    for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        if name.split(".")[0] in packages and path and path.endswith(".py"):
-            files[name] = Path(path)
-    return {name: path.read_bytes() for name, path in sorted(files.items()) if path.is_file()}
+# Signals: while a rank waits inside a library, Python does not run its handlers.
 
 
-# faults
-
-
-def by_rank(text):
-    """The text of an error, with the rank that has it."""
-    return (
-        text.replace("error: ", f"error: rank {rank()}: ", 1)
-        if "error: " in text
-        else f"rank {rank()}:\n{text}"
-    )
-
-
-def watch():
-    """Has a thread of this process hear its signals too: while it waits for another one, Python does not."""
+def watch_signals() -> None:
+    """Start a thread that ends this process if it does not handle a signal itself."""
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     try:
         signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    except ValueError:  # not the main thread: somebody's own program, with signals of its own
+    except ValueError:  # not the main thread: the host program handles signals itself
         return
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=functools.partial(signal.set_wakeup_fd, -1))
     threading.Thread(target=guard, args=(receiver, sender, os.getppid()), daemon=True).start()
 
 
-def guard(receiver, sender, parent):
-    """Ends this process where it does not hear a signal, and where whoever has started it is gone."""
+def guard(receiver: socket.socket, sender: socket.socket, parent: int) -> None:
+    """End this process if a signal is not handled in time, or if the process's parent is gone.
+
+    `sender` is an argument so that the thread keeps it open.
+    """
     receiver.settimeout(2)
-    while sender:
+    while True:
         try:
             number = receiver.recv(1)[0]
         except TimeoutError:
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGTERM)
             continue
-        if number not in stopping.SIGNALS:
-            continue
-        start = time.monotonic()
-        time.sleep(1)
-        with contextlib.suppress(RuntimeError):
-            if stopping.received is None:
-                tell(f"end/{rank()}", {"kind": "signal"})  # it is there, at least
-            time.sleep(LATE - 1)
-            text, code = not_own("signal", None, None)
-            if code is not None:
-                end_now(text, code)
-        time.sleep(max(0, start + BLOCKED - time.monotonic()))
-        if stopping.received is None or (
-            stopping.gentle is None and not said
-        ):  # or its exception was lost
-            os._exit(128 + number)
+        if number in stopping.SIGNALS:
+            wait_for_handler(number)
 
 
-def end_now(text, code):
-    """Ends this process from another thread than its first one."""
-    if text and not said:
-        os.write(2, f"{text}\n".encode())
-    os._exit(code)
+def wait_for_handler(number: int) -> None:
+    """Give the main thread time to handle this signal; end the process if it does not."""
+    start = time.monotonic()
+    time.sleep(1)
+    with contextlib.suppress(RuntimeError):
+        if stopping.received is None:
+            publish(f"end/{rank()}", {"kind": "signal"})  # the others need not wait for a report
+        time.sleep(LATE - 1)
+        text, code = consequence("signal", None, None)
+        if code is not None:
+            if text and not reported:
+                os.write(2, f"{text}\n".encode())
+            os._exit(code)
+    time.sleep(max(0, start + BLOCKED - time.monotonic()))
+    exception_was_lost = stopping.gentle is None and not reported
+    if stopping.received is None or exception_was_lost:
+        os._exit(128 + number)
 
 
-def is_lost(error):
-    """Whether an error, or what it came of, is that another rank is gone or does not answer."""
+# The end of a rank: of each fault one rank prints one message.
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Return whether an error, or its cause, is that another rank is gone or does not respond."""
     while error is not None:
-        if isinstance(error, LostContact) or (
-            isinstance(error, RuntimeError) and CONTACT.search(str(error))
-        ):
+        if isinstance(error, LostContact):
+            return True
+        if isinstance(error, RuntimeError) and CONTACT.search(str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def last_words(kind, message, code):
-    """(what this rank prints before it ends or None, its exit code), so that of each fault one rank speaks, once.
+def last_words(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
+    """Return (what this rank prints before it ends, or None; its exit code).
 
-    `kind` is "error", which is this rank's own; "lost", the contact to another one; or "signal", that it was sent one.
+    `kind` is "error" for this rank's own error, "lost" if contact to another rank was lost, or
+    "signal". Ranks agree through the store, so that each fault is printed once.
     """
-    global said
-    stopping.gentle = lambda name: None  # the others' ends bring signals
-    if not joined:  # what comes so early is the same on all ranks, as a rule
-        if is_first() or not ended_by_signal(2 * ANSWER):
-            return (message if is_first() else by_rank(message)), code
-        return None, code
-    said = True
+    global reported
+    stopping.gentle = lambda name: None  # the ends of other ranks bring signals
+    if not joined:  # so early, all ranks usually have the same error
+        if is_first():
+            return message, code
+        return (None if signal_comes(2 * ANSWER) else by_rank(message)), code
+    reported = True
     try:
-        tell(f"end/{rank()}", {"kind": kind, "message": message, "code": code})
-        return own_error(message, code) if kind == "error" else not_own(kind, message, code)
-    except RuntimeError:  # the store is gone, and rank 0 with it, or torchrun
-        return (None, code) if kind == "signal" else (by_rank(message), code)
+        publish(f"end/{rank()}", {"kind": kind, "message": message, "code": code})
+        if kind == "error":
+            return own_error(message, code)
+        return consequence(kind, message, code)
+    except RuntimeError:  # the store is gone, and so is rank 0 or torchrun
+        return (None if kind == "signal" else by_rank(message)), code
 
 
-def ended_by_signal(limit):
-    """Waits for a signal; whether one came."""
+def signal_comes(limit: float) -> bool:
+    """Wait at most `limit` seconds for a signal; return whether one came."""
     end = time.monotonic() + limit
     while stopping.received is None and time.monotonic() < end:
         time.sleep(0.05)
     return stopping.received is not None
 
 
-def own_error(message, code):
+def by_rank(message: str | None) -> str | None:
+    """Put this rank in front of an error message."""
+    if message is None:
+        return None
+    if "error: " in message:
+        return message.replace("error: ", f"error: rank {rank()}: ", 1)
+    return f"rank {rank()}:\n{message}"
+
+
+def own_error(message: str | None, code: int | None) -> tuple[str | None, int | None]:
+    """Return what this rank prints about its own error, and its exit code."""
     if not is_first():
-        ends(SAME, [0])
+        wait_for_ends([0], SAME)
         if end_of(0).get("message") == message:
             return None, code
     store().compare_set("first", "", str(code))
@@ -380,65 +391,77 @@ def own_error(message, code):
     return (message if is_first() else by_rank(message)), code
 
 
-def not_own(kind, message, code):
-    """What is said where contact was lost, or a signal came: of whom nothing is heard, unless a rank has an error."""
-    present = ends(ANSWER, range(world_size()))
-    first = store().compare_set("first", "", "").decode()
-    if first:
-        return None, int(first)
-    absent = [other for other in range(world_size()) if other not in present]
-    here = [other for other in absent if has_ended(other)]
-    kinds = {end_of(other).get("kind") for other in present}
-    speaks = rank() == min(present, default=None)
-    if absent and (here or "lost" in kinds):
-        names = " and ".join(f"rank {other} ({who(other)})" for other in (here or absent)[:3])
-        late = TIMEOUT.search(message or "") and not here
-        what = (
-            f"did not answer for {seconds:g} s; the others waited for it"
-            if late
-            else "is gone: it was killed"
-        )
-        advice = (
-            f"To go on from the last checkpoint:\n{again}"
-            if again
-            else "Type the same command again."
-        )
-        return (f"error: {names} {what}.\n{advice}" if speaks else None), 3
-    if "lost" in kinds:
-        lost = [other for other in present if end_of(other).get("kind") == "lost"]
+def consequence(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
+    """Return what this rank prints after a signal or a lost contact, and its exit code.
+
+    Unless some rank has reported an error of its own, that names the ranks that do not respond.
+    """
+    present = wait_for_ends(range(world_size()), ANSWER)
+    first_code = store().compare_set("first", "", "").decode()
+    if first_code:
+        return None, int(first_code)
+    absent = [peer for peer in range(world_size()) if peer not in present]
+    dead = [peer for peer in absent if has_ended(peer)]
+    lost = [peer for peer in present if end_of(peer).get("kind") == "lost"]
+    if absent and (dead or lost):
+        speaks = rank() == min(present, default=None)
+        hangs = not dead and TIMEOUT.search(message or "") is not None
+        return (missing_ranks(dead or absent, hangs) if speaks else None), 3
+    if lost:
         return (by_rank(message) if rank() == min(lost) else None), 3
     return (message if is_first() else None), code
 
 
-def ends(limit, others, key="end"):
-    """The ranks among `others` that have said why they end, after at most `limit` seconds; the killed never will."""
+def missing_ranks(ranks: list[int], hangs: bool) -> str:
+    """Return the message that names the ranks that are gone, or do not respond."""
+    names = " and ".join(f"rank {peer} ({who(peer)})" for peer in ranks[:3])
+    fate = "is gone: it was killed"
+    if hangs:
+        fate = f"did not answer for {timeout:g} s; the others waited for it"
+    advice = "Type the same command again."
+    if resume_command:
+        advice = f"To go on from the last checkpoint:\n{resume_command}"
+    return f"error: {names} {fate}.\n{advice}"
+
+
+def wait_for_ends(peers: Iterable[int], limit: float, key: str = "end") -> list[int]:
+    """Wait at most `limit` seconds for the reports of these ranks; return the ranks that did.
+
+    Killed ranks never report: the wait ends when they are the only ones left.
+    """
+    peers = list(peers)
     end = time.monotonic() + limit
     while True:
-        present = [other for other in others if store().check([f"{key}/{other}"])]
-        if time.monotonic() > end or all(other in present or has_ended(other) for other in others):
+        present = [peer for peer in peers if store().check([f"{key}/{peer}"])]
+        if time.monotonic() > end:
+            return present
+        if all(peer in present or has_ended(peer) for peer in peers):
             return present
         time.sleep(0.1)
 
 
-def end_of(other):
-    """{"kind", "message", "code"} that a rank has left, {} where it has not."""
-    key = f"end/{other}"
-    return json.loads(store().get(key)) if store().check([key]) else {}
+def end_of(peer: int) -> dict[str, Any]:
+    """Return the {"kind", "message", "code"} that a rank has reported; {} if it has not."""
+    key = f"end/{peer}"
+    if not store().check([key]):
+        return {}
+    report: dict[str, Any] = json.loads(store().get(key))
+    return report
 
 
-def who(other):
-    """'process 123 on host' of another rank."""
-    key = f"who/{other}"
+def who(peer: int) -> str:
+    """Return "process 123 on host" for another rank."""
+    key = f"who/{peer}"
     return store().get(key).decode() if store().check([key]) else "which never came"
 
 
-def has_ended(other):
-    """Whether another rank is one of this machine, and no process any more."""
-    found = re.fullmatch(r"process (\d+) on (.*)", who(other))
-    if not found or found[2] != platform.node() or os.name != "posix":
+def has_ended(peer: int) -> bool:
+    """Return whether another rank ran on this machine and its process is gone."""
+    process = re.fullmatch(r"process (\d+) on (.*)", who(peer))
+    if process is None or process[2] != platform.node() or os.name != "posix":
         return False
     try:
-        os.kill(int(found[1]), 0)
+        os.kill(int(process[1]), 0)
     except ProcessLookupError:
         return True
     except PermissionError:
@@ -446,122 +469,28 @@ def has_ended(other):
     return False
 
 
-def end(code):
-    """Ends the process; one of several that has failed without its libraries' ends, which may wait for the others."""
+def end(code: int | str | None) -> None:
+    """End the process with this exit code.
+
+    A failed rank skips the interpreter's shutdown, in which libraries may wait for other ranks.
+    """
     if joined and code:
         sys.stdout.flush()
-        atexit._run_exitfuncs()
-        os._exit(code)
+        atexit._run_exitfuncs()  # private: atexit._run_exitfuncs, os._exit skips them, Python 3.14
+        os._exit(code if isinstance(code, int) else 1)
     sys.exit(code)
 
 
-def leave():
-    """Says that this rank has ended, if it has not said so; the host of the store waits for the others."""
+def leave() -> None:
+    """Report that this rank is done, unless it has reported its end; rank 0 waits for the others.
+
+    The others still need the store that rank 0 hosts.
+    """
     if not joined:
         return
     with contextlib.suppress(RuntimeError):
-        if not said:
-            tell(f"end/{rank()}", {"kind": "done"})
-        tell(f"left/{rank()}", True)
-        if is_first() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            ends(ANSWER, range(world_size()), "left")
-
-
-# the start of several processes on this machine
-
-
-def count(strategy, devices, device):
-    """How many processes this one has to start for `devices`; 1 is none. UserError where it cannot take effect."""
-    name, here = strategy.partition(":")[0], world_size()
-    if here > 1:
-        if name not in ("auto", *SEVERAL):
-            what = "and each would train by itself"
-            raise UserError(
-                f"strategy={strategy}: torchrun has started {here} processes, {what}.\nType strategy=auto."
-            )
-        if devices != "auto" and os.environ.get("ROLE_NAME") != OWN:
-            what = "Leave it out; how many there are says its --nproc-per-node"
-            raise UserError(f"devices={devices}: torchrun has started {here} processes. {what}.")
-        return 1
-    if name not in SEVERAL:
-        if devices not in ("auto", 1):
-            ways = " or ".join(f"strategy={way} devices={devices}" for way in SEVERAL)
-            raise UserError(
-                f"devices={devices}: with strategy={strategy}, one process is started. Type {ways}."
-            )
-        return 1
-    if devices != "auto":
-        return devices
-    if device == "cpu" or ":" in device:
-        return 1
-    import torch
-
-    return max(1, torch.accelerator.device_count())
-
-
-class JobFailed(TrainingError):
-    """The processes of a job of a sweep have failed with this `code`. They have printed why."""
-
-    def __init__(self, message, code):
-        super().__init__(message)
-        self.code = code
-
-
-def job():
-    """What `start` was given as the job of a sweep that this process is one of; None in any other run."""
-    return json.loads(os.environ[JOB]) if world_size() > 1 and JOB in os.environ else None
-
-
-def start(processes, arguments, of=None):
-    """Runs train.py with these arguments in so many processes of torchrun's agent; gives the exit code.
-
-    It is that of the rank that failed first, 3 for one that was killed, and 128 and its number after a signal.
-    `of` is what `job()` gives in them: plain values.
-    """
-    import logging
-    import uuid
-
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    threads = str(max(1, cores() // processes))
-    defaults = {"OMP_NUM_THREADS": threads, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
-    added = {name: value for name, value in defaults.items() if name not in os.environ}
-    added |= {JOB: json.dumps(of)} if of else {}
-    os.environ.update(added)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=str(uuid.uuid4()),
-        role=OWN,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    logging.disable(logging.CRITICAL)  # the agent's own account, beside that of the ranks
-    try:
-        elastic_launch(config, sys.executable)("-u", sys.argv[0], *arguments)
-        return 0
-    except ChildFailedError as error:
-        return code_of(error)
-    except SignalException as error:
-        return 128 + error.sigval
-    finally:
-        logging.disable(logging.NOTSET)
-        for name in added:
-            del os.environ[name]
-        stopping.listen()  # the agent has heard the signals meanwhile
-
-
-def code_of(error):
-    """The exit code for a ChildFailedError, the agent's: it says which ranks failed, and how."""
-    first, failure = error.get_first_failure()
-    if failure.exitcode < 0 and all(
-        other.exitcode != 3 for other in error.failures.values()
-    ):  # nobody has named it
-        name = signal.Signals(-failure.exitcode).name
-        print(f"error: rank {first} (process {failure.pid}) was ended by {name}.", file=sys.stderr)
-    return failure.exitcode if failure.exitcode > 0 else 3
+        if not reported:
+            publish(f"end/{rank()}", {"kind": "done"})
+        publish(f"left/{rank()}", True)
+        if is_first() and not store_is_torchruns():
+            wait_for_ends(range(world_size()), ANSWER, "left")

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 from stoker import configs
-from stoker.command import settings
+from stoker.command import processes, settings
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import (
     RunInUse,
@@ -196,7 +196,7 @@ def report(error, note=None):
             text, code = f"error: the contact to another process was lost.\n{cause(error)}", 3
         text, code = launch.last_words("lost" if lost else "error", text, code)
     codes.append(code)
-    if text and not isinstance(error, launch.JobFailed):  # its processes have
+    if text and not isinstance(error, processes.JobFailed):  # its processes have
         print(text, file=sys.stderr, flush=True)
     if text and note:
         note(code)
@@ -212,7 +212,7 @@ def exit_code(error):
     """2 for the user's mistake, 3 for a training that failed, 75 for a directory in use, BUG for anything else."""
     if isinstance(error, RunInUse):
         return IN_USE
-    if isinstance(error, launch.JobFailed):
+    if isinstance(error, processes.JobFailed):
         return error.code
     if isinstance(error, TrainingError) or (isinstance(error, OSError) and error.errno in FAILING):
         return 3
@@ -238,7 +238,7 @@ def message(error):
 
 def reason(error):
     """Why a run has failed, as its result.json says it."""
-    if exit_code(error) == BUG and not isinstance(error, launch.JobFailed):
+    if exit_code(error) == BUG and not isinstance(error, processes.JobFailed):
         return cause(error)
     return "\n".join(map(printable, explanation(error).removeprefix("error: ").split("\n")))
 
