@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from stoker.data.cache import VERSION, open_cache
-from stoker.data.datasets import Data, check_fractions, is_description, split_indices
+from stoker.data.description import is_description
+from stoker.data.record import Data
+from stoker.data.splits import check_fractions, split_indices
 from stoker.trainer.device import MIB, mix_seed
 from stoker.trainer.errors import (
     UserError,
@@ -298,6 +300,8 @@ class ImageSplit:
     the cache. `place` says where that is.
     """
 
+    dtype = torch.uint8
+
     def __init__(self, files, targets, size, channels, cache=None, slots=None, place=""):
         self.files, self.targets, self.size, self.channels = files, targets, size, channels
         self.cache, self.slots, self.place = (
@@ -367,6 +371,11 @@ class ImageSplit:
         with ThreadPoolExecutor(self.threads) as pool:
             for part in indices.split(max(self.threads, CHUNK * len(self) // self.nbytes)):
                 yield self.read(part.tolist(), pool.map)
+
+    def feed(self, state):
+        """Feeds a hash what a training depends on: the shape, and the names and sizes of the files."""
+        state.update(f"{self.shape} ".encode())
+        self.files.feed(state)
 
     def missing(self):
         """The indices of the samples that are still to be decoded."""

@@ -9,14 +9,9 @@ from csv import reader as read_csv
 from pathlib import Path
 
 import torch
-from stoker.data.datasets import (
-    Data,
-    TensorSplit,
-    check_fractions,
-    is_description,
-    split_indices,
-    unknown_class,
-)
+from stoker.data.description import is_description
+from stoker.data.record import Data, unknown_class
+from stoker.data.splits import TensorSplit, check_fractions, split_indices
 from stoker.trainer.errors import UserError, check_choice, did_you_mean, log, printable
 from stoker.trainer.files import open_plain
 

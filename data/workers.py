@@ -13,8 +13,8 @@ import time
 import weakref
 
 import torch
-from stoker.data.datasets import TensorSplit
 from stoker.data.images import ImageSplit
+from stoker.data.splits import TensorSplit
 from stoker.trainer import launch
 from stoker.trainer.device import MIB, random_stream
 from stoker.trainer.errors import TrainingError, UserError, cause, printable

@@ -173,7 +173,7 @@ def settled(cfg):
 def train_in(folder, cfg):
     """`train` in a run directory that is this process's own."""
     start = time.perf_counter() if in_sweep() else START
-    from stoker.data.datasets import fingerprint
+    from stoker.data.record import fingerprint
     from stoker.runs.loggers import ConfigFile, Logger
     from stoker.trainer import checkpoint, parallel
 
@@ -380,7 +380,7 @@ def efficiency(trainer, data, result):
 def evaluate(cfg):
     """Tests the best weights of the run directory `run` on `device`: on its own data, or on what is typed."""
     own = saved_config.of_this_machine(cfg)
-    from stoker.data.datasets import fingerprint
+    from stoker.data.record import fingerprint
     from stoker.runs import inference
 
     fractions = {"val_fraction", "test_fraction"} & own.dataset.keys() if cfg.split == "all" else ()

@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stoker.data import datasets, images, tables
-from stoker.data.datasets import Data, DatasetSplit, TensorSplit, split_indices
+from stoker.data.datasets import Data, DatasetSplit, TensorSplit
+from stoker.data.description import is_description
 from stoker.data.loader import HostLoader
+from stoker.data.record import fingerprint, input_type
+from stoker.data.splits import split_indices
 from stoker.trainer.errors import UserError
 
 ROOT = os.environ.get("DATA_ROOT", "")
@@ -157,7 +160,7 @@ def test_a_torch_dataset_becomes_a_part(given):
     for epoch in zip(*loaders, strict=True):
         assert all(map(torch.equal, *epoch))
     loaders[0].close()
-    assert split.nbytes == inputs.nbytes and datasets.input_type(split) == torch.uint8
+    assert split.nbytes == inputs.nbytes and input_type(split) == torch.uint8
 
 
 def test_a_torch_dataset_of_numbers_becomes_a_part():
@@ -170,7 +173,7 @@ def test_a_torch_dataset_of_numbers_becomes_a_part():
         assert torch.equal(part.targets, expected) and all(
             map(torch.equal, part[[3, 1]], (inputs[[3, 1]], expected[[3, 1]]))
         )
-        assert datasets.is_description(data.description())
+        assert is_description(data.description())
 
 
 def test_a_folder_of_torchvision_becomes_a_part(tmp_path):
@@ -358,13 +361,12 @@ def test_a_missing_data_set_says_what_to_type(name, tmp_path):
 
 
 def test_a_fingerprint_changes_with_what_a_training_depends_on():
-    def fingerprint(**changes):
-        data = datasets.digits(**changes)
-        return datasets.fingerprint(data)
+    def of_digits(**changes):
+        return fingerprint(datasets.digits(**changes))
 
-    assert fingerprint() == fingerprint() and len(fingerprint()) == 32
-    assert len({fingerprint(), fingerprint(split_seed=1), fingerprint(val_fraction=0)}) == 3
-    assert fingerprint(mean=[0.5]) == fingerprint()  # the config says that
+    assert of_digits() == of_digits() and len(of_digits()) == 32
+    assert len({of_digits(), of_digits(split_seed=1), of_digits(val_fraction=0)}) == 3
+    assert of_digits(mean=[0.5]) == of_digits()  # the config says that
     for part, name, place in (
         ("train", "inputs", (3, 0, 2, 2)),
         ("val", "inputs", (0, 0, 1, 1)),
@@ -372,12 +374,12 @@ def test_a_fingerprint_changes_with_what_a_training_depends_on():
     ):
         data = datasets.digits()
         getattr(getattr(data, part), name)[place] ^= 1
-        assert datasets.fingerprint(data) != fingerprint()
+        assert fingerprint(data) != of_digits()
     data = datasets.digits()
     data.test.inputs.zero_()
-    assert datasets.fingerprint(data) == fingerprint()
+    assert fingerprint(data) == of_digits()
     data.train.inputs = data.train.inputs.transpose(2, 3)
-    assert datasets.fingerprint(data) != fingerprint()
+    assert fingerprint(data) != of_digits()
 
 
 def test_the_fingerprint_of_a_users_own_split_is_its_size_and_its_targets():
@@ -390,11 +392,11 @@ def test_the_fingerprint_of_a_users_own_split_is_its_size_and_its_targets():
         def __len__(self):
             return len(self.targets)
 
-    def fingerprint(targets):
-        return datasets.fingerprint(Data("own", Own(torch.tensor(targets)), None, None, (4,), 3))
+    def of(*targets):
+        return fingerprint(Data("own", Own(torch.tensor(targets)), None, None, (4,), 3))
 
-    assert fingerprint([0, 1, 2]) == fingerprint([0, 1, 2])
-    assert len({fingerprint([0, 1, 2]), fingerprint([0, 2, 1]), fingerprint([0, 1, 2, 0])}) == 3
+    assert of(0, 1, 2) == of(0, 1, 2)
+    assert len({of(0, 1, 2), of(0, 2, 1), of(0, 1, 2, 0)}) == 3
 
 
 @pytest.mark.parametrize("in_shape", [(20,), (3, 8, 9)])

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from stoker.data import datasets, images
+from stoker.data import images
 from stoker.data.images import ImageSplit
 from stoker.data.loader import make_loaders
+from stoker.data.record import fingerprint
 from stoker.trainer.errors import UserError
 
 ROOT = os.environ.get("DATA_ROOT", "")
@@ -31,32 +32,32 @@ def write_images(folder, colours, endings=("png",), size=(6, 5), each=3):
 def test_the_fingerprint_of_a_folder_knows_names_sizes_and_labels_but_no_times_and_no_root(
     tmp_path,
 ):
-    def fingerprint(folder, **options):
-        return datasets.fingerprint(images.image_folder(str(folder), cache=False, **options))
+    def of_folder(folder, **options):
+        return fingerprint(images.image_folder(str(folder), cache=False, **options))
 
     write_images(tmp_path / "one", {"a": 1, "b": 2}, each=10)
     write_images(tmp_path / "two", {"a": 1, "b": 2}, each=10)
     for file in (tmp_path / "two").glob("*/*"):
         os.utime(file, (1, 1))
-    before = fingerprint(tmp_path / "one")
-    assert fingerprint(tmp_path / "two") == before
+    before = of_folder(tmp_path / "one")
+    assert of_folder(tmp_path / "two") == before
     assert (
         len(
             {
                 before,
-                fingerprint(tmp_path / "two", split_seed=1),
-                fingerprint(tmp_path / "two", size=4),
+                of_folder(tmp_path / "two", split_seed=1),
+                of_folder(tmp_path / "two", size=4),
             }
         )
         == 3
     )
     (tmp_path / "two" / "a" / "3.png").rename(tmp_path / "two" / "a" / "33.png")
-    assert fingerprint(tmp_path / "two") != before
+    assert of_folder(tmp_path / "two") != before
     (tmp_path / "two" / "a" / "33.png").rename(tmp_path / "two" / "a" / "3.png")
-    assert fingerprint(tmp_path / "two") == before
+    assert of_folder(tmp_path / "two") == before
     for file in (tmp_path / "two").glob("*/*"):
         file.write_bytes(file.read_bytes() + b" ")
-    assert fingerprint(tmp_path / "two") != before
+    assert of_folder(tmp_path / "two") != before
 
 
 def test_image_folder_with_its_own_parts(tmp_path):
@@ -226,7 +227,7 @@ def test_broken_images_can_be_left_out(tmp_path, caplog, monkeypatch):
             assert torch.equal(inputs, others) and torch.equal(targets, labels)
         streamed.close()
         resident.seek(0)
-    assert whole.mean == holes.mean and datasets.fingerprint(whole) == datasets.fingerprint(holes)
+    assert whole.mean == holes.mean and fingerprint(whole) == fingerprint(holes)
 
 
 def test_what_skipping_cannot_leave_out(tmp_path):

@@ -17,8 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stoker.data import datasets, tables
-from stoker.data.datasets import Data, TensorSplit, is_description
+from stoker.data.datasets import Data, TensorSplit
+from stoker.data.description import is_description
 from stoker.data.loader import DeviceLoader
+from stoker.data.splits import split_indices
 from stoker.trainer import checkpoint
 from stoker.trainer.errors import TrainingError, UserError
 
@@ -157,7 +159,7 @@ def raw_test_inputs(runs, name):
     data = in_place(runs, name)
     if data.table is None:
         return data.test[list(range(len(data.test)))][0]
-    parts = datasets.split_indices(
+    parts = split_indices(
         torch.tensor([row["grade"] != "high" for row in houses(300)]).long()
         if name == "grades"
         else 300,
@@ -431,7 +433,7 @@ def test_the_rows_of_a_table_get_the_trainers_own_predictions(forks, runs):
     assert [row["value"] for row in second[::-1]] == pytest.approx(
         [row["value"] for row in first], rel=1e-7
     )
-    parts = datasets.split_indices(300, [0.1, 0.2], 0, stratified=False)
+    parts = split_indices(300, [0.1, 0.2], 0, stratified=False)
     with Trainer(model.module, device="cpu", tune=(), channels_last=False) as trainer:
         expected = (
             trainer.predict(DeviceLoader(data, "test", 64)).double() * data.target_scale

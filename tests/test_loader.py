@@ -10,13 +10,11 @@ from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import (
     DeviceLoader,
     HostLoader,
-    IterableLoader,
     make_loaders,
     permutation,
-    resident_bytes,
-    seekable,
 )
 from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.loading import IterableLoader, resident_bytes, seekable
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from stoker.data import tables
-from stoker.data.datasets import split_indices
+from stoker.data.splits import split_indices
 from stoker.trainer.errors import UserError
 
 from stoker.command import build

@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from stoker.command import build
 from stoker.data import images, tables
-from stoker.data.datasets import is_description, names_of
+from stoker.data.description import is_description, names_of
 from stoker.runs import card, rundir, saved_config
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer import device as devices

@@ -1,0 +1,107 @@
+"""Descriptions: what a checkpoint keeps about its inputs and outputs, as plain values that may be anybody's."""
+
+import math
+from typing import Any
+
+import torch
+
+KINDS = ("classification", "regression")
+# The most numbers in one sample, and the most classes.
+MOST_NUMBERS = 2**28
+
+Description = dict[str, Any]
+# A column of a table: {"name", "mean", "std"} if it is numeric, else {"name", "categories"}.
+Column = dict[str, Any]
+
+
+def names_of(column: Column) -> list[str]:
+    """Name the numbers that a table's column becomes: its own name, or one per category."""
+    categories = column.get("categories")
+    if categories is None:
+        return [column["name"]]
+    return [f"{column['name']}={category}" for category in categories]
+
+
+def is_description(about: object) -> bool:
+    """Tell whether this has the form of `Data.description()`, with numbers that can be used."""
+    try:
+        return _has_form(about)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+        return False
+
+
+def _has_form(about: Any) -> bool:
+    """Do the work of `is_description`; a missing or odd part may also raise."""
+    shape = about["in_shape"]
+    outputs = about["num_classes"]
+    if not isinstance(shape, list) or not 1 <= len(shape) <= 8 or not _is_size(outputs):
+        return False
+    # In this order: the product of anybody's values may take any memory.
+    if not all(map(_is_size, shape)) or math.prod(shape) > MOST_NUMBERS:
+        return False
+    if about["kind"] not in KINDS or not isinstance(about["dataset"], str):
+        return False
+    if not isinstance(getattr(torch, about["dtype"]), torch.dtype):
+        return False
+    classes = about["classes"]
+    if classes is not None and (not _are(str, classes) or len(classes) != outputs):
+        return False
+    if classes is not None and about["kind"] != "classification":
+        return False
+    for key in ("mean", "std"):
+        values = about[key]
+        if values is not None and len(values) != shape[0]:
+            return False
+        if values is not None and not _are_numbers(values, positive=key == "std"):
+            return False
+    for key in ("target_mean", "target_scale"):
+        values = about[key] if isinstance(about[key], list) else [about[key]]
+        if not _are_numbers(values, positive=key == "target_scale"):
+            return False
+        if len(values) not in (1, outputs):
+            return False
+    table = about["table"]
+    if table is None:
+        return True
+    return _is_table(table) and about["dtype"] == "float32" and shape == [_width(table)]
+
+
+def _is_table(table: Any) -> bool:
+    """Tell whether this has the form of a description's table."""
+    texts = [table["target"], table["missing"], table["delimiter"]]
+    if not _are(str, texts) or not _are(dict, table["columns"]):
+        return False
+    return all(map(_is_column, table["columns"]))
+
+
+def _is_column(column: Column) -> bool:
+    categories = column.get("categories")
+    if not isinstance(column["name"], str):
+        return False
+    if categories is not None:
+        return _are(str, categories) and len(categories) > 0
+    return _are_numbers([column["mean"]]) and _are_numbers([column["std"]], positive=True)
+
+
+def _width(table: dict[str, Any]) -> int:
+    return sum(len(names_of(column)) for column in table["columns"])
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 1 <= value <= MOST_NUMBERS
+
+
+def _are(kind: type, values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+def _are_numbers(values: object, positive: bool = False) -> bool:
+    """Tell whether this is a list of finite numbers, all of them above 0 if they have to be `positive`."""
+    if not isinstance(values, list):
+        return False
+    for value in values:
+        if type(value) not in (int, float) or not abs(value) < 2**1023:
+            return False
+        if positive and value <= 0:
+            return False
+    return True

@@ -1,0 +1,331 @@
+"""The record of a data set: its parts, and what models, losses and metrics need to know about it."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from stoker.data.description import KINDS, Description
+from stoker.data.splits import Split
+from stoker.trainer.device import random_stream
+from stoker.trainer.errors import UserError, check_choice, check_number, did_you_mean, printable
+from torch import Tensor
+
+
+@dataclass
+class Data:
+    """The parts of a data set, and what models, losses and metrics need to know about it.
+
+    Sizes, labels and numbers are checked here, once. `val` and `test` may be None. `mean` and `std`, one number per
+    channel for pixels in 0..1, are for uint8 images; without them uint8 is only scaled to 0..1, and floats stay as
+    they are. A regression's targets are (value - target_mean) / target_scale, so that errors can be reported in the
+    user's units; both may be lists or tensors with one number per target. `table` says what a table's columns are and
+    how it is read: see tables.py.
+    """
+
+    name: str
+    train: Split
+    val: Split | None
+    test: Split | None
+    in_shape: tuple[int, ...]
+    num_classes: int  # of a regression, the number of targets
+    kind: str = "classification"
+    classes: list[str] | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    target_mean: float | list[float] | Tensor = 0.0
+    target_scale: float | list[float] | Tensor = 1.0
+    table: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.name = printable(self.name)
+        self.in_shape = tuple(self.in_shape)
+        check_choice("kind", self.kind, KINDS)
+        if self.classes is not None:
+            self._check_class_names(self.classes)
+        self.mean = _per_channel("mean", self.mean, self.in_shape[0])
+        self.std = _per_channel("std", self.std, self.in_shape[0])
+        if self.train is None:
+            raise UserError(f"{self.name}: there is no training part.")
+        for name, part in self.parts().items():
+            where = f"{self.name}, {name} part"
+            _check_part(where, part, self.kind)
+            _check_tensors(where, part, self.in_shape)
+            if self.kind == "classification":
+                _check_labels(where, part.targets, self.num_classes)
+
+    def _check_class_names(self, classes: list[str]) -> None:
+        reason = f"num_classes is {self.num_classes}"
+        if self.kind == "regression":
+            reason = "a regression has none"
+        elif len(classes) == self.num_classes:
+            return
+        raise UserError(f"{self.name}: there are {len(classes)} names of classes, and {reason}.")
+
+    def parts(self) -> dict[str, Split]:
+        """Return the parts by name, without those that are None."""
+        parts = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def description(self) -> Description:
+        """Return what a trained model has to know about its inputs and outputs, as plain values for checkpoints."""
+        classes = self.classes
+        return {
+            "dataset": self.name,
+            "kind": self.kind,
+            "in_shape": [int(size) for size in self.in_shape],
+            "dtype": str(input_type(self.train)).removeprefix("torch."),
+            "num_classes": int(self.num_classes),
+            "classes": None if classes is None else [str(name) for name in classes],
+            "mean": self.mean,
+            "std": self.std,
+            "target_mean": torch.as_tensor(self.target_mean, dtype=torch.float64).tolist(),
+            "target_scale": torch.as_tensor(self.target_scale, dtype=torch.float64).tolist(),
+            "table": self.table,
+        }
+
+    def prepare_as(self, about: Description) -> None:
+        """Adopt the classes, mean and units of a description, for a model that was trained on it.
+
+        Classes are matched by name. UserError if one is unknown to the model, or the inputs have another shape.
+        """
+        if self.kind != about["kind"]:
+            raise UserError(
+                f"dataset: {self.name} is a {self.kind}, and the run is a {about['kind']}."
+            )
+        if list(self.in_shape) != about["in_shape"]:
+            raise self._wrong_shape(about["in_shape"])
+        self.mean = about["mean"]
+        self.std = about["std"]
+        self._adopt_classes(about)
+        if self.kind == "regression":
+            self._adopt_units(about)
+
+    def _wrong_shape(self, wanted: list[int]) -> UserError:
+        given = "x".join(map(str, self.in_shape))
+        trained = "x".join(map(str, wanted))
+        text = f"dataset: {self.name} has inputs of {given}, and the run was trained on {trained}."
+        if len(wanted) == len(self.in_shape) == 3:
+            text += (
+                "\nA folder of images is resized by "
+                f"dataset.channels={wanted[0]} dataset.size={wanted[2]}."
+            )
+        return UserError(text)
+
+    def _adopt_classes(self, about: Description) -> None:
+        known = about["classes"]
+        names = None if self.classes is None else [str(name) for name in self.classes]
+        if names is None or known is None or names == known:
+            if self.num_classes > about["num_classes"]:
+                raise UserError(
+                    f"dataset: {self.name} has {self.num_classes} classes or targets, "
+                    f"and the run {about['num_classes']}."
+                )
+        else:
+            for name in names:
+                if name not in known:
+                    raise unknown_class(name, known)
+            places = torch.tensor([known.index(name) for name in names])
+            self._change_targets(lambda targets: places[targets])
+        self.classes = known
+        self.num_classes = about["num_classes"]
+
+    def _adopt_units(self, about: Description) -> None:
+        units = self.description()
+        keys = ("target_mean", "target_scale")
+        if all(units[key] == about[key] for key in keys):
+            return
+        mean, scale = (torch.tensor(units[key], dtype=torch.float64) for key in keys)
+        to_mean, to_scale = (torch.tensor(about[key], dtype=torch.float64) for key in keys)
+
+        def convert(targets: Tensor) -> Tensor:
+            values = targets.double() * scale + mean
+            return ((values - to_mean) / to_scale).to(targets.dtype)
+
+        self._change_targets(convert)
+        self.target_mean = about["target_mean"]
+        self.target_scale = about["target_scale"]
+
+    def _change_targets(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace each part's targets by `change(targets)`."""
+        for part in self.parts().values():
+            if "targets" not in vars(part):
+                raise UserError(
+                    "dataset: the classes or units are others than the run's, "
+                    f"and a {type(part).__name__} keeps its own."
+                )
+            part.targets = change(part.targets)
+
+    def part_to_evaluate(self, split: str | None = None) -> str:
+        """Return the name of the part to evaluate: `split`, else the test part, else the validation part.
+
+        "all" is the training part of data that was not divided.
+        """
+        parts = self.parts()
+        if split == "all":
+            if len(parts) > 1:
+                names = ", ".join(parts)
+                raise UserError(
+                    f"split=all: {self.name} has parts of its own. Type split= one of: {names}."
+                )
+            return "train"
+        if split:
+            check_choice("split", split, parts)
+            return split
+        for name in ("test", "val"):
+            if name in parts:
+                return name
+        raise UserError(
+            f"dataset: {self.name} has neither a test nor a validation part. Type split=train."
+        )
+
+    def classes_without_samples(self, part: str) -> list[str]:
+        """Return the names of the classes of which a part has no sample."""
+        if self.kind != "classification":
+            return []
+        absent = (self._class_counts(part) == 0).nonzero().view(-1).tolist()
+        if self.classes is None:
+            return [str(label) for label in absent]
+        return [printable(self.classes[label]) for label in absent]
+
+    def check_classes(self) -> None:
+        """Check that there are classes to tell apart, and that no part has one that the training part lacks."""
+        if self.kind != "classification":
+            return
+        trained = self._class_counts("train")
+        present = trained.nonzero().view(-1).tolist()
+        if len(present) == 1:
+            raise UserError(
+                f"{self.name}: all {trained.sum()} training samples are of one class, "
+                f"{self._class_name(present[0])}. There is nothing to learn."
+            )
+        for name in self.parts():
+            new = ((trained == 0) & (self._class_counts(name) > 0)).nonzero().view(-1).tolist()
+            if new:
+                raise UserError(
+                    f"{self.name}: the {name} part has the class {self._class_name(new[0])}, "
+                    "and the training part has not.\n"
+                    "Add training samples of it, or type another dataset.split_seed or smaller fractions."
+                )
+
+    def _class_counts(self, part: str) -> Tensor:
+        return torch.bincount(self.parts()[part].targets, minlength=self.num_classes)
+
+    def _class_name(self, label: int) -> str:
+        return str(label) if self.classes is None else repr(printable(self.classes[label]))
+
+
+def input_type(part: Split) -> torch.dtype:
+    """Return the dtype of a part's inputs; a part that does not tell is asked for its first sample."""
+    inputs = getattr(part, "inputs", None)
+    dtype = getattr(part, "dtype", None)
+    if isinstance(inputs, Tensor):
+        dtype = inputs.dtype
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    with random_stream():
+        return torch.as_tensor(part[[0]][0]).dtype
+
+
+def unknown_class(name: str, known: Sequence[str]) -> UserError:
+    """Make the UserError for a class that a trained model does not know."""
+    shown = ", ".join(map(printable, known[:10]))
+    if len(known) > 10:
+        shown += ", ..."
+    return UserError(
+        f"dataset: the run knows no class {printable(name)!r}.{did_you_mean(name, known)}\n"
+        f"Its {len(known)} classes are {shown}.\n"
+        "Rename or remove what is of another; images lie in a folder for each class."
+    )
+
+
+def fingerprint(data: Data) -> str:
+    """Return a short hex string of what a training depends on: with another one, a resume would see other samples.
+
+    It covers the values of splits in memory; the names below the root, sizes and labels of image files; the number and
+    the labels of your own splits. It covers no times and no root: a copied folder has the fingerprint of the original.
+    """
+    start = repr((tuple(data.in_shape), data.num_classes, data.kind))
+    state = hashlib.blake2b(start.encode(), digest_size=16)
+    for part in (data.train, data.val):
+        state.update(f"{0 if part is None else len(part)} ".encode())
+        for tensor in (getattr(part, "inputs", None), getattr(part, "targets", None)):
+            if isinstance(tensor, Tensor):
+                state.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+                # As bytes without a copy: MNIST takes 0.05 s.
+                values = tensor.detach().cpu().contiguous().reshape(-1)
+                state.update(values.view(torch.uint8).numpy())
+        if hasattr(part, "feed"):
+            part.feed(state)
+    return state.hexdigest()
+
+
+def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
+    """Return the numbers of `mean` or `std` as a list; UserError unless there is one per channel."""
+    if values is None:
+        return None
+    if isinstance(values, (str, float, int)) or len(values) != channels:
+        raise UserError(
+            f"dataset.{key}={values}: give a list of {channels} numbers, one per channel."
+        )
+    above = 0 if key == "std" else None
+    return [float(check_number(f"dataset.{key}", value, above=above)) for value in values]
+
+
+def _check_part(where: str, part: Split, kind: str) -> None:
+    """Check that this is a split and that it is not empty."""
+    targets = getattr(part, "targets", None)
+    needed = ["__len__", "nbytes"]
+    if kind == "classification":
+        needed.append("targets")
+    missing = [name for name in needed if not hasattr(part, name)]
+    wrong = ""
+    if missing:
+        wrong = f"has no {missing[0]}"
+    elif targets is not None and not isinstance(targets, Tensor):
+        wrong = f"has targets that are not a tensor but a {type(targets).__name__}"
+    if wrong:
+        raise UserError(
+            f"{where}: this {type(part).__name__} {wrong}.\n"
+            "A part has len(), nbytes, targets as a tensor, and gives (inputs, targets) for a list of indices: see\n"
+            "examples/own_data.py. DatasetSplit(dataset), of stoker.data.datasets, makes one of a torch Dataset."
+        )
+    if len(part) == 0:
+        raise UserError(f"{where}: it is empty.")
+    if targets is not None and len(targets) != len(part):
+        raise UserError(f"{where}: there are {len(part)} inputs and {len(targets)} targets.")
+
+
+def _check_tensors(where: str, part: Split, in_shape: tuple[int, ...]) -> None:
+    """Check that samples in memory have the right shape and finite numbers."""
+    inputs = getattr(part, "inputs", None)
+    if isinstance(inputs, Tensor) and tuple(inputs.shape[1:]) != in_shape:
+        raise UserError(
+            f"{where}: inputs have the shape {tuple(inputs.shape[1:])}, and should have {in_shape}."
+        )
+    for name, tensor in (("inputs", inputs), ("targets", getattr(part, "targets", None))):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            continue
+        # NaN if there is any; one pass over it, and no memory.
+        low, high = tensor.aminmax()
+        if not (low.isfinite() and high.isfinite()):
+            place = (~tensor.isfinite()).nonzero()[0].tolist()
+            value = tensor[tuple(place)].item()
+            raise UserError(f"{where}: {name}{place} is {value}. Give finite numbers.")
+
+
+def _check_labels(where: str, labels: Tensor, classes: int) -> None:
+    """Check that labels are class numbers."""
+    if labels.dtype != torch.int64 or labels.ndim != 1:
+        raise UserError(
+            f"{where}: labels are a vector of int64, "
+            f"and these are {labels.dtype} of shape {tuple(labels.shape)}."
+        )
+    wrong = (labels < 0) | (labels >= classes)
+    if wrong.any():
+        sample = int(wrong.nonzero()[0])
+        raise UserError(
+            f"{where}: the label {labels[sample].item()} of sample {sample} is not one of "
+            f"the {classes} classes 0 to {classes - 1}."
+        )

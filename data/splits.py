@@ -1,0 +1,150 @@
+"""Splits: the parts of a data set, in memory or read from a torch Dataset, and how samples are dealt out to them."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from stoker.trainer.device import mix_seed, random_stream
+from stoker.trainer.errors import UserError, check_number
+from torch import Tensor
+
+
+class Split(Protocol):
+    """A part of a data set: what Data takes, and a loader reads.
+
+    `split[[3, 1]]` gives (inputs, targets) of these samples, each stacked in one tensor. A split that can give all of
+    it at once has `tensors()` too, and may then be resident on the device. A regression's may lack `targets`.
+    """
+
+    nbytes: int
+    targets: Tensor
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: list[int], /) -> tuple[Tensor, Tensor]: ...
+
+
+class TensorSplit:
+    """Samples in memory. An index is a number, or a list of numbers for a whole batch.
+
+    `lines`: of a table, the line number of each sample in its file; the header is line 1.
+    """
+
+    def __init__(self, inputs: Tensor, targets: Tensor, lines: Tensor | None = None) -> None:
+        self.inputs = inputs
+        self.targets = targets
+        self.lines = lines
+        self.nbytes: int = inputs.nbytes
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int | list[int] | Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(index, int):
+            return self.inputs[index], self.targets[index]
+        index = torch.as_tensor(index)
+        return self.inputs.index_select(0, index), self.targets.index_select(0, index)
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return all inputs and targets."""
+        return self.inputs, self.targets
+
+
+class DatasetSplit:
+    """A map-style torch Dataset of (input, target), read sample by sample whenever a batch is wanted.
+
+    `targets`: the targets of all samples, such as an ImageFolder's `targets`. Without them each sample is read once to
+    learn its target: an input may differ in each epoch, a target may not.
+    """
+
+    def __init__(self, dataset: Any, targets: Sequence[Any] | Tensor | None = None) -> None:
+        sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not sized or len(dataset) == 0:
+            raise UserError(
+                f"DatasetSplit: this {type(dataset).__name__} is empty or has no length. "
+                "Give a map-style Dataset."
+            )
+        with random_stream():
+            if targets is None:
+                targets = [dataset[i][1] for i in range(len(dataset))]
+            self.nbytes: int = len(dataset) * torch.as_tensor(dataset[0][0]).nbytes
+        self.dataset = dataset
+        self.targets = torch.stack([torch.as_tensor(target) for target in targets])
+        if self.targets.is_floating_point():  # a regression's: (N, number of targets)
+            self.targets = self.targets.float().view(len(self.targets), -1)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        inputs = [torch.as_tensor(self.dataset[i][0]) for i in indices]
+        return torch.stack(inputs), self.targets[indices]
+
+
+def check_fractions(**fractions: float) -> list[float]:
+    """Return the values of `val_fraction=` and `test_fraction=`; UserError if they leave too little to train on."""
+    for key, value in fractions.items():
+        check_number(f"dataset.{key}", value, least=0, most=0.95)
+    if sum(fractions.values()) > 0.95:
+        given = " + ".join(f"dataset.{key}={value}" for key, value in fractions.items())
+        raise UserError(f"{given}: that leaves too little to train on.")
+    return list(fractions.values())
+
+
+def split_indices(
+    targets: Tensor | int, fractions: Sequence[float], seed: int, stratified: bool = True
+) -> list[Tensor]:
+    """Divide samples into [rest, part, part, ...]: sorted indices, one part for each of `fractions`.
+
+    `targets` are the samples' labels, or just their number. With `stratified`, each part has the same share of each
+    class, and at least one sample of every class that has enough of them. UserError if a part would be empty.
+    """
+    n = targets if isinstance(targets, int) else len(targets)
+    groups = [torch.arange(n)]
+    if stratified and isinstance(targets, Tensor) and n > 0:
+        groups = [(targets == label).nonzero().view(-1) for label in targets.unique()]
+    generator = torch.Generator().manual_seed(mix_seed(seed, "split"))
+    pieces: list[list[Tensor]] = [[] for _ in range(len(fractions) + 1)]
+    for group in groups:
+        shuffled = group[torch.randperm(len(group), generator=generator)]
+        cuts = shuffled.split(_sizes(len(group), fractions))
+        for piece, cut in zip(pieces, cuts, strict=True):
+            piece.append(cut)
+    parts = [torch.cat(piece).sort().values for piece in pieces]
+    for part, fraction in zip(parts, [1.0, *fractions], strict=True):
+        if fraction > 0 and len(part) == 0:
+            shares = " and ".join(f"{fraction:g}" for fraction in fractions)
+            raise UserError(
+                f"{n} samples cannot be cut by the fractions {shares}: a part would be empty.\n"
+                "Type another dataset.val_fraction or dataset.test_fraction (0: no such part)."
+            )
+    return parts
+
+
+def _sizes(count: int, fractions: Sequence[float]) -> list[int]:
+    """Return how many of `count` samples go to the rest and to each part."""
+    sizes = [round(count * fraction) for fraction in fractions]
+    asked = [i for i, fraction in enumerate(fractions) if fraction > 0]
+    if count > len(asked):
+        for i in asked:
+            sizes[i] = max(sizes[i], 1)
+        while sum(sizes) >= count:
+            sizes[sizes.index(max(sizes))] -= 1
+    return [count - sum(sizes), *sizes]
+
+
+def cut(
+    inputs: Tensor,
+    targets: Tensor,
+    fractions: Sequence[float],
+    seed: int,
+    stratified: bool = True,
+    lines: Tensor | None = None,
+) -> list[Any]:
+    """Return the TensorSplit of the rest and of each part, None for a fraction of 0."""
+    splits: list[TensorSplit | None] = []
+    for part in split_indices(targets, fractions, seed, stratified):
+        their_lines = None if lines is None else lines[part]
+        split = TensorSplit(inputs[part], targets[part], their_lines)
+        splits.append(split if len(part) else None)
+    return splits
