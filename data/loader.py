@@ -369,11 +369,9 @@ class HostLoader(Loader):
         drawn = epoch if self.shuffle else 0  # what is evaluated is the same each time
         # Lists, since the indices travel to the workers, where a tensor would need shared memory.
         for batch in self.workers.read([(drawn, batch.tolist()) for batch in batches]):
-            yield self.move(batch)
-
-    def move(self, batch):
-        """The batch on the device; a method, so that it can be timed."""
-        return move(batch, self.device)
+            with self.spans["transfer"]:
+                batch = move(batch, self.device)
+            yield batch
 
     def close(self):
         self.split = None
@@ -407,6 +405,7 @@ class StreamedOnce(Seekable):
         if isinstance(self.loader, HostLoader) and decode_seconds(self.loader.split) < FEW_SECONDS:
             self.loader.close()
             self.loader = self.make_resident()
+        self.loader.spans = self.spans
         return self.loader.batches(epoch, position)
 
     def close(self):

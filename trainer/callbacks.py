@@ -225,7 +225,8 @@ class Checkpoint(Monitor):
         due = self.due or trainer.should_stop or trainer.step == trainer.total_steps
         due = due or (self.every and trainer.step % self.every == 0)
         if due or (self.minutes and trainer.agreement.now() >= self.last_time + 60 * self.minutes):
-            self.save(trainer)
+            with trainer.spans["checkpoint"]:
+                self.save(trainer)
 
     def on_fit_end(self, trainer):
         # In the step's evaluation, or after this callback had its turn. Where an error ends the fit, nobody knows what

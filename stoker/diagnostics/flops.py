@@ -1,49 +1,65 @@
-"""How many FLOPs a model takes, and how many the device can do: from both, how much of the device a training used."""
+"""Count a model's FLOPs and measure the device's peak; both together give the MFU."""
 
 import functools
 import inspect
 import logging
 import time
+from typing import Any
 
 import torch
 
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer import parallel
+from stoker.trainer.trainer import Trainer
 
-TRIES, ENOUGH = 5, 0.5  # of the product, of which the fastest one counts; seconds for all
-WIDTH_CPU, WIDTH = 1024, 8192  # of its matrices
+TRIES = 5  # timed matrix products; the fastest counts
+ENOUGH = 0.5  # seconds for all of them
+WIDTH_CPU = 1024  # of the square matrices
+WIDTH = 8192
 
 
-def efficiency(trainer, in_shape, samples_per_second):
-    """What result.json says: FLOPs, and the share of the device's peak that the training came to (MFU).
+def efficiency(
+    trainer: Trainer, in_shape: tuple[int, ...], samples_per_second: float | None
+) -> dict[str, float | None]:
+    """Return the fields of result.json on FLOPs; an unknown number is None.
 
-    The share of all devices where several processes train. Null is what is not known.
+    `mfu` is the share of the peak of all devices together.
     """
     flops = per_sample(trainer.module, in_shape)
+    achieved = None
+    if flops and samples_per_second:
+        achieved = flops * samples_per_second
     try:
-        device = peak(trainer.device, trainer.dtype) * parallel.ranks()
-    except RuntimeError:  # there is no memory for the matrices
-        device = None
-    used = flops * samples_per_second if flops and samples_per_second else None
-    mfu = used / device if used and device else None
-    return {"flops_per_sample": flops, "flops_per_second": used, "peak_flops": device, "mfu": mfu}
+        best = peak(trainer.device, trainer.dtype) * parallel.ranks()
+    except RuntimeError:  # not enough memory for the matrices
+        best = None
+    mfu = achieved / best if achieved and best else None
+    return {
+        "flops_per_sample": flops,
+        "flops_per_second": achieved,
+        "peak_flops": best,
+        "mfu": mfu,
+    }
 
 
-def per_sample(module, in_shape):
-    """FLOPs of the forward and the backward of one sample of this shape, by `torch.utils.flop_counter`.
+def per_sample(module: torch.nn.Module, in_shape: tuple[int, ...]) -> int | None:
+    """Count the FLOPs of one sample, forward and backward, with `torch.utils.flop_counter`.
 
-    Matrix products, convolutions and attentions are counted, in the work on a sample of zeros in evaluation mode; the
-    module stays as it is. None where a module wants something else, or is cut up over several processes.
+    It counts matrix products, convolutions and attention on a sample of zeros in evaluation mode,
+    and leaves the module unchanged. None if the module rejects such a sample or is sharded.
     """
-    # Where there is no Triton it warns of that, in the lines of a run of several processes.
+    # Without Triton it warns once per process.
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
-    from torch.utils import flop_counter  # 0.1 s
+    from torch.utils import flop_counter  # takes 0.1 s
 
-    # It imports the compiler, which takes a second, only to tell it to look away (as in optimizers.spare_the_compiler).
-    mode = getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode)
-    work = inspect.unwrap(mode.__torch_dispatch__)
-    vars(work).setdefault("__dynamo_disable", work)
+    # Its dispatch method is wrapped to keep the compiler out, and the wrapper imports the compiler
+    # (2 s) unless it finds this mark, which the compiler itself would leave.
+    # private: _FlopCounterMode and __dynamo_disable, to start two seconds sooner, torch 2.15
+    mode: Any = getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode)
+    dispatch = inspect.unwrap(mode.__torch_dispatch__)
+    vars(dispatch).setdefault("__dynamo_disable", dispatch)
+
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not parameters or any(map(parallel.is_shard, parameters)):
         return None
@@ -51,16 +67,12 @@ def per_sample(module, in_shape):
     try:
         with flop_counter.FlopCounterMode(display=False) as counter, torch.enable_grad():
             outputs = module.eval()(torch.zeros(1, *in_shape, device=parameters[0].device))
-            floats = [
-                t
-                for _, t in batches.entries(outputs)
-                if isinstance(t, torch.Tensor) and t.requires_grad
-            ]
-            # Not backward(): where several processes train, the others would have to come too.
-            torch.autograd.grad(
-                floats, parameters, [torch.zeros_like(t) for t in floats], allow_unused=True
-            )
-    except Exception:  # of the user's module, which may do anything
+            tensors = [leaf for _, leaf in batches.entries(outputs) if torch.is_tensor(leaf)]
+            tensors = [tensor for tensor in tensors if tensor.requires_grad]
+            zeros = [torch.zeros_like(tensor) for tensor in tensors]
+            # backward() would start a collective that the other ranks do not join.
+            torch.autograd.grad(tensors, parameters, zeros, allow_unused=True)
+    except Exception:  # the module is the user's, and may do anything
         return None
     finally:
         for part, training in modes:
@@ -69,18 +81,19 @@ def per_sample(module, in_shape):
 
 
 @functools.cache
-def peak(device, dtype):
-    """FLOPs a second in the product of two large matrices of this type: what the device can do at best, measured."""
+def peak(device: torch.device, dtype: torch.dtype | None) -> float:
+    """Measure the FLOPs per second of a product of two large matrices of this type."""
     width = WIDTH_CPU if device.type == "cpu" else WIDTH
     matrix = torch.ones(width, width, dtype=dtype or torch.float32, device=device)
-    best, began = float("inf"), time.perf_counter()
-    for _ in range(1 + TRIES):  # in the first one the kernel is chosen
+    fastest = float("inf")
+    began = time.perf_counter()
+    for _ in range(1 + TRIES):  # the first one chooses the kernel
         devices.synchronize(device)
         start = time.perf_counter()
         matrix @ matrix
         devices.synchronize(device)
         end = time.perf_counter()
-        best = min(best, end - start)
+        fastest = min(fastest, end - start)
         if end - began > ENOUGH:
             break
-    return 2 * width**3 / best
+    return 2 * width**3 / fastest

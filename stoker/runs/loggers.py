@@ -107,6 +107,7 @@ class Logger(Callback):
     first_rank_only = True
     config, group, revision, awaits_result = {}, None, None, False
     begun, failed, begun_at = False, False, None
+    start_seconds = 0.0  # that `begin` took: as long for any run, so Timing leaves them out
 
     def describe(self, config, group=None, revision=None):
         """What train.py says before the fit: {key: value}, the sweep's name, git's, and that `finish` will follow."""
@@ -114,15 +115,19 @@ class Logger(Callback):
 
     def on_fit_start(self, trainer):
         self.begun, self.failed, self.begun_at = False, False, trainer.step
+        self.start_seconds = 0.0
 
     def on_log(self, trainer, row):
-        self.begin_once(trainer)
-        self.attempt(self.write, charted(row), row["step"])
+        with trainer.spans["logging"]:
+            self.begin_once(trainer)
+            self.attempt(self.write, charted(row), row["step"])
 
     def begin_once(self, trainer):
         if not self.begun:
             self.begun = True
+            start = time.perf_counter()
             self.attempt(self.begin, trainer)
+            self.start_seconds = time.perf_counter() - start
 
     def on_fit_end(self, trainer):
         outcome = "failed" if trainer.failed else "stopped" if trainer.interrupted else "done"
@@ -210,7 +215,8 @@ class TensorBoard(Logger):
 
     def on_epoch_end(self, trainer):
         if self.histograms and trainer.step // trainer.steps_per_epoch % self.histograms == 0:
-            self.attempt(self.write_weights, trainer)
+            with trainer.spans["logging"]:
+                self.attempt(self.write_weights, trainer)
 
     def write_weights(self, trainer):
         for name, weight in trainer.module.named_parameters():
