@@ -27,7 +27,7 @@ from stoker.command.build import (
     retarget,
 )
 from stoker.runs import rundir, saved_config
-from stoker.sweeps import launchers, sweep
+from stoker.sweeps import jobs, launchers
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import TrainingError, UserError, cause, check_choice, log
 
@@ -66,14 +66,14 @@ def main(cfg):
                 rundir.check_same(
                     f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg
                 )
-                return sweep.pass_over(folder, job.job.num)
-            sweep.begin(folder, job.job.num)
+                return jobs.pass_over(folder, job.job.num)
+            jobs.begin(folder, job.job.num)
         if (several := processes.count(cfg.strategy, cfg.devices, cfg.device)) > 1:
             start(several, cfg)
         else:
             with debugging() if cfg.debug else contextlib.nullcontext():
                 (TASKS[cfg.task] if cfg.overfit is None else overfit)(cfg)
-        return sweep.value(folder) if in_sweep() else None
+        return jobs.value_of(folder) if in_sweep() else None
     except Exception as error:
         if cli.is_interruption(error):
             raise KeyboardInterrupt from None

@@ -14,7 +14,7 @@ from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError
 
 from stoker.runs import report, rundir
-from stoker.sweeps import sweep
+from stoker.sweeps.jobs import read_jobs
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 JOB = (
@@ -319,7 +319,7 @@ def test_a_run_that_failed_says_why_until_it_goes_on(forks, whole, tmp_path):
             "code": 3,
         }
         assert json.loads((tmp_path / "run" / "result.json").read_text()) == found
-        assert [job.status for job in sweep.read_jobs(tmp_path)] == ["failed"]
+        assert [job.status for job in read_jobs(tmp_path)] == ["failed"]
         offered = {what for what, _ in report.commands(tmp_path / "run", [], {})}
         assert (
             {"evaluate it", "export it"} <= offered

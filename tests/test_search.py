@@ -16,7 +16,8 @@ from stoker.trainer.errors import UserError
 
 from stoker.command import cli
 from stoker.runs import rundir
-from stoker.sweeps import search, sweep
+from stoker.sweeps import search
+from stoker.sweeps.jobs import read_job, read_jobs
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "sweep"
 OPTUNA, AX = (importlib.util.find_spec(name) is not None for name in ("optuna", "ax"))
@@ -128,7 +129,7 @@ def test_a_trial_ends_where_the_pruner_says_so_and_is_told_so(whole):
             "text": f"pruned at evaluation {len(curve)}",
         }
     assert len(set(states)) == 2
-    assert [job.status for job in sweep.read_jobs(whole / "s")] == [
+    assert [job.status for job in read_jobs(whole / "s")] == [
         "pruned" if state is optuna.trial.TrialState.PRUNED else "done" for state in states
     ]
 
@@ -144,7 +145,7 @@ def test_a_trial_of_several_processes_is_pruned_and_its_good_end_is_checked(fork
     assert done.code == 0, done.err
     trials = study_of(tmp_path).trials
     pruned = [trial.state.name == "PRUNED" for trial in trials]
-    assert [job.status == "pruned" for job in sweep.read_jobs(tmp_path / "s")] == pruned
+    assert [job.status == "pruned" for job in read_jobs(tmp_path / "s")] == pruned
     assert any(pruned) and not all(pruned)
     assert [len(trial.intermediate_values) < 3 for trial in trials] == pruned
     own = ["model._target_=examples.autoencoder.Autoencoder", "loss=mse"]
@@ -159,19 +160,20 @@ def test_a_result_with_the_other_good_end_is_refused_before_it_is_told(tmp_path)
     """Also one that was trained where nobody has asked the search."""
     import optuna
 
-    from stoker.sweeps.optuna_search import Search
+    from stoker.sweeps.optuna_search import OptunaSearch
 
     best = {"name": "val/loss", "mode": "min", "step": 1, "value": 0.5}
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "result.json").write_text(
         json.dumps({"overrides": [], "seconds": 1.0, "best": best})
     )
-    searching = Search.__new__(Search)
-    searching.folder, searching.maximize, searching.space = tmp_path, True, {}
-    study = optuna.create_study(direction="maximize")
+    searching = OptunaSearch.__new__(OptunaSearch)
+    searching.folder, searching.maximize = tmp_path, True
+    searching.study = optuna.create_study(direction="maximize")
+    trial = searching.study.ask()
     with pytest.raises(UserError, match="Type monitor=val/loss monitor_mode=min"):
-        searching.run(study, [study.ask()])
-    assert not study.trials[0].state.is_finished()
+        searching.run({trial.number: []})
+    assert not searching.study.trials[0].state.is_finished()
 
 
 @needs_fork
@@ -186,14 +188,14 @@ def test_a_failed_trial_is_marked_and_the_search_goes_on(forks, tmp_path):
         *SMALL,
     ]
     done = forks.run(tmp_path, *typed)
-    failed = [job.status == "failed" for job in sweep.read_jobs(tmp_path / "s")]
+    failed = [job.status == "failed" for job in read_jobs(tmp_path / "s")]
     assert done.code == 3 and any(failed) and not all(failed) and len(failed) == 5
     assert [trial.state.name == "FAIL" for trial in study_of(tmp_path).trials] == failed
     assert forks.run(tmp_path, *typed, "sweep.trials=6").code == 3
     assert len(trials_of(tmp_path)) == 6
     done = forks.run(tmp_path / "stop", *typed, "sweep.on_error=stop")
     assert done.code == 3
-    assert [job.status for job in sweep.read_jobs(tmp_path / "stop" / "s")][-1] == "failed"
+    assert [job.status for job in read_jobs(tmp_path / "stop" / "s")][-1] == "failed"
     assert len(trials_of(tmp_path / "stop")) == failed.index(True) + 1
 
 
@@ -324,7 +326,7 @@ def test_another_storage_and_the_launcher_of_several_processes(forks, tmp_path, 
     journal = optuna.storages.journal
     storage = journal.JournalStorage(journal.JournalFileBackend(f"{tmp_path}/trials.log"))
     for trial in optuna.load_study(study_name="s", storage=storage).trials:
-        job = sweep.read_job(tmp_path / "s" / str(trial.number))
+        job = read_job(tmp_path / "s" / str(trial.number))
         assert {key: job.settings[key] for key in trial.params} == {
             key: str(v) for key, v in trial.params.items()
         }
@@ -337,11 +339,11 @@ def test_a_killed_search_by_ax_goes_on(tmp_path):
     typed = ["-m", "sweep=ax", "sweep.trials=7", *SMALL]
     moment = {"signal": signal.SIGKILL, "watch": "s/3/metrics.jsonl", "delay": 0.0}
     assert forks.run(tmp_path, *typed, signals=[moment]).code == -signal.SIGKILL
-    before = [job.overrides for job in sweep.read_jobs(tmp_path / "s")]
+    before = [job.overrides for job in read_jobs(tmp_path / "s")]
     assert len(before) == 4
     done = forks.run(tmp_path, *typed)
     assert done.code == 0, done.err
-    jobs = sweep.read_jobs(tmp_path / "s")
+    jobs = read_jobs(tmp_path / "s")
     assert [job.overrides for job in jobs][:4] == before and [job.status for job in jobs] == [
         "done"
     ] * 7
@@ -349,9 +351,10 @@ def test_a_killed_search_by_ax_goes_on(tmp_path):
     assert forks.run(tmp_path, *typed).code == 0
     failing = [*typed, "sweep/space=none", "optimizer.lr=tag(log,interval(1e-2,1e30))"]
     done = forks.run(tmp_path / "failing", *failing)
-    assert done.code == 3 and {
-        job.status for job in sweep.read_jobs(tmp_path / "failing" / "s")
-    } == {"done", "failed"}
+    assert done.code == 3 and {job.status for job in read_jobs(tmp_path / "failing" / "s")} == {
+        "done",
+        "failed",
+    }
     forks.close()
 
 

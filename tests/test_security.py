@@ -23,7 +23,7 @@ import stoker as package
 from stoker import Trainer
 from stoker.command import build, cli
 from stoker.runs import inference, saved_config
-from stoker.sweeps import sweep
+from stoker.sweeps import sweep, table
 
 SOURCES = sorted(
     path for folder in ("trainer", "models", "data") for path in (ROOT / folder).rglob("*.py")
@@ -172,7 +172,7 @@ TARGETS += [
 TARGETS += [
     "stoker.trainer.files.replacing",
     "stoker.command.cli.run",
-    "stoker.sweeps.sweep.Table",
+    "stoker.sweeps.sweep.SweepCallback",
     "stoker.sweeps.launchers.Jobs",
     "stoker.trainer.errors.UserError",
     "stoker.tasks.main",
@@ -278,13 +278,9 @@ def test_what_configs_name_is_of_the_listed_kinds(typed):
         r"_target_: ([\w.]+)", "\n".join(path.read_text() for path in CONFIGS.rglob("*.yaml"))
     )
     # Hydra's own, which builds them by itself.
-    usual = {"stoker.sweeps.sweep.Table", "stoker.sweeps.launchers.Jobs"}
+    usual = {"stoker.sweeps.sweep.SweepCallback", "stoker.sweeps.launchers.Jobs"}
     usual |= {target for target in named if target.startswith("hydra_plugins.")}
-    usual |= {
-        "stoker.sweeps.search.Sweepers",
-        "stoker.sweeps.optuna_search.Search",
-        "stoker.sweeps.ax_search.Search",
-    }
+    usual |= {"stoker.sweeps.optuna_search.OptunaSearch", "stoker.sweeps.ax_search.AxSearch"}
     usual |= {
         name
         for name in named
@@ -733,7 +729,7 @@ def test_a_sweep_with_somebodys_results_has_its_table(tmp_path, content, capsys)
     (tmp_path / "sweep.json").write_text(
         content, encoding="utf-8"
     )  # by which the folder is a sweep's
-    lines = sweep.table(sweep.read(tmp_path))
+    lines = table.lines(table.Sweep(tmp_path))
     assert len(lines) == 4 and lines[1].split() == ["1", "0.5000", "0.5000", "1.0", "a=1"]
     assert sweep.main([str(tmp_path)]) == 0 and all(
         line.isprintable() for line in capsys.readouterr().out.splitlines()

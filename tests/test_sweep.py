@@ -19,10 +19,11 @@ import pytest
 import torch
 from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
+from stoker.trainer.callbacks import Callback as TrainerCallback
 
 from stoker.command import cli
 from stoker.runs import rundir
-from stoker.sweeps import launchers, sweep
+from stoker.sweeps import jobs, launchers, sweep
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 JOB = (
@@ -60,6 +61,13 @@ class Returned(Callback):
     def on_job_end(self, config, job_return, **_):
         with open("returned", "a") as file:
             file.write(f"{job_return.return_value}\n")
+
+
+class Sparsity(TrainerCallback):
+    """Stops the training for a reason whose words sound like a search's."""
+
+    def on_epoch_end(self, trainer):
+        trainer.stop("pruned to 90 % sparsity")
 
 
 class Broken(torch.nn.Module):
@@ -619,10 +627,10 @@ def test_a_job_that_ends_while_it_is_looked_at(tmp_path, monkeypatch, while_it):
         return found
 
     monkeypatch.setattr(rundir, while_it, ends)
-    assert sweep.read_job(tmp_path / "0").status == (
+    assert jobs.read_job(tmp_path / "0").status == (
         "done" if while_it == "is_held" else "unfinished"
     )
-    assert sweep.read_job(tmp_path / "0").status == "done"
+    assert jobs.read_job(tmp_path / "0").status == "done"
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
@@ -664,7 +672,7 @@ def test_a_spreadsheet_runs_nothing_of_the_csv(tmp_path):
             "best": None,
         }
         rundir.write_json(tmp_path / str(i) / "result.json", result)
-    rundir.write_json(tmp_path / sweep.SWEEP, {})
+    rundir.write_json(tmp_path / jobs.SWEEP, {})
     assert sweep.main([str(tmp_path)]) == 0
     with open(tmp_path / "sweep.csv", newline="", encoding="utf-8") as file:
         header, *rows = csv.reader(file)
@@ -692,18 +700,36 @@ def test_a_pruned_job_has_a_line_of_its_own(tmp_path):
             "best": {"name": "val/acc", "mode": "max", "value": i},
             "seconds": 1.0,
         }
-        rundir.write_json(
-            tmp_path / str(i) / "result.json",
-            {**result, "stopped": "pruned at evaluation 1" * (i > 1)},
-        )
-    rundir.write_json(tmp_path / sweep.SWEEP, {})
+        if i > 1:
+            result["stopped"] = {"kind": "pruned", "text": "pruned at evaluation 1"}
+        rundir.write_json(tmp_path / str(i) / "result.json", result)
+    rundir.write_json(tmp_path / jobs.SWEEP, {})
     assert sweep.main([str(tmp_path)]) == 0
     page = Page((tmp_path / "sweep.html").read_text(encoding="utf-8"))
     assert (
         page.kinds("path") == ["job pruned"] * 2 + ["job", "job best"]
         and page.kinds("text").count("cut") == 1
     )
-    assert launchers.line(sweep.read_job(tmp_path / "3")).endswith(": pruned at evaluation 1")
+    assert launchers.line(jobs.read_job(tmp_path / "3")).endswith(": pruned at evaluation 1")
+
+
+def test_a_job_is_pruned_by_its_search_and_not_by_the_words_of_a_callback(forks, tmp_path):
+    callback = "+callbacks.sparsity._target_=test_sweep.Sparsity"
+    done = forks.run(tmp_path, "-m", *JOB, "seed=0,1", "hydra.sweep.dir=all", callback)
+    assert done.code == 0, done.err
+    assert line_of(done.out, "sweep").startswith("all: 2 done;")
+    results = [read_json(tmp_path / "all" / job / "result.json") for job in "01"]
+    stopped = {"kind": "asked", "text": "pruned to 90 % sparsity"}
+    assert [result["stopped"] for result in results] == [stopped] * 2
+    best = [result["best"]["value"] for result in results]
+    [row] = rows_of(done.out)[1:]
+    mean_and_deviation = f"{statistics.mean(best):.4f} +- {statistics.stdev(best):.4f}"
+    assert row[:3] == ["0-1", "2", mean_and_deviation]
+    with open(tmp_path / "all" / "sweep.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["status"], float(row["val/acc"])) for row in rows] == [
+        ("done", value) for value in best
+    ]
 
 
 def test_what_is_typed_in_quotes_is_what_hydra_reads():

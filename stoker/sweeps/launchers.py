@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from stoker.command import cli, settings
 from stoker.runs import rundir
-from stoker.sweeps import sweep
+from stoker.sweeps.jobs import read_job, typed_for
 from stoker.trainer import stopping
 from stoker.trainer.errors import RunInUse, UserError, check_number, printable
 from stoker.trainer.launch import cores
@@ -220,7 +220,7 @@ class Jobs(Callback):
                 with contextlib.suppress(OSError):  # it may be replaced at this moment
                     if (when := path.stat().st_mtime_ns) != before.get(path):
                         before[path] = when
-                        done = sweep.read_job(path.parent)
+                        done = read_job(path.parent)
                         print(line(done), flush=True)
                         if done.status == "failed" and on_error == "stop" and not failed:
                             failed.append(done)
@@ -359,4 +359,4 @@ def line(done):
         said = f"done{best}, {done.seconds:.1f} s"
     elif done.status == "pruned":
         said = done.note
-    return printable(f"job {done.name}    {sweep.typed_for(done, done.settings)}: {said}")
+    return printable(f"job {done.name}    {typed_for(done, list(done.settings))}: {said}")

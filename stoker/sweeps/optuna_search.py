@@ -1,110 +1,123 @@
-"""The search by Optuna: Hydra's sweeper with pruning and a storage to go on from, and the callback that prunes."""
+"""The search by Optuna, with a storage to go on from, and the callback that prunes its trials."""
 
-import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import optuna
+from hydra.core.override_parser.types import Override
 from hydra.utils import instantiate
-from hydra_plugins.hydra_optuna_sweeper._impl import create_params_from_overrides
-from hydra_plugins.hydra_optuna_sweeper.optuna_sweeper import OptunaSweeper
+from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: _impl, how ranges become distributions, plugin 1.4
+    create_optuna_distribution_from_override,
+)
+from omegaconf import DictConfig
+from optuna.distributions import BaseDistribution, check_distribution_compatibility
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from stoker.runs import rundir
-from stoker.sweeps import sweep
-from stoker.sweeps.search import (
-    at_once,
-    check_goes_on,
-    check_mode,
-    maximizes,
-    nothing_to_search,
-    outcome,
-    space_of,
-    trials_of,
-)
+from stoker.sweeps.search import Search, Trials, check_mode
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
 from stoker.trainer.device import mix_seed
 from stoker.trainer.errors import UserError
+from stoker.trainer.trainer import Trainer
+
+SAMPLERS = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")  # what a config may name
+STATES = {"pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-class Search(OptunaSweeper):
-    """Hydra's Optuna sweeper, with a loop of its own: that one knows no pruned trials and does not go on after a kill.
+class OptunaSearch(Search):
+    """Hydra's Optuna sweeper with our loop: Hydra's knows no pruned trials and does not go on after a kill.
 
-    The job of a trial has the trial's number, and so has its folder. What the sampler draws for a trial is a function
-    of (seed, number, the results before): a search that was killed and goes on proposes what it would have proposed.
+    The values of a trial are a function of (seed, number, the results before): a search that was killed proposes what
+    it would have proposed. Takes the settings of Hydra's sweeper.
     """
 
-    def __init__(self, sampler, **others):
-        super().__init__(sampler, **others)
+    name = "optuna"
+
+    def __init__(
+        self,
+        sampler: DictConfig,
+        storage: str | None,
+        study_name: str | None,
+        custom_search_space: str | None,
+        params: DictConfig | None,
+        **_: Any,
+    ) -> None:
         self.sampler = sampler
+        self.storage = storage
+        self.study_name = study_name
+        self.keys = params or {}
+        self.extend: Callable[[DictConfig, optuna.Trial], None] | None = None
+        if custom_search_space:
+            self.extend = instantiate({"_target_": custom_search_space, "_partial_": True})
 
-    def sweep(self, arguments):
-        cfg = self.sweeper.config
-        self.folder, self.launcher = Path(cfg.hydra.sweep.dir).resolve(), self.sweeper.launcher
-        trials, jobs, self.maximize = trials_of(cfg), at_once(cfg), maximizes(cfg)
-        self.space, self.fixed, self.deleted = distributions(
-            space_of(cfg, arguments, self.sweeper.params)
-        )
-        if not self.space and not self.sweeper.custom_search_space_extender:
-            raise nothing_to_search("optuna")
-        # A key that is not there is noticed before anything is written.
-        self.sweeper.validate_batch_is_legal([self.typed(self.ask(optuna.create_study(), 0))])
-        with rundir.held(self.folder):
-            check_goes_on(
-                self.folder, [f"{key}={value}" for key, value in self.fixed.items()], self.space
-            )
-            study = self.open_study()
-            sweep.announce(self.folder, trials, self.space)
-            self.run(study, [trial for trial in study.trials if self.is_left_off(trial)])
-            while to_go := max(
-                0, trials - sum(trial.state.is_finished() for trial in study.trials)
-            ):
-                first = len(study.trials)
-                self.run(study, [self.ask(study, first + i) for i in range(min(to_go, jobs))])
+    def define(self, searched: dict[str, Override]) -> list[str]:
+        self.space: dict[str, BaseDistribution] = {}
+        for override in searched.values():
+            try:
+                distribution = create_optuna_distribution_from_override(override)
+            except (ValueError, AssertionError, NotImplementedError) as error:
+                reason = (str(error).splitlines() or ["this is no space to search"])[0]
+                raise UserError(f"{override.input_line}: {reason}") from None
+            self.space[override.get_key_element()] = distribution
+        return typed(self.ask(optuna.create_study(), 0))
 
-    def ask(self, study, number):
-        """The trial of this number, its values drawn."""
+    def open(self) -> Trials:
+        self.study = self.open_study()
+        begun = {}
+        for trial in self.study.trials:
+            # Other folders may be at work on the same study.
+            if trial.user_attrs.get("folder") == str(self.folder) and not trial.state.is_finished():
+                # Anybody may have written the storage: type nothing that this search would not draw.
+                begun[trial.number] = typed(trial) if trial.distributions == self.space else None
+        return begun
+
+    def propose(self, count: int) -> Trials:
+        monitored = self.study.user_attrs
+        if "mode" in monitored:  # of trials that have failed for it
+            check_mode(self.maximize, monitored["monitor"], monitored["mode"])
+        trials = self.study.trials
+        to_go = self.trials - sum(trial.state.is_finished() for trial in trials)
+        numbers = range(len(trials), len(trials) + min(to_go, count))
+        return {number: typed(self.ask(self.study, number)) for number in numbers}
+
+    def tell(self, number: int, state: str, value: float | None) -> None:
+        if state == "complete":
+            self.study.tell(number, value)
+        else:  # the value of a pruned one is the last that it has reported
+            self.study.tell(number, state=STATES[state])
+
+    def ask(self, study: optuna.Study, number: int) -> optuna.Trial:
+        """Return the trial of this number with its values drawn."""
         study.sampler = self.make_sampler(number)
         trial = study.ask(self.space)
-        if self.sweeper.custom_search_space_extender:
-            self.sweeper.custom_search_space_extender(self.sweeper.config, trial)
+        if self.extend:
+            self.extend(self.config, trial)
         trial.set_user_attr("folder", str(self.folder))
         return trial
 
-    def is_left_off(self, trial):
-        """Whether a search in this folder was killed while the trial ran. Other folders may be at work on the study."""
-        return trial.user_attrs.get("folder") == str(self.folder) and not trial.state.is_finished()
-
-    def typed(self, trial):
-        """What is typed for the job of a trial."""
-        return [
-            *(f"{key}={value}" for key, value in {**trial.params, **self.fixed}.items()),
-            *self.deleted,
-        ]
-
-    def make_sampler(self, number):
-        """The sampler for the trial of this number."""
-        config = dict(self.sampler)
+    def make_sampler(self, number: int) -> BaseSampler:
+        """Return the sampler for the trial of this number."""
+        config: dict[str, Any] = dict(self.sampler)
         if config.get("_partial_"):
             raise UserError(
                 "hydra/sweeper/sampler=grid: every combination is what sweep=grid runs. Type sweep=grid."
             )
         if config.get("seed") is not None:
             config["seed"] = mix_seed(config["seed"], "trial", number) % 2**32
-        allowed = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")
-        return instantiate(config, _execution_whitelist_=allowed)
+        return instantiate(config, _execution_whitelist_=SAMPLERS)
 
-    def open_study(self):
-        """The study in the storage, made where it is not there; UserError where it cannot be, or is another one."""
-        direction, sweeper = (
-            "maximize" if self.maximize else "minimize",
-            self.sweeper.config.hydra.sweeper,
-        )
+    def open_study(self) -> optuna.Study:
+        """Return the study in the storage, a new one if there is none; UserError if it is another search's."""
+        direction = "maximize" if self.maximize else "minimize"
         try:
-            place, name = place_of(sweeper, self.folder)
+            place, name = place_of(self.config.hydra.sweeper, self.folder)
             study = optuna.create_study(
                 storage=open_storage(place),
                 study_name=name,
@@ -116,74 +129,37 @@ class Search(OptunaSweeper):
             reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"hydra.sweeper.storage: it cannot be opened ({reason}).") from None
         if before != direction:
-            what = f"holds a search for the {'lowest' if self.maximize else 'highest'} value"
-            raise UserError(f"hydra.sweep.dir={self.folder} {what}. Type another hydra.sweep.dir.")
-        for key, old in (
-            (key, old) for trial in study.trials for key, old in trial.distributions.items()
-        ):
-            try:
-                optuna.distributions.check_distribution_compatibility(old, self.space.get(key, old))
-            except ValueError as error:
-                reason = f"its trials have another space for {key} ({str(error).rstrip('.')})"
-                raise UserError(
-                    f"hydra.sweep.dir={self.folder}: {reason}. Type another hydra.sweep.dir."
-                ) from None
+            end = "lowest" if self.maximize else "highest"
+            raise UserError(
+                f"hydra.sweep.dir={self.folder} holds a search for the {end} value. "
+                "Type another hydra.sweep.dir."
+            )
+        for trial in study.trials:
+            for key, old in trial.distributions.items():
+                try:
+                    check_distribution_compatibility(old, self.space.get(key, old))
+                except ValueError as error:
+                    raise UserError(
+                        f"hydra.sweep.dir={self.folder}: its trials have another space for {key} "
+                        f"({str(error).rstrip('.')}). Type another hydra.sweep.dir."
+                    ) from None
         return study
 
-    def run(self, study, trials):
-        """Runs the jobs of these trials, where no killed search has left a result, and tells what became of all."""
-        folders = {trial.number: self.folder / str(trial.number) for trial in trials}
-        todo = [trial for trial in trials if outcome(folders[trial.number]) is None]
-        # Of a trial in a storage, which may be anybody's, nothing is typed that this search would not have drawn.
-        drawn = [
-            trial
-            for trial in todo
-            if isinstance(trial, optuna.Trial) or trial.distributions == self.space
-        ]
-        todo = [(trial.number, self.typed(trial)) for trial in drawn]
-        # A launcher counts the jobs up from a number: one launch for those that follow one another.
-        for _, group in itertools.groupby(enumerate(todo), key=lambda pair: pair[1][0] - pair[0]):
-            numbers, overrides = zip(*(job for _, job in group), strict=True)
-            self.launcher.launch(overrides, initial_job_idx=numbers[0])
-        for number, folder in folders.items():
-            state, best = outcome(folder) or ("failed", None)
-            if best:
-                check_mode(self.maximize, best["name"], best.get("mode"))
-            if state == "complete":
-                study.tell(number, best["value"])
-            else:  # the value of a pruned one is the last that it has reported
-                study.tell(
-                    number, state=TrialState.PRUNED if state == "pruned" else TrialState.FAIL
-                )
-        if "mode" in study.user_attrs:  # of trials that have failed for it
-            check_mode(self.maximize, study.user_attrs["monitor"], study.user_attrs["mode"])
+
+def typed(trial: optuna.Trial | optuna.trial.FrozenTrial) -> list[str]:
+    """What is typed for the values of a trial."""
+    return [f"{key}={value}" for key, value in trial.params.items()]
 
 
-def distributions(overrides):
-    """({key: distribution}, {key: value}, [~key]) of the overrides, of each key the last; UserError for a bad one."""
-    space, fixed, deleted = {}, {}, []
-    for override in overrides:
-        try:
-            searched, values, without = create_params_from_overrides([override])
-        except (ValueError, AssertionError, NotImplementedError) as error:
-            reason = (str(error).splitlines() or ["this is no space to search"])[0]
-            raise UserError(f"{override}: {reason}") from None
-        for key in {**searched, **values}:
-            space.pop(key, None)
-            fixed.pop(key, None)
-        space, fixed, deleted = space | searched, fixed | values, deleted + without
-    return space, fixed, deleted
-
-
-def place_of(sweeper, folder):
-    """(where the study is stored, its name) of the sweeper's settings and the sweep's folder."""
+def place_of(sweeper: DictConfig, folder: Path) -> tuple[str, str]:
+    """Where the study is stored, and its name, by the sweeper's settings and the sweep's folder."""
     if sweeper.storage is None:
-        # Other trials are waited for, for a minute.
+        # Wait a minute for other trials.
         return f"sqlite:///{folder / 'study.db'}?timeout=60", sweeper.study_name or "search"
     return sweeper.storage, sweeper.study_name or folder.name
 
 
-def open_storage(place):
+def open_storage(place: str) -> BaseStorage:
     """The storage of an SQLAlchemy URL, or of `journal:FILE`: a file that several machines may share by NFS."""
     kind, _, path = place.partition(":")
     if kind == "journal":
@@ -193,53 +169,61 @@ def open_storage(place):
 
 
 class Pruning(Callback):
-    """Reports each evaluation's monitored number to the trial, and ends the training where the pruner sees no hope.
+    """Report each evaluation's monitored number to the trial, and end the training if the pruner sees no hope.
 
     The trial's clock is evaluations, so that trials with other batch sizes can be compared.
     """
 
-    def __init__(self, place, study, trial, pruner, monitor="auto", mode="auto"):
-        self.place, self.study_name, self.number, self.pruner = place, study, trial, pruner
+    def __init__(
+        self,
+        place: str,
+        study: str,
+        trial: int,
+        pruner: BasePruner,
+        monitor: str = "auto",
+        mode: str = "auto",
+    ) -> None:
+        self.place = place
+        self.study_name = study
+        self.number = trial
+        self.pruner = pruner
         self.watched = Monitor(monitor, mode)
 
-    def on_fit_start(self, trainer):
-        """UserError where the search looks for the other end of this number."""
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Raise UserError if the search looks for the other end of this number."""
         self.watched.on_fit_start(trainer)
         storage = open_storage(self.place)
         study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=self.pruner)
-        name, mode = self.watched.name, "max" if self.watched.sign > 0 else "min"
+        name = self.watched.name
+        mode = "max" if self.watched.sign > 0 else "min"
         if launch.is_first():
             study.set_user_attr("monitor", name)
             study.set_user_attr("mode", mode)
         check_mode(study.direction.name == "MAXIMIZE", name, mode)
         study_id = storage.get_study_id_from_name(self.study_name)
-        self.trial = optuna.Trial(
-            study, storage.get_trial_id_from_study_id_trial_number(study_id, self.number)
-        )
+        trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, self.number)
+        self.trial = optuna.Trial(study, trial_id)
         self.reported = max(study.trials[self.number].intermediate_values, default=0)
         if trainer.step and self.reported == self.evaluations(trainer):
-            self.stop_if_hopeless(trainer)  # the run was killed before it was asked
+            self.stop_if_hopeless(trainer)  # the run was killed before it could ask
 
-    def on_log(self, trainer, row):
+    def on_log(self, trainer: Trainer, row: dict[str, Any]) -> None:
         now = self.evaluations(trainer)
-        if (
-            self.watched.name not in row
-            or not trainer.is_time(self.every(trainer))
-            or now < self.reported
-        ):
+        is_evaluation = self.watched.name in row and trainer.is_time(self.every(trainer))
+        if not is_evaluation or now < self.reported:
             return
         if now > self.reported and launch.is_first():
             self.trial.report(row[self.watched.name], now)
         self.reported = max(now, self.reported)
         self.stop_if_hopeless(trainer)
 
-    def stop_if_hopeless(self, trainer):
-        """Stops all processes of the trial where the first one, which asks, sees no hope: others could see another."""
+    def stop_if_hopeless(self, trainer: Trainer) -> None:
+        """Stop all processes of the trial if the first one sees no hope; the others might see another."""
         if parallel.add_up(int(launch.is_first() and self.trial.should_prune())):
             trainer.stop(f"pruned at evaluation {self.reported}", "pruned")
 
-    def every(self, trainer):
+    def every(self, trainer: Trainer) -> int:
         return trainer.eval_every or trainer.steps_per_epoch
 
-    def evaluations(self, trainer):
+    def evaluations(self, trainer: Trainer) -> int:
         return math.ceil(trainer.step / self.every(trainer))

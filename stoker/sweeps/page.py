@@ -20,7 +20,7 @@ FAR = 10  # a number that is so many times another one wants a logarithmic scale
 
 
 def of_sweep(sweep, counts, best, again, report=None):
-    """The page of a stoker.sweeps.sweep.Sweep, with its `counts` in words, the commands of the best job and to go on, and
+    """The page of a stoker.sweeps.table.Sweep, with its `counts` in words, the commands of the best job and to go on, and
     the path of the best job's `report`."""
     ranked = sweep.name and sweep.compares
     better = (
@@ -48,7 +48,8 @@ def of_groups(sweep):
     Runs that are no sweep's may have little in common: their settings are one column. What decides stands first, where
     a phone has room.
     """
-    from stoker.sweeps.sweep import groups, tests_of, typed_for
+    from stoker.sweeps.jobs import typed_for
+    from stoker.sweeps.table import groups, tests_of
 
     grouped = any(len(group) > 1 for group in sweep.groups)
     keys = [key for key in sweep.keys if not grouped or key != "seed"]
@@ -81,7 +82,8 @@ def of_groups(sweep):
 
 def of_jobs(sweep):
     """The table of all jobs, in their order; with a column of notes where there is one."""
-    from stoker.sweeps.sweep import tests_of, typed_for
+    from stoker.sweeps.jobs import typed_for
+    from stoker.sweeps.table import tests_of
 
     first, keys = ("job", sweep.keys) if sweep.swept else ("run", ["settings"])
     tests, rows, noted = tests_of(sweep), [], any(job.note for job in sweep.jobs)

@@ -1,20 +1,30 @@
-"""What the searches have in common: which end is good, what is searched, and what became of a trial."""
+"""The half that all searches share: the loop that proposes trials, runs their jobs and tells what became of them."""
 
+import abc
+import itertools
 import math
-import warnings
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.experimental.callback import Callback
-from omegaconf import OmegaConf
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
 
-from stoker.command import cli, settings
+from stoker.command import settings
+from stoker.command.build import locate
 from stoker.runs import rundir
-from stoker.sweeps import sweep
+from stoker.sweeps import jobs, launchers
 from stoker.trainer import launch
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import default_metrics
 
-# Hydra's keys whose part ours have, and what to type instead.
+# Hydra's keys for which ours stand, and what to type instead.
 TAKEN = {
     "direction": "monitor_mode=max or monitor_mode=min",
     "ax_config.experiment.minimize": "monitor_mode=max or monitor_mode=min",
@@ -25,28 +35,96 @@ TAKEN = {
     "max_batch_size": "sweep.at_once=N, with hydra/launcher=joblib",
     "max_failure_rate": "sweep.on_error=continue or sweep.on_error=stop",
 }
+# By the number of a job: what is typed for it, None if nothing must be.
+Trials = dict[int, list[str] | None]
 
 
-class Sweepers(Callback):
-    """Hydra's callback that makes our sweeper known to it, before it is looked for."""
+class Search(Sweeper, abc.ABC):
+    """A sweeper of Hydra that proposes jobs from the results before them.
 
-    def on_multirun_start(self, config, **_):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the libraries below Ax
-                if config.hydra.runtime.choices["hydra/sweeper"] == "ax":
-                    from stoker.sweeps.ax_search import Search
-                else:
-                    from stoker.sweeps.optuna_search import Search
-        except ImportError as error:  # of an Exception Hydra would make a warning
-            raise SystemExit(
-                cli.report(UserError(f"sweep: its sweeper cannot be imported ({error})."))
-            ) from None
-        Plugins.instance().register(Search)
+    The job of a trial has the trial's number, and so has its folder, from which the results are read: a search that
+    was killed goes on. A subclass says what is searched (`define`), what an earlier process has left (`open`), which
+    trials come next (`propose`), and hears of their ends (`tell`).
+    """
+
+    name: str
+    keys: Mapping[str, Any] = {}  # of Hydra's own settings that say what is searched
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        self.config = config
+        self.hydra_context = hydra_context
+        self.launcher: Launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    @abc.abstractmethod
+    def define(self, searched: dict[str, Override]) -> list[str]:
+        """Take the overrides that are searched, by key, and return a trial's values as an example."""
+
+    @abc.abstractmethod
+    def open(self) -> Trials:
+        """Return the trials that an earlier process has begun here and that this one has to look at."""
+
+    @abc.abstractmethod
+    def propose(self, count: int) -> Trials:
+        """Return at most `count` new trials, none if the search has ended."""
+
+    @abc.abstractmethod
+    def tell(self, number: int, state: str, value: float | None) -> None:
+        """Take the end of a trial: "complete" or "pruned" with its best value, or "failed"."""
+
+    def sweep(self, arguments: list[str]) -> None:
+        cfg = self.config
+        self.folder = Path(cfg.hydra.sweep.dir).resolve()
+        self.trials = trials_of(cfg)
+        self.maximize = maximizes(cfg)
+        count = at_once(cfg)
+        parsed = OverridesParser.create().parse_overrides(space_of(cfg, arguments, self.keys))
+        last = {override.key_or_group: override for override in parsed}
+        searched = {key: one for key, one in last.items() if one.is_sweep_override()}
+        self.fixed = [str(one.input_line) for key, one in last.items() if key not in searched]
+        example = self.define(searched)
+        if not example:
+            raise UserError(
+                f"sweep={self.name}: nothing is searched. Type a key and its range, "
+                "as in 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
+            )
+        # A key that does not exist is an error before anything is written.
+        self.validate_batch_is_legal([[*example, *self.fixed]])
+        keys = sorted(jobs.settings_of(example))
+        with rundir.held(self.folder):
+            check_goes_on(self.folder, self.fixed, keys)
+            begun = self.open()
+            jobs.announce(self.folder, jobs.SweepRecord(sys.argv[1:], self.trials, keys))
+            self.run(begun)
+            while trials := self.propose(count):
+                self.run(trials)
+
+    def run(self, trials: Trials) -> None:
+        """Run the jobs of these trials, unless a killed search has left a result, and tell what became of all."""
+        todo = {
+            number: [*typed, *self.fixed]
+            for number, typed in trials.items()
+            if typed is not None and outcome(self.folder / str(number)) is None
+        }
+        # A launcher counts the jobs up from a number: one launch for those that follow one another.
+        for _, group in itertools.groupby(enumerate(todo), key=lambda pair: pair[1] - pair[0]):
+            numbers = [number for _, number in group]
+            batch = [todo[number] for number in numbers]
+            self.launcher.launch(batch, initial_job_idx=numbers[0])
+        for number in trials:
+            state, best = outcome(self.folder / str(number)) or ("failed", None)
+            if best is None:
+                self.tell(number, state, None)
+            else:
+                check_mode(self.maximize, best["name"], best.get("mode"))
+                self.tell(number, state, best["value"])
 
 
-def trials_of(cfg):
-    """How many trials there are to be; UserError for that, or a setting of Hydra's sweeper that is ours to make."""
+def trials_of(cfg: DictConfig) -> int:
+    """How many trials to run; UserError for a setting of Hydra's sweeper that one of ours replaces."""
     for override in cfg.hydra.overrides.hydra:
         key = override.partition("=")[0].lstrip("+").removeprefix("hydra.sweeper.")
         if key in TAKEN:
@@ -54,125 +132,110 @@ def trials_of(cfg):
     return settings.check("sweep.trials", cfg.sweep.trials)
 
 
-def at_once(cfg):
-    """How many trials are proposed together: as many as the launcher runs at the same time."""
-    launcher, node = cfg.hydra.runtime.choices["hydra/launcher"], cfg.hydra.launcher
+def at_once(cfg: DictConfig) -> int:
+    """How many trials to propose together: as many as the launcher runs at the same time."""
+    launcher = cfg.hydra.runtime.choices["hydra/launcher"]
+    node = cfg.hydra.launcher
     if launcher == "basic":
         return 1
     if launcher == "submitit_slurm":
         return node.array_parallelism
-    from stoker.sweeps import launchers
-
     if launcher == "joblib":
         return node.n_jobs if node.n_jobs > 0 else launch.cores()
-    return launchers.how_many(
-        cfg.sweep.at_once, cfg.sweep.per_gpu, launchers.count_gpus(cfg.device), launch.cores()
-    )[0]
+    gpus = launchers.count_gpus(cfg.device)
+    return launchers.how_many(cfg.sweep.at_once, cfg.sweep.per_gpu, gpus, launch.cores())[0]
 
 
-def maximizes(cfg):
-    """Whether the search looks for the highest value. It has to know before the first trial has built any metric."""
+def maximizes(cfg: DictConfig) -> bool:
+    """Whether the search looks for the highest value. It has to know before any trial has built a metric."""
     if cfg.monitor_mode != "auto":
         return settings.check("monitor_mode", cfg.monitor_mode) == "max"
     if cfg.monitor == "auto":
         return True  # val/acc or val/r2; where it is another one, check_mode ends the search
-    higher = {"val/loss": False, "train/loss": False}
-    for kind in ("classification", "regression"):
-        higher |= {
-            f"val/{name}": metric.higher_is_better for name, metric in default_metrics(kind).items()
-        }
+    metrics = default_metrics("classification") | default_metrics("regression")
+    higher = {f"val/{name}": metric.higher_is_better for name, metric in metrics.items()}
+    higher["val/loss"] = False
+    higher["train/loss"] = False
     for name, node in cfg.metrics.items():
-        from stoker.command.build import locate
-
-        higher[f"val/{name}"] = getattr(
-            locate(f"metrics.{name}", node.get("_target_")), "higher_is_better", None
-        )
-    if not isinstance(higher.get(cfg.monitor), bool):
+        metric = locate(f"metrics.{name}", node.get("_target_"))
+        higher[f"val/{name}"] = getattr(metric, "higher_is_better", None)
+    maximize = higher.get(cfg.monitor)
+    if not isinstance(maximize, bool):
         raise UserError(
             f"monitor={cfg.monitor}: a search has to know whether high or low is good.\n"
             "Type monitor_mode=max or monitor_mode=min."
         )
-    return higher[cfg.monitor]
+    return maximize
 
 
-def check_mode(maximize, name, mode):
-    """UserError where the number that a trial monitors has its good end on the other side."""
+def check_mode(maximize: bool, name: str, mode: str | None) -> None:
+    """Raise UserError if the number that a trial monitors is good at the other end."""
     if mode != ("max" if maximize else "min"):
-        sides = ("lowest", "highest") if mode == "min" else ("highest", "lowest")
+        trial, search = ("lowest", "highest") if mode == "min" else ("highest", "lowest")
         raise UserError(
-            f"monitor: the trials look for the {sides[0]} {name}, and the search for the {sides[1]} value.\n"
+            f"monitor: the trials look for the {trial} {name}, and the search for the {search} value.\n"
             f"Type monitor={name} monitor_mode={mode}, and another hydra.sweep.dir."
         )
 
 
-def space_of(cfg, typed, own=None):
-    """The overrides to search over: those of `sweep.space` that the config has a key for, and then those typed."""
-    keys = {override.partition("=")[0] for override in typed}
-    several = {
-        key for key, _, value in (override.partition("=") for override in typed) if "," in value
-    }
-    kept, left = [], []
-    for key, values in {**cfg.sweep.space, **(own or {})}.items():
-        of_one = key.partition(".")[0] in several & set(
-            cfg.hydra.runtime.choices
-        )  # of one option of a group
-        there = OmegaConf.select(cfg, key, throw_on_missing=False) is not None and not of_one
-        if key not in keys:
-            (kept if there else left).append(f"{key}={values}")
+def space_of(cfg: DictConfig, typed: list[str], more: Mapping[str, Any]) -> list[str]:
+    """The overrides to search over: those of `sweep.space` and `more` that the config has a key for, then those typed."""
+    values = {}
+    for override in typed:
+        key, _, value = override.partition("=")
+        values[key] = value
+    groups = cfg.hydra.runtime.choices
+    kept = []
+    left = []
+    for key, space in {**cfg.sweep.space, **more}.items():
+        group = key.partition(".")[0]
+        is_of_one_option = group in groups and "," in values.get(group, "")
+        if key in values:
+            continue
+        if is_of_one_option or OmegaConf.select(cfg, key, throw_on_missing=False) is None:
+            left.append(key)
+        else:
+            kept.append(f"{key}={space}")
     if left:
-        print(
-            f"search   without {', '.join(item.partition('=')[0] for item in left)}: not every trial has such a key"
-        )
+        print(f"search   without {', '.join(left)}: not every trial has such a key")
     return [*kept, *typed]
 
 
-def nothing_to_search(name):
-    example = "'optimizer.lr=tag(log, interval(1e-4, 1e-1))'"
-    return UserError(
-        f"sweep={name}: nothing is searched. Type a key and its range, as in {example}."
-    )
-
-
-def check_goes_on(folder, fixed, searched):
-    """UserError where the search in the folder was over other keys, or its trials had other settings beside those."""
-    again = f"Type another hydra.sweep.dir, or to go on with that one:\n{sweep.command(folder)}"
-    before = (rundir.read_result(folder / sweep.SWEEP) or {}).get("searched")
-    if (
-        isinstance(before, list)
-        and all(isinstance(key, str) for key in before)
-        and sorted(searched) != before
-    ):
-        now, before = (", ".join(keys) or "nothing" for keys in (sorted(searched), before))
+def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
+    """Raise UserError if the search in the folder is over other keys, or its trials have other settings beside those."""
+    before = jobs.SweepRecord.read(folder).searched
+    if before is not None and before != searched:
+        now = ", ".join(searched)
         raise UserError(
-            f"hydra.sweep.dir={folder}: this search is over {now}, that one over {before}.\n{again}"
+            f"hydra.sweep.dir={folder}: this search is over {now}, that one over "
+            f"{', '.join(before) or 'nothing'}.\n{jobs.what_to_type(folder)}"
         )
 
-    def settled(settings_typed):
+    def compared(typed: dict[str, str]) -> dict[str, str]:
         return {
             key: value
-            for key, value in settings_typed.items()
-            if sweep.matters(key) and key not in searched
+            for key, value in typed.items()
+            if key not in searched and jobs.changes_results(key)
         }
 
-    now = settled(sweep.setting_of(fixed))
-    for job in sweep.read_jobs(folder):
-        was = settled(job.settings)
-        if other := [key for key in {**now, **was} if now.get(key) != was.get(key)]:
-            key = other[0]
-            difference = f"{key}={now.get(key, '(default)')} (was {was.get(key, '(default)')})"
+    now_fixed = compared(jobs.settings_of(fixed))
+    for job in jobs.read_jobs(folder):
+        different = jobs.differences(now_fixed, compared(job.settings))
+        if different:
             raise UserError(
-                f"hydra.sweep.dir={folder}: its trials have other settings: {difference}.\n{again}"
+                f"hydra.sweep.dir={folder}: its trials have other settings: {different}.\n"
+                + jobs.what_to_type(folder)
             )
 
 
-def outcome(folder):
-    """What became of a trial: ("complete" or "pruned", its best), or ("failed", None); None where it has no result.
+def outcome(folder: Path) -> tuple[str, dict[str, Any] | None] | None:
+    """What became of a trial: ("complete" or "pruned", its best), or ("failed", None); None if it has no result.
 
     The best is that of result.json: {"name", "mode", "step", "value"}.
     """
-    result = rundir.finished(folder)
-    if result is None:
-        return None if rundir.read_result(folder / "result.json") is None else ("failed", None)
-    if not result.get("best") or not math.isfinite(result["best"]["value"]):
+    if rundir.read_result(folder / "result.json") is None:
+        return None
+    job = jobs.read_job(folder)
+    if not job.best or not math.isfinite(job.best["value"]):
         return "failed", None
-    return "pruned" if sweep.is_pruned(result) else "complete", result["best"]
+    return "pruned" if job.status == "pruned" else "complete", job.best

@@ -1,0 +1,262 @@
+"""The directory of a sweep as typed records: what each job's folder says, and what sweep.json says.
+
+A job is a folder with a job.json (what was typed for it) or a result.json. Nobody promises that this program wrote
+them, so whatever does not look right counts as missing.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stoker.command import cli, settings
+from stoker.runs import rundir
+from stoker.trainer import files, launch, readable
+from stoker.trainer.errors import as_typed, printable
+
+JOB = "job.json"  # what was typed for a job
+SWEEP = "sweep.json"  # what was typed for the whole sweep
+STATUSES = ("done", "pruned", "running", "unfinished", "failed")
+PROGRESS_BYTES = 2**16  # read from the end of a metrics.jsonl
+announced = False  # whether this process has checked its sweep against the directory and begun it
+
+
+@dataclass
+class Job:
+    """What the folder of a job says.
+
+    `best` is that of result.json: {"name", "mode", "step", "value"}. `note` says why the job failed or was pruned, or
+    how far it is. `code` is what it adds to the exit code of its sweep.
+    """
+
+    name: str
+    overrides: list[str]
+    status: str = "done"
+    best: dict[str, Any] | None = None
+    test: dict[str, float] = field(default_factory=dict)
+    seconds: float | None = None
+    note: str = ""
+    code: int = 0
+
+    def __post_init__(self) -> None:
+        self.settings = settings_of(self.overrides)
+
+    def is_within(self, planned: int | None) -> bool:
+        """Whether a sweep of `planned` jobs has this one: a larger sweep may have used the directory before."""
+        return planned is None or not self.name.isdecimal() or int(self.name) < planned
+
+
+@dataclass
+class SweepRecord:
+    """What sweep.json says: the command line, how many jobs it asks for, and the keys that a search searches.
+
+    A field is None where nobody knows; `searched` is None for a grid.
+    """
+
+    typed: list[str] | None = None
+    jobs: int | None = None
+    searched: list[str] | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> "SweepRecord":
+        record = rundir.read_result(folder / SWEEP) or {}
+        jobs = record.get("jobs")
+        return cls(
+            texts(record.get("typed")),
+            jobs if isinstance(jobs, int) else None,
+            texts(record.get("searched")),
+        )
+
+    def write(self, folder: Path) -> None:
+        rundir.write_json(folder / SWEEP, vars(self))
+
+
+def texts(value: object) -> list[str] | None:
+    """`value` if it is a list of texts, else None."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    return None
+
+
+def announce(folder: Path, record: SweepRecord) -> None:
+    """Write what this process is about to run; the directory has been checked and goes with it."""
+    global announced
+    record.write(folder)
+    announced = True
+
+
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is a sweep's: a folder of single runs has results in it too."""
+    marks = (folder / SWEEP, folder / "multirun.yaml")
+    return any(path.is_file() for path in marks) or any(folder.glob(f"*/{JOB}"))
+
+
+def read_jobs(folder: Path) -> list[Job]:
+    """Read the jobs of a sweep, or the runs in any other folder, by name: 2 comes before 10."""
+    names = (JOB, "result.json") if is_sweep(folder) else ("config.yaml",)
+    paths = {path.parent for name in names for path in folder.glob(f"*/{name}")}
+    return [read_job(path) for path in sorted(paths, key=by_number)]
+
+
+def by_number(path: Path) -> list[tuple[int, int, str]]:
+    """The sort key of a folder's name, with the numbers in it as numbers."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+
+
+def read_job(folder: Path) -> Job:
+    from stoker.runs.report import typed_in
+
+    # First of all, since a job that ends from here on has its result by then.
+    is_held = rundir.is_held(folder)
+    result = rundir.read_result(folder / "result.json")
+    begun = rundir.read_result(folder / JOB)
+    record = begun if rundir.is_list(begun) else result
+    overrides = typed_in(folder, record if rundir.is_list(record) else {}) or []
+    job = Job(folder.name, overrides)
+    if rundir.is_finished(result):
+        job.best = result.get("best")
+        job.seconds = result["seconds"]
+        job.test = numbers_in(result, "test/")
+        stopped = rundir.stopped(result)
+        if stopped.kind == "pruned":
+            job.status = "pruned"
+            job.note = stopped.text
+    elif is_held:
+        job.status = "running"
+        job.note = progress(folder)
+        job.code = cli.IN_USE
+    elif result is None and (begun is not None or (folder / "config.yaml").is_file()):
+        job.status = "unfinished"
+        job.note = progress(folder)
+        job.code = 3
+    else:
+        job.status = "failed"
+        job.note = "its result.json is not that of a run"
+        job.code = 3
+        if rundir.is_whole(result):
+            job.note = result["error"]
+            job.code = result.get("code") if result.get("code") in (1, 2, 3) else 3
+    return job
+
+
+def numbers_in(row: dict[str, Any], prefix: str) -> dict[str, float]:
+    """The numbers among the entries whose names begin with `prefix`."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name.startswith(prefix) and rundir.is_number(value)
+    }
+
+
+def progress(folder: Path) -> str:
+    """'at step 140, loss 0.2546  acc 0.9330', from the last rows of a job's metrics.jsonl."""
+    try:
+        with files.open_plain(folder / "metrics.jsonl") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - PROGRESS_BYTES))
+            lines = file.read(PROGRESS_BYTES).splitlines()
+    except OSError:
+        return "no row yet"
+    step = 0
+    values = ""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                step = row["step"]
+                values = readable.numbers(numbers_in(row, "val/")) or values
+    text = f"at step {step}, {values}" if values else f"at step {step}"
+    return text[: rundir.MOST_SETTINGS]
+
+
+def settings_of(overrides: list[str]) -> dict[str, str]:
+    """{key: value as it was typed}, without the keys of the sweep itself."""
+    settings = {}
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if not re.match(r"(sweep|hydra|run_dir)([./]|$)", key):
+            settings[key] = value
+    return settings
+
+
+def varied(settings: list[dict[str, str]]) -> list[str]:
+    """The keys in which the settings of several jobs differ, in the order typed."""
+    keys = dict.fromkeys(key for job in settings for key in job)
+    return [key for key in keys if len({job.get(key) for job in settings}) > 1]
+
+
+def changes_results(key: str) -> bool:
+    """Whether another value of the key leads to other results. Some change no weights, but which ones are best."""
+    return key in ("eval_every", "max_minutes") or not settings.may_differ(key)
+
+
+def differences(now: dict[str, str], before: dict[str, str]) -> str:
+    """'seed=2 (was 0), ...' for the first three keys in which two jobs' settings differ; '' for none."""
+    keys = [key for key in {**now, **before} if now.get(key) != before.get(key)]
+    return ", ".join(
+        f"{key}={as_typed(now.get(key, '(default)'))} (was {before.get(key, '(default)')})"
+        for key in keys[:3]
+    )
+
+
+def typed_for(job: Job, keys: list[str]) -> str:
+    """What was typed for a job, of these keys."""
+    parts = []
+    for key in keys:
+        value = job.settings.get(key)
+        if value == "" and key.startswith("~"):
+            parts.append(key)
+        elif value is not None:
+            parts.append(f"{key}={value}")
+    return " ".join(parts)
+
+
+def command_to_continue(folder: Path) -> str:
+    """The command line of the sweep, which goes on with it."""
+    place = rundir.setting("hydra.sweep.dir", folder)
+    typed = SweepRecord.read(folder).typed
+    if typed is None:
+        return f"the same command with {place}"
+    typed = [override for override in typed if not override.startswith("hydra.sweep.dir=")]
+    return shlex.join([*launch.program(), *typed, place])
+
+
+def what_to_type(folder: Path) -> str:
+    """What to type where a sweep does not go with the one in its directory."""
+    again = command_to_continue(folder)
+    return f"Type another hydra.sweep.dir, or to go on with that one:\n{again}"
+
+
+def begin(folder: str, number: int) -> None:
+    """Write what was typed for this process's job into its directory, and remove an earlier failure."""
+    path = Path(folder)
+    if rundir.has_failed(path):
+        (path / "result.json").unlink()
+    record = {"number": number, "overrides": cli.typed()}
+    if rundir.read_result(path / JOB) != record:
+        rundir.write_json(path / JOB, record)
+
+
+def pass_over(folder: str, number: int) -> float | None:
+    """Say that this process's job was done before, and return its value."""
+    best = best_of(folder)
+    text = f"job {number}    {' '.join(cli.typed())}: done"
+    if best:
+        text += f", {best['name']} {readable.number(best['value'])}"
+    print(printable(text), flush=True)
+    return value_of(folder)
+
+
+def value_of(folder: str) -> float | None:
+    """The number that a job gives to its sweeper: the best of what it monitors, None where it has none."""
+    best = best_of(folder)
+    return best["value"] if best else None
+
+
+def best_of(folder: str) -> dict[str, Any] | None:
+    result = rundir.finished(folder) or {}
+    return result.get("best")

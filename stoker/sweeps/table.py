@@ -1,0 +1,226 @@
+"""A sweep as a table, on the screen and in sweep.csv: its jobs in groups, best first."""
+
+import contextlib
+import csv
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from stoker.sweeps.jobs import STATUSES, Job, SweepRecord, is_sweep, read_jobs, typed_for, varied
+from stoker.trainer import files
+from stoker.trainer.errors import printable
+from stoker.trainer.readable import number
+
+MOST_ROWS = 40  # of the table on a screen
+DATA = {  # the keys that say which data it is
+    "dataset",
+    "dataset._target_",
+    "dataset.root",
+    "dataset.path",
+    "dataset.target",
+}
+
+
+class Sweep:
+    """The jobs of a directory.
+
+    `keys` are the settings in which they differ. `name` is the monitored number of most jobs, `high` whether more of
+    it is better. `groups` are the jobs that are done, best first; those that differ only in their seed are one group,
+    and those without that number come last. `swept` is False for runs that were started one by one.
+    """
+
+    def __init__(self, folder: Path, jobs: list[Job] | None = None) -> None:
+        record = SweepRecord.read(folder)
+        self.folder = folder
+        self.jobs = read_jobs(folder) if jobs is None else jobs
+        self.swept = is_sweep(folder)
+        self.is_search = record.searched is not None
+        self.planned = record.jobs
+        self.keys = varied([job.settings for job in self.jobs])
+        bests = Counter(
+            (job.best["name"], job.best.get("mode") == "max") for job in self.jobs if job.best
+        )
+        self.name, self.high = max(bests, key=lambda best: bests[best], default=("", True))
+        groups: dict[tuple[Any, ...], list[Job]] = {}
+        for job in self.of("done"):
+            settings = [job.settings.get(key) for key in self.keys if key != "seed"]
+            groups.setdefault((self.value(job) is None, *settings), []).append(job)
+        self.groups = sorted(groups.values(), key=self.rank)
+
+    def of(self, status: str) -> list[Job]:
+        return [job for job in self.jobs if job.status == status]
+
+    def value(self, job: Job) -> float | None:
+        """The number that decides, None where the job has another one or none."""
+        return job.best["value"] if job.best and job.best["name"] == self.name else None
+
+    def rank(self, group: list[Job]) -> tuple[bool, float]:
+        """The sort key of a group: the best mean first."""
+        mean = mean_of(self.value(job) for job in group)
+        if mean is None:
+            return True, 0.0
+        return False, -mean if self.high else mean
+
+    @property
+    def compares(self) -> bool:
+        """Whether one job can be the best: of single runs it could be the one on the easiest data."""
+        return self.swept or not DATA & set(varied([job.settings for job in self.of("done")]))
+
+    @property
+    def wanted(self) -> list[Job]:
+        """The jobs of the last command; the trials of a search may have any number."""
+        return [job for job in self.jobs if self.is_search or job.is_within(self.planned)]
+
+    @property
+    def missing(self) -> int:
+        """How many jobs have not begun."""
+        return max(0, (self.planned or 0) - len(self.wanted))
+
+    @property
+    def to_run(self) -> int:
+        """How many jobs the same command would run. A search takes a failed trial for an answer."""
+        again = ("unfinished",) if self.is_search else ("failed", "unfinished")
+        return self.missing + sum(job.status in again for job in self.wanted)
+
+
+def present(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    numbers = present(values)
+    return math.fsum(numbers) / len(numbers) if numbers else None
+
+
+def mean_and_deviation(values: Iterable[float | None], sign: str = "+-") -> str:
+    """'0.9888 +- 0.0012'; one value alone, '' for none."""
+    numbers = present(values)
+    mean = mean_of(numbers)
+    if mean is None:
+        return ""
+    if len(numbers) == 1:
+        return number(mean)
+    return f"{number(mean)} {sign} {number(statistics.stdev(numbers))}"
+
+
+def groups(sweep: Sweep, tests: list[str], sign: str = "+-") -> Iterator[list[str]]:
+    """Yield [jobs, how many, the number that decides, each of `tests`, seconds] of each group, best first."""
+    for group in sweep.groups:
+        value = mean_and_deviation(map(sweep.value, group), sign)
+        best = group[0].best
+        if not value and best:
+            others = [job.best["value"] for job in group if job.best]
+            value = f"{best['name']} {mean_and_deviation(others, sign)}"
+        row = [ranges(group), str(len(group)), value]
+        for test in tests:
+            row.append(mean_and_deviation((job.test.get(test) for job in group), sign))
+        row.append(f"{mean_of(job.seconds for job in group):.1f}")
+        yield row
+
+
+def tests_of(sweep: Sweep) -> list[str]:
+    """The names of all jobs' test numbers, in the order in which a report has them."""
+    from stoker.runs import report
+
+    return report.tests_of({name: value for job in sweep.jobs for name, value in job.test.items()})
+
+
+def test_name(sweep: Sweep) -> str:
+    """The test metric with the name of the number that decides, or else the first one; '' for none."""
+    names = tests_of(sweep)
+    same = f"test/{sweep.name.partition('/')[2]}"
+    return same if same in names else next(iter(names), "")
+
+
+def lines(sweep: Sweep) -> list[str]:
+    """The lines of the table: each group of jobs, best first, then each job that is not done.
+
+    It shows the settings that differ, or all of them where none does.
+    """
+    test = test_name(sweep)
+    grouped = any(len(group) > 1 for group in sweep.groups)
+    keys = [key for key in sweep.keys if not grouped or key != "seed"]
+    keys = keys or [key for key in sweep.jobs[0].settings if not grouped or key != "seed"]
+    rows = [["jobs", "n", sweep.name or "best", test or "test", "seconds", "settings"]]
+    for group, row in zip(sweep.groups, groups(sweep, [test]), strict=True):
+        rows.append([*row, typed_for(group[0], keys)])
+    others = [job for status in STATUSES[1:] for job in sweep.of(status)]
+    for job in others:
+        rows.append([job.name, "", job.status, "", "", with_note(job, sweep.keys)])
+    hidden = len(rows) - 1 - MOST_ROWS
+    if hidden > 0:  # keep the best ones and some of those that are not done
+        first = 1 + max(MOST_ROWS - len(others), MOST_ROWS // 2)
+        rows[first : first + hidden] = [["...", "", "", "", "", f"{hidden} more: see sweep.csv"]]
+    if not grouped:
+        rows[0][0] = "job"
+        for row in rows:
+            del row[1]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[-1] = 0
+    return ["  ".join(map(str.ljust, row, widths)) for row in rows]
+
+
+def with_note(job: Job, keys: list[str]) -> str:
+    """The settings of a job that is not done, and the first line of why."""
+    why = job.note.partition("\n")[0]
+    keys = keys or list(job.settings)
+    blamed = [key for key in keys if why.startswith(f"{key}={job.settings.get(key)}: ")]
+    typed = typed_for(job, [key for key in keys if key not in blamed])
+    if blamed:  # `why` begins with that setting
+        return f"{typed} {why}".strip()
+    return f"{typed}: {why}"
+
+
+def ranges(jobs: list[Job]) -> str:
+    """'0-2,5' for the jobs 0, 1, 2 and 5; 'first +2' for three jobs with other names."""
+    names = [job.name for job in jobs]
+    if not all(re.fullmatch("[0-9]{1,9}", name) for name in names):
+        return f"{names[0]} +{len(names) - 1}" if len(names) > 1 else names[0]
+    spans: list[list[int]] = []
+    for i in sorted(map(int, names)):
+        if spans and i == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], i]
+        else:
+            spans.append([i])
+    return ",".join("-".join(map(str, span)) for span in spans)
+
+
+def write_csv(sweep: Sweep, path: Path) -> None:
+    """Write sweep.csv."""
+    with (
+        files.replacing(path) as partial,
+        open(partial, "w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.writer(file)
+        for row in csv_rows(sweep):
+            writer.writerow([safe_cell(value) for value in row])
+
+
+def csv_rows(sweep: Sweep) -> Iterator[list[Any]]:
+    """Yield the header of sweep.csv, then a row for each job, in their order."""
+    monitored = list(dict.fromkeys(job.best["name"] for job in sweep.jobs if job.best))
+    tests = list(dict.fromkeys(name for job in sweep.jobs for name in job.test))
+    yield ["job", "status", *sweep.keys, *monitored, *tests, "seconds", "error"]
+    for job in sweep.jobs:
+        best = {job.best["name"]: job.best["value"]} if job.best else {}
+        row: list[Any] = [job.name, job.status]
+        row += [job.settings.get(key) for key in sweep.keys]
+        row += [best.get(name) for name in monitored]
+        row += [job.test.get(name) for name in tests]
+        row += [job.seconds, job.note]
+        yield row
+
+
+def safe_cell(value: Any) -> Any:
+    """A cell in one line; a "'" goes before a text that a spreadsheet would run as a formula."""
+    if not isinstance(value, str):
+        return value
+    text = printable(" ".join(value.splitlines()))
+    with contextlib.suppress(ValueError):
+        float(text)
+        return text
+    return f"'{text}" if text.lstrip().startswith(tuple("=+-@")) else text
