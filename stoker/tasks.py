@@ -1,6 +1,7 @@
 """What the command does for each task, and the only file that knows the config's keys."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -14,7 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
-from stoker.command import cli, processes, settings
+from stoker.command import cli, processes, settings, shell
 from stoker.command.build import (
     TRUSTED,
     build,
@@ -26,12 +27,14 @@ from stoker.command.build import (
     own_packages,
     retarget,
 )
-from stoker.runs import rundir, saved_config
+from stoker.runs import directory, json_files, lock, provenance, resume, saved_config
+from stoker.runs.result import RunResult, closing_lines, finished, of_fit, write_failure
 from stoker.sweeps import jobs, launchers
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import TrainingError, UserError, cause, check_choice, log
 
 ROOT = Path(__file__).resolve().parents[1]
+begun: Path | None = None  # the run directory in which this process trains, once it does
 START = 0.0  # when the process began, by time.perf_counter()
 
 
@@ -63,7 +66,7 @@ def main(cfg):
             )
         if in_sweep() and not in_place_of_run(cfg):
             if is_finished(cfg):
-                rundir.check_same(
+                resume.check_same(
                     f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg
                 )
                 return jobs.pass_over(folder, job.job.num)
@@ -119,7 +122,7 @@ def start(several, cfg):
         raise SystemExit(processes.start(several, sys.argv[1:]))
     folder = run_directory(cfg)
     of = {"folder": folder, "trial": trial_of(cfg)}
-    code = processes.start(several, [*cli.typed(), rundir.setting("run_dir", folder)], of)
+    code = processes.start(several, [*cli.typed(), shell.setting("run_dir", folder)], of)
     if code > 128:
         stopping.received = code - 128
         raise KeyboardInterrupt
@@ -135,12 +138,12 @@ def leave_reason(cfg, error, code):
         folder = Path(job["folder"] if job else HydraConfig.get().runtime.output_dir)
         leaves = code != cli.IN_USE
     else:
-        folder = rundir.begun
+        folder = begun
         # One of which a process was lost goes on, as one that was killed. Without a config.yaml nothing has begun, or
         # this is another machine than that of rank 0.
         failed = code == 3 and not (launch.world_size() > 1 and launch.is_lost(error))
         leaves = failed and folder is not None and (folder / "config.yaml").is_file()
-    if leaves and rundir.fail(folder, error, code) and code == 3 and draws_report(cfg):
+    if leaves and write_failure(folder, error, code) and code == 3 and draws_report(cfg):
         draw_report(folder)
 
 
@@ -152,16 +155,16 @@ def train(cfg):
             {"code": processes.source_files(), "versions": versions_alike(), "config": settled(cfg)}
         )
         cfg.run_dir = launch.agreed("run_dir", lambda: run_directory(cfg), lasting=True)
-        launch.resume_command = rundir.command(
-            cli.typed(), rundir.setting("run_dir", cfg.run_dir), start=launch.command()
+        launch.resume_command = shell.command(
+            cli.typed(), shell.setting("run_dir", cfg.run_dir), start=launch.command()
         )
-    with rundir.held(Path(cfg.run_dir)) if launch.is_first() else contextlib.nullcontext():
+    with lock.held(Path(cfg.run_dir)) if launch.is_first() else contextlib.nullcontext():
         train_in(Path(cfg.run_dir), cfg)
 
 
 def versions_alike():
     """The versions that all processes of a run have alike: they may be on several machines."""
-    return {name: number for name, number in rundir.versions().items() if name != "platform"}
+    return {name: number for name, number in provenance.versions().items() if name != "platform"}
 
 
 def settled(cfg):
@@ -172,14 +175,15 @@ def settled(cfg):
 
 def train_in(folder, cfg):
     """`train` in a run directory that is this process's own."""
+    global begun
     start = time.perf_counter() if in_sweep() else START
     from stoker.data.record import fingerprint
     from stoker.runs.loggers import ConfigFile, Logger
     from stoker.trainer import checkpoint, parallel
 
-    typed, revision = cli.typed(), rundir.revision(ROOT)
+    typed, revision = cli.typed(), provenance.revision(ROOT)
     found = checkpoint.together(
-        "resume", lambda: rundir.to_resume(folder, cfg.resume, cfg.overwrite, cfg)
+        "resume", lambda: resume.to_resume(folder, cfg.resume, cfg.overwrite, cfg)
     )
     _, state, origin = found or (None, None, None)
     own = {"_target_": "stoker.trainer.callbacks.Checkpoint", "folder": str(folder / "checkpoints")}
@@ -193,12 +197,12 @@ def train_in(folder, cfg):
     }
     about = {
         "config": config,
-        "versions": rundir.versions(),
+        "versions": provenance.versions(),
         "world_size": launch.world_size(),
         "origin": origin,
     }
-    text = f"{rundir.TYPED}{json.dumps(typed)}\n{OmegaConf.to_yaml(cfg)}"
-    config_file = ConfigFile(folder / "config.yaml", text, rundir.WRITTEN)
+    text = f"{directory.TYPED}{json.dumps(typed)}\n{OmegaConf.to_yaml(cfg)}"
+    config_file = ConfigFile(folder / "config.yaml", text, directory.WRITTEN)
     with building(cfg, [*pruning(cfg), saver, config_file]) as (trainer, data, loaders):
         git = revision()  # which has ended long ago, and would stay as a defunct process
         saver.about = {
@@ -214,7 +218,7 @@ def train_in(folder, cfg):
         loggers = [callback for callback in trainer.callbacks if isinstance(callback, Logger)]
         for logger in loggers:
             described = saved_config.for_reading({**config, "run_dir": str(folder)})
-            logger.describe(described, sweep_name(), git and git["revision"])
+            logger.describe(described, sweep_name(), git and git.revision)
         launch.check_alike(
             {
                 "data": {data.name: saver.about["data"]},
@@ -222,8 +226,8 @@ def train_in(folder, cfg):
             }
         )
         if state is not None:
-            rundir.check_data(state, saver.about["data"])
-        rundir.begun = folder
+            resume.check_data(state, saver.about["data"])
+        begun = folder
         try:
             with ended_also_by_a_failure(loggers):
                 with stopping.gently(trainer.interrupt):
@@ -237,11 +241,9 @@ def train_in(folder, cfg):
                     folder, git, trainer, saver, data, loaders, start, draws_report(cfg)
                 )
             if launch.is_first():
-                print(
-                    "\n".join(rundir.closing_lines(folder, result, own_packages(typed))), flush=True
-                )
+                print("\n".join(closing_lines(folder, result, own_packages(typed))), flush=True)
                 if more := efficiency(trainer, data, result):
-                    rundir.write_json(folder / "result.json", result | more)
+                    dataclasses.replace(result, **more).write(folder)
         except KeyboardInterrupt:
             if not launch.is_first():
                 raise SystemExit(stopping.exit_code()) from None
@@ -256,10 +258,10 @@ def train_in(folder, cfg):
     if launch.is_first() and draws_report(cfg):
         draw_report(folder)
     if loggers:
-        seen = rundir.read_result(folder / "evaluation.json") or {}
-        outcome = "stopped" if rundir.is_out_of_time(result) else "done"
+        seen = json_files.read_json(folder / directory.EVALUATION) or {}
+        outcome = "stopped" if result.stopped_by("time_limit") else "done"
         for logger in loggers:  # what takes longest, last
-            logger.finish(result["steps"], rundir.final_numbers(result), seen, outcome)
+            logger.finish(result.steps, result.final_numbers(), seen, outcome)
     parallel.leave()
 
 
@@ -282,7 +284,7 @@ def draws_report(cfg):
 
 def report_command(folder):
     """The command that draws a run's report."""
-    return rundir.command([], start=["python", "-m", "stoker.runs.report", str(folder)])
+    return shell.command([], start=["python", "-m", "stoker.runs.report", str(folder)])
 
 
 def draw_report(folder):
@@ -336,16 +338,17 @@ def finish(folder, git, trainer, saver, data, loaders, start, draws):
     from stoker.trainer import checkpoint
     from stoker.trainer.metrics import default_metrics
 
-    result = {"overrides": cli.typed(), "git": git, **rundir.result_of(trainer, saver)}
-    result |= timing.result_of(trainer) | doctor.result_of(trainer)
+    result = of_fit(trainer, saver)
+    result.git = git
+    result = dataclasses.replace(result, **timing.result_of(trainer), **doctor.result_of(trainer))
     parts = zip(("train", "val", "test"), loaders, strict=True)
-    result["samples"] = {name: loader.samples for name, loader in parts if loader is not None}
+    result.samples = {name: loader.samples for name, loader in parts if loader is not None}
     if saver.best and saver.best["step"] != trainer.step:  # or these are the weights that are there
         trainer.load_state_dict(
             checkpoint.together("best", lambda: checkpoint.best(saver.folder))[1]
         )
         if trainer.step != saver.best["step"]:  # it was damaged, and these are the newest weights
-            result["best"] = None
+            result.best = None
     _, val_loader, test_loader = loaders
     test, seen = {}, None
     if test_loader is not None:
@@ -355,8 +358,10 @@ def finish(folder, git, trainer, saver, data, loaders, start, draws):
     weights = card.weights(trainer)
     if not launch.is_first():
         return None
-    result |= {**rundir.last_rows(folder), **test, "seconds": round(time.perf_counter() - start, 3)}
-    result |= rundir.measured_before(folder, result)
+    result.add_rows(folder / directory.METRICS)
+    result.numbers.update(test)
+    result.seconds = round(time.perf_counter() - start, 3)
+    result.keep_measurements(RunResult.read(folder))
     examined = test_loader is not None or (val_loader is not None and draws)
     usual = (seen is not None or not examined) and default_metrics(
         data.kind
@@ -364,7 +369,7 @@ def finish(folder, git, trainer, saver, data, loaders, start, draws):
     card.write(folder, weights, trainer.module, data, result, usual)
     if seen is not None:
         examine.write(folder / "evaluation.json", seen, data)
-    rundir.write_json(folder / "result.json", result)
+    result.write(folder)
     return result
 
 
@@ -372,9 +377,9 @@ def efficiency(trainer, data, result):
     """What result.json says of FLOPs; it takes 0.2 s, so it comes after the result is shown, and not in a sweep."""
     from stoker.diagnostics import flops
 
-    if sweep_name() or "mfu" in result:
+    if sweep_name() or result.peak_flops is not None:
         return {}
-    return flops.efficiency(trainer, data.in_shape, result["samples_per_second"])
+    return flops.efficiency(trainer, data.in_shape, result.samples_per_second)
 
 
 def evaluate(cfg):
@@ -398,7 +403,7 @@ def evaluate(cfg):
             found for found in zip(("train", "val", "test"), loaders, strict=True) if found[1]
         )
         split = "all" if cfg.split == "all" else part
-        if cfg.split is None and rundir.about(state).get("data") not in (None, fingerprint(data)):
+        if cfg.split is None and resume.about(state).get("data") not in (None, fingerprint(data)):
             what = "this is other data than the run was trained on, or it has changed since, and is cut anew"
             log.warning(
                 "%s: %s; this is its %s part. All of it: split=all.", data.name, what, split
@@ -478,7 +483,7 @@ def lr_find(cfg):
     tried = f"{len(found.rates)} steps from {found.rates[0]:.1g} to {found.rates[-1]:.1g}"
     print(f"lr       {found.suggestion:.2g}, a tenth of where the loss was lowest in {tried}")
     print(f"curve    {picture}")
-    print(f"use it   {rundir.command(typed_of_run(), f'optimizer.lr={found.suggestion:.2g}')}")
+    print(f"use it   {shell.command(typed_of_run(), f'optimizer.lr={found.suggestion:.2g}')}")
 
 
 def overfit(cfg):
@@ -498,7 +503,7 @@ def plan(cfg):
 
     folder = None if cfg.run_dir is None else Path(cfg.run_dir)
     if folder is not None and cfg.resume == "auto" and (folder / "config.yaml").exists():
-        rundir.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
+        resume.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
     with building(cfg) as (trainer, _, loaders):
         started = time.perf_counter() - START
         per_epoch = len(loaders[0])
@@ -521,7 +526,7 @@ def plan(cfg):
     )
     where = cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
     where += f", where it goes on at step {at:,}" if at else ""
-    print(f"run      {where}; nothing was written\n         {rundir.command(typed_of_run())}")
+    print(f"run      {where}; nothing was written\n         {shell.command(typed_of_run())}")
 
 
 TASKS = {
@@ -564,7 +569,7 @@ def building(cfg, more_callbacks=(), state=None, about=None, split=None):
     ):  # it downloads, and decodes images into the cache that the others use
         data = build("dataset", dataset, **({"trained": about} if about else {}))
     if state is not None:
-        rundir.check_classes(state, data) if about is None else data.prepare_as(about)
+        resume.check_classes(state, data) if about is None else data.prepare_as(about)
     only = None if state is None else data.part_to_evaluate(split)
     sizes = {
         "batch_size": cfg.batch_size,
@@ -635,7 +640,7 @@ def is_finished(cfg):
     """Whether this is a job of a sweep that came to its end when the same sweep was started before."""
     job = HydraConfig.get()
     again = not in_place_of_run(cfg) and cfg.resume != "never"
-    return in_sweep() and again and rundir.finished(job.runtime.output_dir) is not None
+    return in_sweep() and again and finished(job.runtime.output_dir) is not None
 
 
 def typed_of_run():
@@ -648,7 +653,7 @@ def run_directory(cfg):
     job = HydraConfig.get()
     if in_sweep():
         return f"{job.sweep.dir}/{job.sweep.subdir}"
-    return str(cfg.run_dir or rundir.claim(*names_of(cfg)))
+    return str(cfg.run_dir or directory.claim(*names_of(cfg)))
 
 
 def names_of(cfg):

@@ -22,7 +22,8 @@ from stoker.trainer.errors import UserError
 
 from stoker import Trainer, tasks
 from stoker.command import cli, settings
-from stoker.runs import rundir, saved_config
+from stoker.runs import resume, saved_config
+from stoker.runs.result import MEASURED
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -773,7 +774,7 @@ def test_a_finished_run_continues_to_the_same_result(default):
         read(default.folder / "b" / "again" / "result.json"),
         json.loads(default.before["result.json"]),
     )
-    volatile = (*rundir.MEASURED, "train/seconds", "samples_per_second", "memory_mib", "overrides")
+    volatile = (*MEASURED, "train/seconds", "samples_per_second", "memory_mib", "overrides")
     assert {key: value for key, value in found.items() if key not in volatile} == {
         key: value for key, value in expected.items() if key not in volatile
     }
@@ -795,7 +796,7 @@ def test_another_config_is_refused_with_the_differences(default):
 def test_differences_are_shown_as_they_are_typed():
     def refusal(**changed):
         with pytest.raises(UserError) as caught:
-            rundir.check_same("run_dir=a", before, {**before, **changed})
+            resume.check_same("run_dir=a", before, {**before, **changed})
         return str(caught.value)
 
     before = {
@@ -817,7 +818,7 @@ def test_differences_are_shown_as_they_are_typed():
     assert second.startswith(
         "To train it longer, type another run_dir, and resume=FILE with a checkpoint of this one;"
     )
-    assert second.endswith("; to begin anew in its place, resume=never overwrite=true.")
+    assert second.endswith("; to start over in its place, resume=never overwrite=true.")
     assert second not in refusal(epochs=2, ema=None)
 
 

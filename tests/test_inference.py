@@ -27,6 +27,7 @@ from stoker.trainer.errors import TrainingError, UserError
 import stoker as package
 from stoker import Trainer
 from stoker.runs import card, inference
+from stoker.runs.result import RunResult
 
 ROOT = Path(__file__).resolve().parent.parent
 TOWNS = ("Köln", "Rom", "Ulm")
@@ -270,7 +271,8 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     assert torch.equal(found(pixels), package.load(runs / "digits")(pixels))
     with pytest.raises(UserError, match="not among what may be built"):  # it was for that call
         package.load(tmp_path / "run")
-    typed = result(runs, "digits") | {"overrides": ["model._target_=nets_of_mine.Net"]}
+    typed = RunResult.parse(result(runs, "digits"))
+    typed.overrides = ["model._target_=nets_of_mine.Net"]
     weights = dict(found.module.state_dict())
     card.write(tmp_path / "run", weights, found.module, datasets.digits(), typed)
     text = (tmp_path / "run" / "model.md").read_text(encoding="utf-8")

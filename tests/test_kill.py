@@ -19,7 +19,7 @@ from conftest import assert_same
 from forks import Forks
 from stoker.trainer import checkpoint
 
-from stoker.runs import rundir
+from stoker.runs.result import MEASURED
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 
@@ -52,7 +52,7 @@ TOTAL = 30  # steps
 PART = "run/checkpoints/.step_*.part"
 LAST = f"run/checkpoints/{checkpoint.path_of('', TOTAL).name}"
 OTHERS = (
-    *rundir.MEASURED,
+    *MEASURED,
     "samples_per_second",
     "memory_mib",
     "overrides",

@@ -13,7 +13,8 @@ from stoker.trainer import checkpoint, stopping
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError
 
-from stoker.runs import report, rundir
+from stoker.runs import json_files, report
+from stoker.runs.result import MEASURED, RunResult, finished, write_failure
 from stoker.sweeps.jobs import read_jobs
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
@@ -58,8 +59,8 @@ def same(one, other):
 
 def measured_of(folder):
     """How the run in `folder` went, as its result.json has it."""
-    result = rundir.read_result(folder / "run" / "result.json")
-    return {key: result[key] for key in rundir.MEASURED if key in result}
+    result = json_files.read_json(folder / "run" / "result.json")
+    return {key: result[key] for key in MEASURED if key in result}
 
 
 def contents(folder):
@@ -81,7 +82,7 @@ def test_a_file_of_another_run_begins_no_run_in_its_place(forks, whole, tmp_path
     shutil.copytree(whole / "run", tmp_path / "run")
     assert forks.run(tmp_path, *JOB, "seed=1", "run_dir=other").code == 0
     file = next(iter(checkpoint.files(tmp_path / "other" / "checkpoints").values()))
-    assert "has not begun with" in refused(
+    assert "did not start with" in refused(
         forks, tmp_path, *JOB, "seed=1", "run_dir=run", f"resume={file}"
     )
 
@@ -274,7 +275,9 @@ def test_what_was_measured_stays_that_of_the_run_that_has_ended(tmp_path):
         ([], whole, {}),
     ):
         (tmp_path / "result.json").write_text(json.dumps(before))
-        assert rundir.measured_before(tmp_path, result) == kept
+        now = RunResult(**result)
+        now.keep_measurements(RunResult.read(tmp_path))
+        assert now == RunResult(**result, **kept)
 
 
 @pytest.mark.skipif(
@@ -336,14 +339,12 @@ def test_a_run_that_failed_says_why_until_it_goes_on(forks, whole, tmp_path):
 
 
 def test_a_reason_is_left_once_and_takes_no_results_place(tmp_path):
-    assert rundir.fail(tmp_path, TrainingError("one"), 3) and not rundir.fail(
-        tmp_path, TrainingError("two"), 3
-    )
-    assert rundir.read_result(tmp_path / "result.json")["error"] == "one"
+    assert write_failure(tmp_path, TrainingError("one"), 3)
+    assert not write_failure(tmp_path, TrainingError("two"), 3)
+    assert RunResult.read(tmp_path).error == "one"
     whole = {"overrides": [], "best": None, "seconds": 1.0}
-    rundir.write_json(tmp_path / "result.json", whole)
-    assert (
-        not rundir.fail(tmp_path, TrainingError("three"), 3) and rundir.finished(tmp_path) == whole
-    )
+    json_files.write_json(tmp_path / "result.json", whole)
+    assert not write_failure(tmp_path, TrainingError("three"), 3)
+    assert finished(tmp_path) == RunResult(overrides=[], seconds=1.0)
     (tmp_path / "file").touch()
-    assert not rundir.fail(tmp_path / "file", TrainingError("nowhere"), 3)
+    assert not write_failure(tmp_path / "file", TrainingError("nowhere"), 3)

@@ -164,8 +164,8 @@ TARGETS += [
     "hydra.utils.call",
 ]
 TARGETS += [
-    "stoker.runs.rundir.write_json",
-    "stoker.runs.rundir.Path.write_text",
+    "stoker.runs.json_files.write_json",
+    "stoker.runs.json_files.Path.write_text",
     "stoker.trainer.checkpoint.save",
     "stoker.command.build.build",
 ]
@@ -372,7 +372,7 @@ BUILT = {
     "torch.load": edit(model={"_target_": "torch.nn.modules.module.torch.load", "f": "CANARY"}),
     "write_json": edit(
         metrics={
-            "a": {"_target_": "stoker.runs.rundir.write_json", "path": "CANARY", "contents": 1}
+            "a": {"_target_": "stoker.runs.json_files.write_json", "path": "CANARY", "contents": 1}
         }
     ),
     "remove": edit(callbacks__a={"_target_": "stoker.data.cache.remove", "folder": "AWAY"}),

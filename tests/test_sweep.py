@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from stoker.trainer.callbacks import Callback as TrainerCallback
 
 from stoker.command import cli
-from stoker.runs import rundir
+from stoker.runs import json_files, rundir
 from stoker.sweeps import jobs, launchers, sweep
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
@@ -49,14 +49,14 @@ class Returned(Callback):
     """Appends what each job gives to Hydra, and so to a sweeper, to the file `returned`; its files to `written`."""
 
     def on_multirun_start(self, config, **_):
-        write = rundir.write_json
+        write = json_files.write_json
 
         def told(path, contents):
             with open("written", "a") as file:
                 file.write(f"{path.parent.name}/{path.name}\n")
             write(path, contents)
 
-        rundir.write_json = told
+        json_files.write_json = told
 
     def on_job_end(self, config, job_return, **_):
         with open("returned", "a") as file:

@@ -22,7 +22,7 @@ TRUSTED += ["optuna.pruners"]
 
 # What it has to be, beside that: defined in this module (or below it), and one of these functions or a subclass of one
 # of these classes. A name alone says little: torch.nn.modules.module.torch.load begins with torch.nn, and
-# stoker.runs.rundir.write_json writes files. torchmetrics has more, which fetches models of others: trusted=[torchmetrics].
+# stoker.runs.json_files.write_json writes files. torchmetrics has more, which fetches models of others: trusted=[torchmetrics].
 KINDS = {
     "torch.nn": ["torch.nn.Module"],
     "torch.optim": ["torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler"],

@@ -11,7 +11,7 @@ from typing import Any
 
 from stoker.data.loader import DeviceLoader, HostLoader, StreamedOnce
 from stoker.runs.loggers import Logger
-from stoker.runs.rundir import STAGES
+from stoker.runs.result import STAGES
 from stoker.trainer import device as devices
 from stoker.trainer import graph, launch
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress

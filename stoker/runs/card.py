@@ -5,7 +5,7 @@ import json
 import torch
 
 from stoker.command.build import own_packages
-from stoker.runs.rundir import command
+from stoker.command.shell import command
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer.errors import printable
 from stoker.trainer.files import write_text
@@ -53,18 +53,18 @@ def write(folder, weights, module, data, result, usual=True):
     # One entry alone: several are written in the order of a hash, and equal weights would not be equal files.
     checkpoint.write_tensors(folder / "model.safetensors", weights, {"inputs": json.dumps(about)})
     text = parallel.plain_text(module)
-    own = own_packages(result["overrides"])
+    own = own_packages(result.overrides)
     trusted = [f"trusted={json.dumps(own)}"] if own else []
     card = CARD.format(
         name=text.partition("(")[0],
-        parameters=f"{result['parameters']:,}",
+        parameters=f"{result.parameters:,}",
         facts=facts(about, usual),
         results=results(result),
         step=f"{step_of(result):,}",
         versions=", ".join(
-            f"{key} {value}" for key, value in result["versions"].items() if key != "platform"
+            f"{key} {value}" for key, value in result.versions.items() if key != "platform"
         ),
-        command=command(result["overrides"]),
+        command=command(result.overrides),
         load=", ".join([json.dumps(str(folder)), *trusted]),
         module=text,
     )
@@ -84,9 +84,8 @@ def is_image(about):
 
 
 def step_of(result):
-    """The step of the weights that are shared, after a result.json; None where it says nothing."""
-    best = result.get("best")
-    return best.get("step") if isinstance(best, dict) else result.get("steps")
+    """The step of the weights that are shared; None where the result does not say it."""
+    return result.steps if result.best is None else result.best.step
 
 
 def facts(about, usual=True):
@@ -145,15 +144,16 @@ def described(column):
 
 
 def results(result):
-    """'val acc 0.9; test loss 0.1  acc 0.9' of what a result.json says of the weights that are shared."""
-    found, best = {name: value for name, value in result.items() if "/" in name}, result.get("best")
-    if isinstance(best, dict) and best.get("step") != result.get(
-        "steps"
-    ):  # the last evaluation was of other weights
-        found = {name: value for name, value in found.items() if not name.startswith("val/")}
-        found = {str(best.get("name")): best.get("value")} | found
-    shown = {
-        split: numbers({k: v for k, v in found.items() if k.startswith(split)})
-        for split in ("val/", "test/")
-    }
-    return "; ".join(f"{split[:-1]} {text}" for split, text in shown.items() if text) or "none"
+    """Return 'val acc 0.9; test loss 0.1  acc 0.9': what a result says of the weights that are shared."""
+    metrics = {name: value for name, value in result.numbers.items() if "/" in name}
+    best = result.best
+    if best is not None and best.step != result.steps:
+        # The last evaluation was of other weights.
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("val/")}
+        metrics[best.name] = best.value
+    parts = []
+    for split in ("val", "test"):
+        text = numbers({k: v for k, v in metrics.items() if k.startswith(f"{split}/")})
+        if text:
+            parts.append(f"{split} {text}")
+    return "; ".join(parts) or "none"

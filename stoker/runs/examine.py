@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from stoker.runs.rundir import finite
+from stoker.runs.json_files import finite
 from stoker.trainer import launch, parallel
 from stoker.trainer.errors import printable
 from stoker.trainer.files import write_text

@@ -19,9 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from stoker.command.build import build
 from stoker.command.settings import FORMATS
-from stoker.runs import card, rundir, saved_config
+from stoker.runs import card, saved_config
 from stoker.runs.card import is_usual
+from stoker.runs.directory import make
 from stoker.runs.inference import check_output, row_batches
+from stoker.runs.provenance import versions
+from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint
 from stoker.trainer.batch import entries
 from stoker.trainer.errors import TrainingError, UserError, check_choice, log, printable
@@ -217,7 +220,7 @@ def place(folder, form, output):
         raise UserError(
             f"run={folder}: export in it is a link, and may lead anywhere. Type output=FILE."
         )
-    rundir.make(path.parent, "output")
+    make(path.parent, "output")
     return path
 
 
@@ -313,7 +316,7 @@ def quiet():
 
 
 def write_card(path, model, folder, form, inputs, whose, difference, outputs):
-    about, result = model.about, rundir.read_result(Path(folder) / "result.json") or {}
+    about, result = model.about, RunResult.read(folder) or RunResult()
     imports, reads = reading(about, inputs)
     lines = str(model.module).splitlines()
     show = "print(outputs[0])"
@@ -396,9 +399,7 @@ def columns(table):
 def exported(form, result):
     """'2026-08-01, the weights of step 140, with python 3.12.3, torch 2.10.0' of an export that is made now."""
     numbers = {
-        name: number
-        for name, number in rundir.versions().items()
-        if name not in ("platform", "hydra")
+        name: number for name, number in versions().items() if name not in ("platform", "hydra")
     }
     numbers |= {
         name: importlib.metadata.version(name) for name in ("onnx", "onnxscript") if form == "onnx"

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from stoker.command import build
 from stoker.data import images, tables
 from stoker.data.description import is_description, names_of
-from stoker.runs import card, rundir, saved_config
+from stoker.runs import card, resume, saved_config
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer import device as devices
 from stoker.trainer.errors import TrainingError, UserError, log, printable
@@ -220,7 +220,7 @@ def tested(config, state, about):
 
 def description(folder, state):
     """What a checkpoint says of the inputs and outputs of its model, None in one of before; UserError for nonsense."""
-    about = rundir.about(state).get("inputs")
+    about = resume.about(state).get("inputs")
     if about is None:
         return None
     if not is_description(about):

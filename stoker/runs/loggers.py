@@ -14,8 +14,12 @@ import time
 from pathlib import Path
 
 from stoker.command import settings
-from stoker.runs import pictures, rundir
-from stoker.runs.rundir import finite, lock
+from stoker.runs import pictures
+from stoker.runs.directory import ENDING
+from stoker.runs.json_files import finite
+from stoker.runs.lock import wait_for
+from stoker.runs.result import has_failed
+from stoker.runs.rows import lines_of, read_rows
 from stoker.trainer import parallel
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, log, printable
@@ -61,7 +65,7 @@ class JSONL(Callback):
         kept = []
         if os.path.lexists(self.path):
             before = itertools.takewhile(
-                lambda pair: pair[0]["step"] <= self.begun_at, rows_in(self.path)
+                lambda pair: pair[0]["step"] <= self.begun_at, lines_of(self.path)
             )
             kept = [line for _, line in before][: self.rows] if self.begun_at else []
             with replacing(self.path) as partial:
@@ -76,25 +80,6 @@ class JSONL(Callback):
 
     def load_state_dict(self, state):
         self.rows = state.get("rows", 0)
-
-
-def rows_in(path):
-    """Yields (row, line) of what JSONL wrote, to the first line that is no row."""
-    with open_plain(path) as file:
-        lines = file.read().splitlines(keepends=True)
-    for line in lines:
-        try:
-            row = json.loads(line) if line.endswith(b"\n") else None
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            return
-        yield row, line
-
-
-def read_rows(path):
-    """The rows that JSONL wrote, none where there is no such file."""
-    return [row for row, _ in rows_in(path)] if os.path.lexists(path) else []
 
 
 class Logger(Callback):
@@ -380,21 +365,12 @@ def open_experiment(uri, name):
             folder.mkdir(parents=True, exist_ok=True)
             images = (folder / "mlartifacts").as_uri()
             wait_for(
-                stack.enter_context(open_plain(folder / ".mlflow.lock", os.O_RDWR | os.O_CREAT))
+                stack.enter_context(open_plain(folder / ".mlflow.lock", os.O_RDWR | os.O_CREAT)),
+                PATIENCE,
             )
         client = MlflowClient(uri)
         found = client.get_experiment_by_name(name)
         return client, found.experiment_id if found else client.create_experiment(name, images)
-
-
-def wait_for(file):
-    """Waits until no other process has a lock on the file, and locks it."""
-    until = time.monotonic() + PATIENCE
-    while time.monotonic() < until:
-        with contextlib.suppress(BlockingIOError):
-            return lock(file)
-        time.sleep(0.1)
-    raise TimeoutError(f"{file.name} is locked by another process")
 
 
 def need(package, tool):
@@ -437,8 +413,8 @@ class ConfigFile(Callback):
 
     def on_fit_start(self, trainer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        goes_on = trainer.step < trainer.total_steps or rundir.has_failed(self.path.parent)
-        ended = rundir.ENDING if goes_on else ()
+        goes_on = trainer.step < trainer.total_steps or has_failed(self.path.parent)
+        ended = ENDING if goes_on else ()
         for name in ended if trainer.step else self.stale:
             (self.path.parent / name).unlink(missing_ok=True)
         write_text(self.path, self.config)  # and not through a link that somebody left there

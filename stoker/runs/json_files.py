@@ -1,0 +1,41 @@
+"""JSON files that may be anybody's: read with a limit on their size, written whole or not at all."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from stoker.trainer import files
+
+MOST_BYTES = 2**24  # a result.json has 2 KB, and a confusion matrix of 1,000 classes 8 MB
+
+
+def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None if there is no such file, or it holds something else."""
+    try:
+        contents = json.loads(files.read(path, most))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return contents if isinstance(contents, dict) else None
+
+
+def write_json(path: Path, contents: Any) -> None:
+    """Write a JSON file, and the folder it is in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_text(path, json.dumps(finite(contents), indent=2) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """Return the value with null in place of nan and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether an entry of a file is a finite number of a usual size."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100

@@ -1,0 +1,131 @@
+"""The lock of a run directory: one process at a time works in it."""
+
+import contextlib
+import errno
+import os
+import platform
+import time
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+from stoker.runs.directory import make
+from stoker.trainer import files
+from stoker.trainer.errors import RunInUse, UserError, log
+
+LOCK = ".lock"  # the name of the file in a run directory
+FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")  # that a run writes into
+locks: set[FileIO] = set()  # the files that this process has locked
+
+if hasattr(os, "register_at_fork"):
+    # A worker that outlives a killed run must not keep its directory locked.
+    os.register_at_fork(after_in_child=lambda: [file.close() for file in locks])
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Make the folder, and keep every other process out of it; RunInUse if one is at work in it.
+
+    The system releases the lock when the process ends, however it ends: a file that is left behind locks nothing.
+    """
+    make(folder)
+    for name in FOLDERS:
+        if (folder / name).is_symlink():
+            raise UserError(
+                f"run_dir={folder}: {name} in it is a link, and may lead anywhere."
+                " Type another run_dir."
+            )
+    file = locked_file(folder)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n".encode())
+    locks.add(file)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / LOCK).unlink()
+        locks.discard(file)
+        file.close()
+
+
+def locked_file(folder: Path) -> FileIO:
+    """Open the lock file of a folder, and lock it."""
+    path = folder / LOCK
+    while True:
+        try:
+            file = files.open_plain(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if (
+                error.errno == errno.EMLINK
+            ):  # in a copy by hard links: the original is another run's
+                path.unlink()
+                continue
+            raise UserError(f"run_dir={folder}: {error}. Type another run_dir.") from None
+        try:
+            lock_soon(file)
+        except BlockingIOError:
+            owner = file.read(200).decode(errors="replace").strip() if os.name == "posix" else ""
+            file.close()
+            raise RunInUse(
+                f"run_dir={folder} is in use by another process ({ascii(owner)[1:-1]})."
+                " Wait until it has ended, or type another run_dir."
+            ) from None
+        except OSError as error:  # a file system without locks
+            log.warning(
+                "run_dir=%s cannot be locked (%s): start no second run in it.",
+                folder,
+                error.strerror,
+            )
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                return file
+        file.close()  # the process that held it has just ended, and removed it
+
+
+def is_held(folder: str | Path) -> bool:
+    """Whether a process is at work in the folder; this one counts."""
+    try:
+        with files.open_plain(Path(folder) / LOCK) as file:
+            lock(file)  # closing the file releases it
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def lock_soon(file: FileIO) -> None:
+    """Lock the file, also while another process tests the lock with `is_held`."""
+    for _ in range(3):
+        with contextlib.suppress(BlockingIOError):
+            return lock(file)
+        time.sleep(0.05)
+    return lock(file)
+
+
+def wait_for(file: FileIO, seconds: float) -> None:
+    """Lock the file as soon as no other process has it locked; TimeoutError after `seconds`."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(BlockingIOError):
+            return lock(file)
+        time.sleep(0.1)
+    raise TimeoutError(f"{file.name} is locked by another process")
+
+
+def lock(file: FileIO) -> None:
+    """Take an exclusive lock on the file; BlockingIOError if another process has it."""
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    import msvcrt
+
+    try:
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except PermissionError as error:
+        raise BlockingIOError(*error.args) from None

@@ -1,0 +1,294 @@
+"""result.json: what a run came to, or why it failed, as one typed record."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stoker.command import cli
+from stoker.command.shell import command, setting
+from stoker.runs import json_files
+from stoker.runs.directory import RESULT
+from stoker.runs.json_files import is_number
+from stoker.runs.provenance import Revision, versions
+from stoker.runs.rows import last_values, metrics_in, read_rows, training_speed
+from stoker.trainer import launch
+from stoker.trainer.readable import number, numbers, seconds
+from stoker.trainer.stopping import StopReason
+
+MOST_OVERRIDES = 1000  # of a run, and letters in each
+# The parts of `RunResult.time`. A step that runs as one graph is "step" in place of the three before it.
+STAGES = (
+    "data",
+    "transfer",
+    "forward",
+    "backward",
+    "optimizer",
+    "step",
+    "evaluation",
+    "checkpoint",
+    "logging",
+    "other",
+)
+# The entries that say how a run went, and not what it came to.
+MEASURED = (
+    "seconds",
+    "time",
+    "speed",
+    "doctor",
+    "git",
+    "flops_per_sample",
+    "flops_per_second",
+    "peak_flops",
+    "mfu",
+)
+# The entries that are null in the file where there is nothing; the others are left out.
+ALWAYS = ("git", "best", "stopped", "samples_per_second")
+
+
+@dataclasses.dataclass
+class Best:
+    """The evaluation whose weights a run kept: the monitored metric, and its value after `step`."""
+
+    name: str
+    mode: str | None  # "max" or "min"
+    step: int | None
+    value: float
+
+
+@dataclasses.dataclass
+class RunResult:
+    """What a run came to. Everything is None, or empty, where a file does not have it."""
+
+    overrides: list[str] | None = None  # what was typed
+    error: str | None = None  # why the run failed: then it has only this, `code` and `overrides`
+    code: int | None = None  # the exit code of a run that failed
+    git: Revision | None = None
+    best: Best | None = None
+    steps: int | None = None
+    total_steps: int | None = None
+    stopped: StopReason | None = None  # why it stopped before `total_steps`
+    device: str | None = None
+    precision: str | None = None
+    versions: dict[str, str] | None = None
+    parameters: int | None = None
+    memory_mib: dict[str, float | None] | None = None
+    time: dict[str, float] | None = None  # seconds, by STAGES
+    speed: str | None = None  # the sentence on what took the time
+    doctor: list[str] | None = None  # what it warned of
+    samples: dict[str, int] | None = None  # by split
+    samples_per_second: int | None = None  # in training
+    seconds: float | None = None
+    flops_per_sample: float | None = None
+    flops_per_second: float | None = None
+    peak_flops: float | None = None
+    mfu: float | None = None
+    # The metrics, such as "test/acc", and "step" and "epoch": entries beside the others in the file.
+    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # The entries of the file that were something else than they are here.
+    malformed: set[str] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "RunResult | None":
+        """Read the result of a run directory, which may be anybody's; None if there is none.
+
+        An entry of another type than ours is left out, and named in `malformed`.
+        """
+        contents = json_files.read_json(Path(folder) / RESULT)
+        return None if contents is None else cls.parse(contents)
+
+    @classmethod
+    def parse(cls, contents: dict[str, Any]) -> "RunResult":
+        """Return the record of what a result.json holds."""
+        result = cls(numbers=metrics_in(contents))
+        for name, hint in typing.get_type_hints(cls).items():
+            if name in ("numbers", "malformed"):
+                continue
+            try:
+                setattr(result, name, typed(contents.get(name), hint))
+            except TypeError:
+                result.malformed.add(name)
+        if result.overrides is not None and not are_overrides(result.overrides):
+            result.overrides = None
+        return result
+
+    def write(self, folder: str | Path) -> None:
+        """Write result.json, whole or not at all."""
+        json_files.write_json(Path(folder) / RESULT, self.as_dict())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what result.json holds."""
+        if self.error is not None:
+            return {"overrides": self.overrides, "error": self.error, "code": self.code}
+        contents = dataclasses.asdict(self)
+        metrics = contents.pop("numbers")
+        del contents["malformed"]
+        known = {
+            name: value for name, value in contents.items() if value is not None or name in ALWAYS
+        }
+        return known | metrics
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has what a sweep's table needs."""
+        if self.overrides is None or self.malformed & {"error", "best", "seconds"}:
+            return False
+        if self.error is not None:
+            return self.best is None
+        return self.seconds is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run says that it failed."""
+        return self.error is not None or "error" in self.malformed
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.is_whole and self.error is None
+
+    def stopped_by(self, kind: str) -> bool:
+        """Whether the run stopped before its end for a reason of this kind, such as "pruned"."""
+        return self.stopped is not None and self.stopped.kind == kind
+
+    def tests(self) -> dict[str, float]:
+        """Return the numbers of the test."""
+        return {
+            name: value
+            for name, value in self.numbers.items()
+            if name.startswith("test/") and is_number(value)
+        }
+
+    def final_numbers(self) -> dict[str, float]:
+        """Return what the run came to: the best value of the monitored metric, and the test."""
+        final: dict[str, float] = {}
+        if self.best is not None:
+            final[f"best/{self.best.name}"] = self.best.value
+        final.update(self.tests())
+        return {name: value for name, value in final.items() if isinstance(value, float)}
+
+    def add_rows(self, path: Path) -> None:
+        """Add the last value of each metric of a metrics.jsonl, and the speed of its training."""
+        rows = read_rows(path)
+        self.numbers.update(last_values(rows))
+        self.samples_per_second = training_speed(rows)
+
+    def keep_measurements(self, before: "RunResult | None") -> None:
+        """Take what was MEASURED from an earlier result of this run, if that was complete already.
+
+        A run that continues at its end only evaluates: how long that took says nothing of the training.
+        """
+        if before is None or before.seconds is None:
+            return
+        if not before.steps == self.steps == self.total_steps:
+            return
+        for name in MEASURED:
+            value = getattr(before, name)
+            if value is not None:
+                setattr(self, name, value)
+
+
+def of_fit(trainer: Any, saver: Any) -> RunResult:
+    """Return the result of a finished fit, without its metrics; `saver` is its `Checkpoint` callback."""
+    from stoker.trainer import summary
+
+    result = RunResult(
+        overrides=cli.typed(),
+        steps=trainer.step,
+        total_steps=trainer.total_steps,
+        stopped=trainer.stop_reason,
+        device=str(trainer.device),
+        precision=summary.precision(trainer),
+        versions=versions(),
+        parameters=sum(p.numel() for p in trainer.module.parameters()),
+        memory_mib=summary.memory_of_a_step(trainer),
+    )
+    if saver.best:
+        mode = "max" if saver.sign > 0 else "min"
+        result.best = Best(saver.name, mode, saver.best["step"], saver.best["value"])
+    return result
+
+
+def finished(folder: str | Path) -> RunResult | None:
+    """Return the result of a run that came to its end, else None."""
+    result = RunResult.read(folder)
+    return result if result is not None and result.is_finished else None
+
+
+def has_failed(folder: str | Path) -> bool:
+    """Whether the run in a folder says that it failed."""
+    result = RunResult.read(folder)
+    return result is not None and result.has_failed
+
+
+def write_failure(folder: str | Path, error: BaseException, code: int) -> bool:
+    """Write why a run failed, and its exit code; return whether that was written.
+
+    The result of a finished run stays, and so does a reason that was given before.
+    """
+    before = RunResult.read(folder)
+    if before is not None and (before.is_finished or before.has_failed):
+        return False
+    try:
+        RunResult(overrides=cli.typed(), error=cli.reason(error), code=code).write(folder)
+    except OSError:  # a full disk may be why
+        return False
+    return True
+
+
+def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) -> Iterator[str]:
+    """Yield the lines that end a run: the best, the test, the time, and what to type next.
+
+    `packages` are those whose code the run trusts.
+    """
+    if result.best is not None:
+        best = result.best
+        yield f"best     {best.name} {number(best.value)} at step {best.step:,}"
+    tested = numbers({k: v for k, v in result.numbers.items() if k.startswith("test/")})
+    if tested:
+        yield f"test     {tested}"
+    time = f"time     {seconds(result.seconds)}"
+    if result.samples_per_second:
+        time += f", with {result.samples_per_second:,} samples/s in training"
+    yield time
+    if result.speed:
+        yield f"speed    {result.speed}"
+    yield f"run      {folder}"
+    evaluate = ["task=evaluate", setting("run", folder)]
+    if packages:
+        evaluate.append(f"trusted=[{','.join(packages)}]")
+    yield f"         {command(evaluate)}"
+    if (result.steps or 0) < (result.total_steps or 0):
+        again = command(result.overrides or [], setting("run_dir", folder), start=launch.command())
+        yield f"         {again}"
+
+
+def are_overrides(value: Any) -> bool:
+    """Whether an entry of a file is what somebody may have typed for a run."""
+    if not isinstance(value, list) or len(value) > MOST_OVERRIDES:
+        return False
+    return all(isinstance(text, str) and len(text) <= MOST_OVERRIDES for text in value)
+
+
+def typed(value: Any, hint: Any) -> Any:
+    """Return an entry of a JSON file as the annotated type; TypeError if it is something else."""
+    kind = typing.get_origin(hint)
+    parts = typing.get_args(hint)
+    if kind is types.UnionType:  # X | None
+        return None if value is None else typed(value, parts[0])
+    if kind is dict and isinstance(value, dict):
+        return {name: typed(item, parts[1]) for name, item in value.items()}
+    if kind is list and isinstance(value, list):
+        return [typed(item, parts[0]) for item in value]
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        hints = typing.get_type_hints(hint)
+        return hint(**{name: typed(value.get(name), part) for name, part in hints.items()})
+    if hint is float and is_number(value):
+        return value
+    if hint is int and is_number(value) and isinstance(value, int):
+        return value
+    if hint in (str, bool) and isinstance(value, hint):
+        return value
+    raise TypeError

@@ -1,0 +1,170 @@
+"""Whether a run continues what its directory holds, from which checkpoint, and with the same settings."""
+
+from pathlib import Path
+from typing import Any
+
+from stoker.command import cli, settings
+from stoker.runs.directory import CONFIG, RESULT, WRITTEN
+from stoker.runs.lock import LOCK
+from stoker.runs.result import RunResult
+from stoker.runs.saved_config import load_config
+from stoker.trainer import files
+from stoker.trainer.errors import TrainingError, UserError, as_typed
+
+MOST_DIFFERENCES = 5  # that are named
+START_OVER = "resume=never overwrite=true"
+
+
+def to_resume(
+    folder: Path, resume: str, overwrite: bool, cfg: Any
+) -> tuple[Path, dict[str, Any], str | None] | None:
+    """Return the checkpoint to continue from, as `resume` says: (file, state, origin); None to start at step 0.
+
+    The origin is the SHA-256 of the file that `resume=FILE` started the run with: the same command then continues
+    that run, and does not start over. UserError where the settings differ.
+    """
+    from stoker.trainer import checkpoint
+
+    if overwrite and resume != "never":
+        raise UserError(
+            "overwrite=true: this is for a run that starts over. Type resume=never as well."
+        )
+    if resume == "never":
+        check_replaceable(folder, overwrite)
+        return None
+    newest = checkpoint.newest(folder / "checkpoints")
+    if resume != "auto":
+        settings.check_resume(resume)
+        given = Path(resume).resolve()
+        origin = checkpoint.sha256_of(given)
+        if newest is None or about(newest[1]).get("origin") != origin:
+            check_own(folder, newest, given, resume)
+            try:
+                state = checkpoint.load_whole(given)
+            except checkpoint.DamagedCheckpoint as error:
+                raise UserError(f"resume={resume}: {error}") from None
+            check_settings(f"resume={resume}", state, cfg, longer=True)
+            remove_partial(folder)
+            return given, state, origin
+    if newest is None:
+        check_beginning(folder, cfg)
+        remove_partial(folder)
+        return None
+    path, state = newest
+    check_settings(f"run_dir={folder}", state, cfg)
+    remove_partial(folder)
+    return path, state, about(state).get("origin")
+
+
+def check_replaceable(folder: Path, overwrite: bool) -> None:
+    """Raise UserError where a run that starts over would replace files without `overwrite`."""
+    names = sorted({path.name for path in folder.iterdir()} - {LOCK, "job.json"})
+    if names and not overwrite:
+        raise UserError(
+            f"run_dir={folder}: resume=never starts over, and {names[0]} is in there."
+            " Type another run_dir, or overwrite=true to replace it."
+        )
+
+
+def check_own(folder: Path, newest: Any, given: Path, resume: str) -> None:
+    """Raise UserError where a directory has checkpoints of a run that did not start with the `given` file."""
+    if newest is not None and given.parent != (folder / "checkpoints").resolve():
+        raise UserError(
+            f"run_dir={folder} has checkpoints of a run that did not start with {resume}.\n"
+            "Type resume=auto to continue it, or another run_dir."
+        )
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what a killed run left half-written."""
+    if (folder / CONFIG).exists():  # it is a run's directory
+        files.remove_partial(folder, WRITTEN)
+
+
+def check_beginning(folder: Path, cfg: Any) -> None:
+    """Check a run directory without checkpoints: its run stopped before the first one, or there is no run."""
+    result = RunResult.read(folder)
+    if (folder / CONFIG).exists():
+        check_same(f"run_dir={folder}", load_config("run_dir", folder), cfg)
+        if result is not None and result.steps is not None:
+            raise TrainingError(
+                f"run_dir={folder}: the run has ended, and its checkpoints are gone.\n"
+                f"Put them back, or type {START_OVER} to start over."
+            )
+        print(f"starts at step 0: the run in {folder} has no checkpoint")
+        return
+    in_the_way = [name for name in WRITTEN if (folder / name).exists()]
+    if RESULT in in_the_way and result is not None and result.has_failed:
+        in_the_way.remove(RESULT)
+    if in_the_way:
+        raise UserError(
+            f"run_dir={folder}: a run would replace {in_the_way[0]} in it, which is not from a run."
+            f" Type another run_dir, or {START_OVER}."
+        )
+
+
+def about(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint says about its run; {} where that is nothing, or unusable."""
+    entry = state.get("about")
+    usable = isinstance(entry, dict) and isinstance(entry.get("config"), dict)
+    return entry if usable else {}
+
+
+def check_classes(state: dict[str, Any], data: Any) -> None:
+    """Raise UserError where a checkpoint's run had other classes than this data: its outputs mean those."""
+    before = about(state).get("classes")
+    if before is None or data.classes is None or before == list(data.classes):
+        return
+    new = [str(name) for name in data.classes if name not in before]
+    example = f", {new[0]!r} among them" if new else ""
+    raise UserError(
+        f"dataset: the run had {len(before)} classes, and this data has"
+        f" {len(data.classes)}{example}. Type dataset.root=DIR."
+    )
+
+
+def check_data(state: dict[str, Any], fingerprint: str) -> None:
+    """Raise UserError where a checkpoint comes from a run on other data."""
+    before = about(state).get("data")
+    if before not in (None, fingerprint):
+        raise UserError(
+            f"dataset: the run had other data (its fingerprint is {before}, and here {fingerprint}).\n"
+            "Type the dataset.root that it had to continue it;"
+            " for a new run, another run_dir and no resume."
+        )
+
+
+def check_settings(name: str, state: dict[str, Any], cfg: Any, *, longer: bool = False) -> None:
+    """Raise UserError where a checkpoint's run had other settings."""
+    config = about(state).get("config")
+    if config is not None:
+        check_same(name, config, cfg, longer=longer)
+
+
+def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> None:
+    """Raise UserError where two configs differ in more than a resumed run may, or with `longer` a longer one."""
+    before = cli.flat(before)
+    now = cli.flat(now)
+    changed = [
+        key
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key) and not settings.may_differ(key, longer=longer)
+    ]
+    if not changed:
+        return
+    # Where a part is of another class, its arguments say nothing more.
+    replaced = tuple(key.removesuffix("_target_") for key in changed if key.endswith("._target_"))
+    shown = [key for key in changed if not key.startswith(replaced) or key.endswith("._target_")]
+    differences = ", ".join(
+        f"{key}={as_typed(now.get(key))} (was {as_typed(before.get(key))})"
+        for key in shown[:MOST_DIFFERENCES]
+    )
+    advice = (
+        "Type the settings it had to continue it; for a new run, another run_dir and no resume."
+    )
+    if all(settings.may_differ(key, longer=True) for key in changed):
+        advice = (
+            "To train it longer, type another run_dir, and resume=FILE with a checkpoint of this"
+            f" one; to start over in its place, {START_OVER}."
+        )
+    raise UserError(f"{name} holds a run with other settings: {differences}.\n{advice}")
