@@ -24,6 +24,7 @@ from stoker.trainer.metrics import Accuracy
 from test_cli import ENVIRONMENT, ROOT, forked, read
 
 from stoker.runs import loggers, pictures
+from stoker.runs.lock import lock
 from stoker.runs.loggers import JSONL, Logger, MLflow, TensorBoard, WandB
 
 TOOLS = ["tensorboard", "wandb", "mlflow"]
@@ -248,7 +249,7 @@ def test_jobs_that_begin_at_once_make_one_database(tmp_path):
     pytest.importorskip("fcntl")
     uri, found = f"sqlite:///{tmp_path}/mlflow.db", []
     with open(tmp_path / ".mlflow.lock", "w") as file:
-        loggers.lock(file)
+        lock(file)
         thread = threading.Thread(target=lambda: found.append(loggers.open_experiment(uri, "mine")))
         thread.start()
         time.sleep(0.5)
