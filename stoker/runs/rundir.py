@@ -14,8 +14,6 @@ from stoker.trainer.stopping import StopReason
 
 __all__ = [
     "ENDING",
-    "HARMLESS",
-    "LENGTHS",
     "LOCK",
     "MOST_JSON",
     "MOST_SETTINGS",
