@@ -1,4 +1,4 @@
-"""A folder of images: what is in it, the splits that decode it, and the mean and deviation of its pixels."""
+"""A folder of images: the list of its files, the splits that decode them, and the mean and deviation of the pixels."""
 
 import contextlib
 import functools
@@ -7,12 +7,14 @@ import io
 import math
 import os
 import warnings
-from array import array
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
-from stoker.data.cache import VERSION, open_cache
-from stoker.data.description import is_description
+from stoker.data.cache import VERSION, PixelCache, open_cache
+from stoker.data.description import Description, is_description
 from stoker.data.record import Data
 from stoker.data.splits import check_fractions, split_indices
 from stoker.trainer.device import MIB, mix_seed
@@ -25,139 +27,218 @@ from stoker.trainer.errors import (
     printable,
 )
 from stoker.trainer.files import open_plain
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif")
-# What a file may hold, whatever its name says: Pillow knows many more, and starts a program for some of them.
+# What a file may hold, whatever its name: Pillow reads many more formats, and starts a program for some of them.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF")
 LARGE = 8 * 2**30  # bytes of training pixels from which on they are read by blocks of neighbours
 BLOCK = MIB  # bytes of such a block
-MOST_SIZE = 4096  # pixels of a side that images are resized to: 50 MB a colour image
-CHUNK = 16 * MIB  # bytes that are decoded at once where all are wanted
+MOST_SIZE = 4096  # pixels per side that images are resized to: 50 MB a colour image
+CHUNK = 16 * MIB  # bytes that are decoded at once if all images are wanted
+MOST_MEASURED = 5000  # images from which mean and deviation are computed
 
 
 def image_folder(
-    root,
-    size=None,
-    channels=3,
-    val_fraction=0.1,
-    test_fraction=0.1,
-    split_seed=0,
-    mean=None,
-    std=None,
-    cache="auto",
-    on_bad_sample="error",
-    trained=None,
-):
-    """Images in one folder a class: root/{train,val,test}/CLASS/*, or root/CLASS/*.
+    root: str,
+    size: int | None = None,
+    channels: int = 3,
+    val_fraction: float = 0.1,
+    test_fraction: float = 0.1,
+    split_seed: int = 0,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    cache: str | bool = "auto",
+    on_bad_sample: str = "error",
+    trained: Description | None = None,
+) -> Data:
+    """Images in one folder per class: root/{train,val,test}/CLASS/*, or root/CLASS/*.
 
-    A part that has no folder is cut from the training images. `size` null asks all images to have the size of the
-    first, a whole number (at most 4,096) resizes them to size x size. `mean` and `std` null are measured on (at most
-    5,000 of) the training images. What is decoded is kept in `cache`: auto (below ~/.cache), false, or a folder; see
-    data/cache.py.
-    `on_bad_sample`: skip tries every image once, and leaves out those that cannot be read; error meets them later.
-    `trained`: what a run's data set said of itself; to be evaluated, one class is enough, and where `size` is null,
-    images of another size are resized to the run's, if that is square.
+    A part that has no folder is cut from the training images. `size`: null means that all images have the size of the
+    first; a whole number of at most 4,096 resizes them to size x size. `mean` and `std`: null means that they are
+    measured on (at most 5,000 of) the training images. `cache` keeps what was decoded: auto (below ~/.cache), false,
+    or a folder; see data/cache.py. `on_bad_sample`: "skip" tries every image once and leaves out those that cannot be
+    read; with "error" they are met later. `trained`: the description of a run's data, for an evaluation. One class is
+    enough then, and where `size` is null, images of another size are resized to the run's, if that is square.
     """
     check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
-    if cache not in ("auto", False) and not (isinstance(cache, str) and cache):
-        raise UserError(f"dataset.cache={cache}: give auto, false or a folder.")
     check_number("dataset.size", size, whole=True, least=1, most=MOST_SIZE, optional=True)
     if check_number("dataset.channels", channels, whole=True) not in (1, 3):
         raise UserError(f"dataset.channels={channels}: give 3 (colour) or 1 (grey).")
+    named = isinstance(cache, str) and cache != ""
+    if not named and cache is not False:
+        raise UserError(f"dataset.cache={cache}: give auto, false or a folder.")
+    skip = on_bad_sample == "skip"
     root = os.path.expanduser(root)
+    state = hashlib.blake2b(digest_size=8)
+    classes, listed = _list_parts(root, state, fewest=2 if trained is None else 1)
+    fractions = check_fractions(
+        val_fraction=0 if "val" in listed else val_fraction,
+        test_fraction=0 if "test" in listed else test_fraction,
+    )
+    shape, resize = _choose_shape(listed["train"][0], size, trained, skip)
+    count = sum(len(files) for files, _ in listed.values())
+    pixels, place = _open_cache(cache, root, [channels, *shape], resize, count, state)
+    splits = {}
+    used = 0
+    for name, (files, targets) in listed.items():
+        slots = torch.arange(used, used + len(files))
+        if name == "train":
+            # Files come class by class. Neighbours in the cache are strangers, so that a block is a fair sample.
+            generator = torch.Generator().manual_seed(mix_seed("slots"))
+            slots = torch.randperm(len(files), generator=generator)
+        splits[name] = ImageSplit(files, targets, shape, channels, resize, pixels, slots, place)
+        used += len(files)
+    if skip:
+        splits = _without_broken(splits, classes)
+    parts = split_indices(splits["train"].targets, fractions, split_seed)
+    whole = splits["train"]
+    train = whole.take(parts[0])
+    for name, indices in (("val", parts[1]), ("test", parts[2])):
+        if len(indices) > 0:
+            splits[name] = whole.take(indices)
+    if mean is None or std is None:
+        measured_mean, measured_std = _mean_and_std(train, split_seed)
+        mean = measured_mean if mean is None else mean
+        std = measured_std if std is None else std
+    return Data(
+        os.path.basename(os.path.abspath(root)),
+        train,
+        splits.get("val"),
+        splits.get("test"),
+        train.shape,
+        len(classes),
+        classes=classes,
+        mean=mean,
+        std=std,
+    )
+
+
+def _list_parts(
+    root: str, state: "hashlib.blake2b", fewest: int
+) -> "tuple[list[str], dict[str, Files]]":
+    """List the classes, and the images of each part that has a folder; all that lies in `root` is the training part.
+
+    UserError if there are fewer classes than the `fewest`, or a class or a part has no image.
+    """
     if not os.path.isdir(root):
         raise UserError(
             f"dataset.root={printable(root)}: there is no such folder.\n"
             "Type dataset.root=DIR with one folder a class in it."
         )
-    top = os.path.join(root, "train") if os.path.isdir(os.path.join(root, "train")) else root
+    top = os.path.join(root, "train")
+    if not os.path.isdir(top):
+        top = root
     classes = _folders(top)
-    if len(classes) < (2 if trained is None else 1):
+    if len(classes) < fewest:
         here = f"only {printable(classes[0])}" if classes else "no folder"
+        needed = "two classes" if fewest == 2 else "one of the classes"
         raise UserError(
             f"{printable(top)}: images lie in one folder a class, and here is {here}.\n"
-            f"Type dataset.root=DIR with at least {'two classes' if trained is None else 'one of the classes'}."
+            f"Type dataset.root=DIR with at least {needed}."
         )
-    state = hashlib.blake2b(digest_size=8)
     listed = {"train": _list_images(top, classes, state)}
-    for label in set(range(len(classes))).difference(listed["train"][1].unique().tolist()):
-        raise UserError(
-            f"{printable(os.path.join(top, classes[label]))}: "
-            f"there is no image in this folder ({', '.join(IMAGE_ENDINGS)}).\n"
-            "Add some, or remove it; or type dataset.root=DIR for a folder with one folder a class in it."
-        )
-    if size is None:
-        size = _first_size(listed["train"][0], on_bad_sample == "skip")
-        _, *wanted = trained["in_shape"] if is_description(trained) else (channels, *size)
-        if tuple(wanted) != size and len(set(wanted)) == 1 < len(wanted):
-            size = wanted[0]  # resized, as task=predict does it
-    for name in ("val", "test") if top != root else ():
+    counts = torch.bincount(listed["train"][1], minlength=len(classes))
+    for name, count in zip(classes, counts.tolist(), strict=True):
+        if count == 0:
+            raise UserError(
+                f"{printable(os.path.join(top, name))}: "
+                f"there is no image in this folder ({', '.join(IMAGE_ENDINGS)}).\n"
+                "Add some, or remove it; or type dataset.root=DIR for a folder with one folder a class in it."
+            )
+    for name in ("val", "test"):
         folder = os.path.join(root, name)
-        if os.path.isdir(folder):
+        if top != root and os.path.isdir(folder):
             listed[name] = _list_images(folder, classes, state)
-            if not len(listed[name][0]):
+            if len(listed[name][0]) == 0:
                 raise UserError(
                     f"{printable(folder)}: there is no image in this folder.\nAdd some, or remove it."
                 )
-    fractions = check_fractions(
-        val_fraction=0 if "val" in listed else val_fraction,
-        test_fraction=0 if "test" in listed else test_fraction,
-    )
-    count = sum(len(files) for files, _ in listed.values())
-    pixels, place = _open_cache(cache, root, size, channels, count, state)
-    given, used = {}, 0
-    for name, (files, targets) in listed.items():
-        slots = torch.arange(used, used + len(files))
-        if name == "train":
-            # Files come class by class: neighbours in the cache are to be strangers, so that a block is a fair sample.
-            slots = torch.randperm(
-                len(files), generator=torch.Generator().manual_seed(mix_seed("slots"))
-            )
-        given[name] = ImageSplit(files, targets, size, channels, pixels, slots, place)
-        used += len(files)
-    if on_bad_sample == "skip":
-        given = _without_broken(given, classes)
-    parts = split_indices(given["train"].targets, fractions, split_seed)
-    train, val, test = map(given["train"].take, parts)
-    val, test = given.get("val", val), given.get("test", test)
-    if mean is None or std is None:
-        measured = _mean_and_std(train, split_seed)
-        mean, std = (measured[0] if mean is None else mean), (measured[1] if std is None else std)
-    name = os.path.basename(os.path.abspath(root))
-    return Data(
-        name, train, val, test, train.shape, len(classes), classes=classes, mean=mean, std=std
-    )
+    return classes, listed
 
 
-def _folders(top):
-    """The names of the class folders, sorted; UserError where they may not be read."""
+def _folders(top: str) -> list[str]:
+    """Return the names of the class folders, sorted."""
     with _readable(top), os.scandir(top) as entries:
-        return sorted(
-            entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
-        )
+        names = [entry.name for entry in entries if entry.is_dir()]
+    return sorted(name for name in names if not name.startswith("."))
 
 
 @contextlib.contextmanager
-def _readable(top):
-    """UserError where a folder below `top` cannot be listed."""
+def _readable(top: str) -> Iterator[None]:
+    """Turn the error of a folder below `top` that cannot be listed into a UserError."""
     try:
         yield
     except PermissionError as error:
-        what = f"this folder may not be read. Type chmod -R u+rX {printable(top)}."
-        raise UserError(f"{printable(error.filename)}: {what}") from None
+        raise UserError(
+            f"{printable(error.filename)}: this folder may not be read. "
+            f"Type chmod -R u+rX {printable(top)}."
+        ) from None
     except OSError as error:
         raise UserError(
             f"{printable(error.filename or top)}: this cannot be read ({error.strerror})."
         ) from None
 
 
-def _first_size(files, skip):
-    """(height, width) of the first image, or with `skip` of the first that can be opened."""
+def _list_images(top: str, classes: list[str], state: "hashlib.blake2b") -> "Files":
+    """List the images in top/CLASS/ in the order of their names, and their labels.
+
+    Feed all names, sizes and times to the hash `state`. UserError for a class that is not among `classes`.
+    """
+    files: list[bytes] = []
+    sizes: list[int] = []
+    labels: list[int] = []
+    state.update(os.path.basename(top).encode(errors="surrogateescape"))
+    for name in _folders(top):
+        if name not in classes:
+            raise UserError(
+                f"{printable(os.path.join(top, name))}: the training images have no class {name!r}."
+                f"{did_you_mean(name, classes)}\n"
+                f"Rename or remove the folder; they have {first_few(classes, 10)}."
+            )
+        # One string per file, no tuple. No name has a zero in it, and it sorts before every letter.
+        lines = []
+        with _readable(top), os.scandir(os.path.join(top, name)) as entries:
+            for entry in entries:
+                hidden = entry.name.startswith(".")
+                if entry.name.lower().endswith(IMAGE_ENDINGS) and not hidden and entry.is_file():
+                    status = entry.stat()
+                    lines.append(f"{entry.name}\0{status.st_size}\0{status.st_mtime_ns}")
+        lines.sort()
+        state.update(os.fsencode("\0".join([name, *lines])))
+        for line in lines:
+            file, size, _ = line.split("\0")
+            files.append(os.fsencode(f"{name}/{file}"))
+            sizes.append(int(size))
+            labels.append(classes.index(name))
+    return Paths(top, files, sizes), torch.tensor(labels, dtype=torch.int64)
+
+
+def _choose_shape(
+    files: "Paths", size: int | None, trained: Description | None, skip: bool
+) -> tuple[tuple[int, int], bool]:
+    """Return (height, width) of all samples, and whether images are resized to that."""
+    if size is not None:
+        return (size, size), True
+    shape = _first_size(files, skip)
+    if trained is not None and is_description(trained):
+        _, *wanted = trained["in_shape"]
+        is_square = len(wanted) == 2 and wanted[0] == wanted[1]
+        if is_square and tuple(wanted) != shape:
+            return (wanted[0], wanted[1]), True  # as task=predict does it
+    return shape, False
+
+
+def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
+    """Return (height, width) of the first image, or with `skip` of the first that can be opened."""
     from PIL import ExifTags
 
-    for file in files:
+    for i in range(len(files)):
         try:
-            with open_image(file) as image:
+            with open_image(files[i]) as image:
                 turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
                 return (image.width, image.height) if turned else (image.height, image.width)
         except BrokenImage:
@@ -166,304 +247,281 @@ def _first_size(files, skip):
     raise UserError(f"{printable(files.root)}: none of its {len(files)} images can be read.")
 
 
-def _without_broken(given, classes):
-    """The splits without the images that cannot be read, and a warning that names some; UserError if one is left empty.
-
-    Whether an image is left out depends on nothing but its file, so all that is made of the splits stays as it is.
-    """
-    broken, left = {name: split.broken() for name, split in given.items()}, {}
-    count, total = sum(map(len, broken.values())), sum(map(len, given.values()))
-    if not count:
-        return given
-    names = [
-        printable(given[name].files[i]) for name, indices in broken.items() for i in indices[:3]
-    ][:3]
-    shown = ", ".join(names) + ", ..." * (count > len(names))
-    for name, split in given.items():
-        keep = torch.ones(len(split), dtype=torch.bool)
-        keep[broken[name]] = False
-        left[name] = split.take(keep.nonzero().view(-1))
-        missing = set(range(len(classes))).difference(
-            left[name].targets.tolist() if left[name] else ()
-        )
-        if left[name] is None or (name == "train" and missing):
-            what = (
-                f"the {name} images"
-                if left[name] is None
-                else f"the class {printable(classes[min(missing)])}"
-            )
-            raise UserError(
-                f"dataset.on_bad_sample=skip: all of {what} cannot be read ({shown}).\nReplace or remove these files."
-            )
-    log.warning("%d of %d images cannot be read and are left out: %s", count, total, shown)
-    return left
-
-
-def _open_cache(setting, root, size, channels, images, state):
-    """(cache or None, phrase) for so many images; the key is `state` and all else that the pixels depend on."""
+def _open_cache(
+    setting: str | bool,
+    root: str,
+    shape: list[int],
+    resized: bool,
+    images: int,
+    state: "hashlib.blake2b",
+) -> tuple[PixelCache | None, str]:
+    """Open the cache of these images: its key is `state` and all else that the pixels depend on."""
     import PIL
 
-    resized = isinstance(size, int)
-    shape = [channels, *((size, size) if resized else size)]
     about = {"root": os.path.realpath(root), "images": images, "shape": shape, "resized": resized}
     state.update(f"{shape} {resized} {images} {VERSION} {PIL.__version__}".encode())
     return open_cache(setting, state.hexdigest(), about)
 
 
-def _list_images(top, classes, state):
-    """(Paths, labels) of the images in top/CLASS/, in order of their names; UserError for a class not in `classes`.
+def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dict[str, ImageSplit]":
+    """Leave out the images that cannot be read, with a warning that names some; UserError if a part has no other.
 
-    The hash `state` is fed all names, sizes and times.
+    Whether an image is left out depends on its file alone, so whatever is made of the splits stays the same.
     """
-    files, labels, numbers = Paths(top), [], {name: label for label, name in enumerate(classes)}
-    state.update(os.path.basename(top).encode(errors="surrogateescape"))
-    for name in _folders(top):
-        if name not in numbers:
-            shown = list(map(printable, classes[:10]))
-            raise UserError(
-                f"{printable(os.path.join(top, name))}: the training images have no class {name!r}."
-                f"{did_you_mean(name, classes)}\n"
-                f"Rename or remove the folder; they have {', '.join(shown)}{', ...' * (len(classes) > 10)}."
-            )
-        with _readable(top), os.scandir(os.path.join(top, name)) as entries:
-            # One string a file, and no tuple: no name has a zero in it, and it sorts before every letter.
-            found = sorted(
-                f"{e.name}\0{e.stat().st_size}\0{e.stat().st_mtime_ns}"
-                for e in entries
-                if e.name.lower().endswith(IMAGE_ENDINGS)
-                and not e.name.startswith(".")
-                and e.is_file()
-            )
-        state.update(os.fsencode("\0".join([name, *found])))
-        for line in found:
-            file, size, _ = line.split("\0")
-            files.add(os.fsencode(f"{name}/{file}"), int(size))
-        labels.append(torch.full((len(found),), numbers[name]))
-    return files, torch.cat(labels) if labels else torch.zeros(0, dtype=torch.int64)
+    broken = []
+    whole = {}
+    for name, split in splits.items():
+        indices = split.broken()
+        broken += [split.files[i] for i in indices]
+        keep = torch.ones(len(split), dtype=torch.bool)
+        keep[indices] = False
+        whole[name] = split.take(keep.nonzero().view(-1))
+    if not broken:
+        return splits
+    shown = first_few(broken, 3)
+    lost = [f"the {name} images" for name, split in whole.items() if len(split) == 0]
+    absent = set(range(len(classes))).difference(whole["train"].targets.tolist())
+    if not lost and absent:
+        lost = [f"the class {printable(classes[min(absent)])}"]
+    if lost:
+        raise UserError(
+            f"dataset.on_bad_sample=skip: all of {lost[0]} cannot be read ({shown}).\n"
+            "Replace or remove these files."
+        )
+    total = sum(map(len, splits.values()))
+    log.warning("%d of %d images cannot be read and are left out: %s", len(broken), total, shown)
+    return whole
 
 
-def _mean_and_std(split, seed, most=5000):
-    """Each channel's mean and standard deviation, as lists, in units of 0..1, of at most `most` images or 256 MiB."""
+def first_few(names: Sequence[str], count: int) -> str:
+    """List the first `count` of some names for people."""
+    shown = ", ".join(map(printable, names[:count]))
+    return f"{shown}, ..." if len(names) > count else shown
+
+
+def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[float]]:
+    """Measure each channel's mean and standard deviation, in units of 0..1, on a sample of the images."""
     generator = torch.Generator().manual_seed(mix_seed(seed, "mean and std"))
-    most = min(most, max(1, 256 * MIB * len(split) // split.nbytes))
+    most = min(MOST_MEASURED, max(1, 256 * MIB * len(split) // split.nbytes))
     chosen = torch.randperm(len(split), generator=generator)[:most].sort().values
-    # From histograms: 256 counts a channel are exact, and need no float copy of the images.
+    # From histograms: 256 counts per channel are exact, and need no float copy of the images.
     counts = torch.zeros(split.channels, 256, dtype=torch.float64)
     for images in split.chunks(chosen):
         for c in range(split.channels):
             counts[c] += torch.bincount(images[:, c].flatten(), minlength=256)
     levels = torch.arange(256).double() / 255
-    mean = (counts * levels).sum(1) / counts.sum(1)
-    std = ((counts * levels.square()).sum(1) / counts.sum(1) - mean.square()).clamp_min(0).sqrt()
+    total = counts.sum(1)
+    mean = (counts * levels).sum(1) / total
+    square = (counts * levels.square()).sum(1) / total
+    std = (square - mean.square()).clamp_min(0).sqrt()
     return mean.tolist(), std.clamp_min(1 / 255).tolist()
 
 
 class Paths:
-    """File paths below a root, as one string of bytes, and the sizes of the files.
+    """File paths below a root, and the sizes of the files.
 
-    A path takes 16 bytes more than its letters below the root, and reading one writes to no object: worker processes
-    share a list's strings only until they count a reference to them.
+    The names are one array of bytes, not a list of strings: worker processes share it, where each look at a string
+    would copy the memory page that holds its reference count.
     """
 
-    def __init__(self, root):
-        self.root, self.names, self.ends, self.sizes = root, bytearray(), array("q"), array("q")
+    def __init__(self, root: str, names: Any, sizes: Any) -> None:
+        self.root = root
+        self.names = numpy.asarray(names, dtype=numpy.bytes_)
+        self.sizes = numpy.asarray(sizes, dtype=numpy.int64)
 
-    def add(self, name, size):
-        self.names += name
-        self.ends.append(len(self.names))
-        self.sizes.append(size)
+    def __len__(self) -> int:
+        return len(self.names)
 
-    def __len__(self):
-        return len(self.ends)
+    def __getitem__(self, i: int) -> str:
+        return os.path.join(self.root, os.fsdecode(self.names[i]))
 
-    def __getitem__(self, i):
-        start = self.ends[i - 1] if i else 0
-        return os.path.join(self.root, os.fsdecode(bytes(self.names[start : self.ends[i]])))
+    def take(self, indices: Tensor) -> "Paths":
+        """Return the Paths of these indices."""
+        chosen = indices.numpy()
+        return Paths(self.root, self.names[chosen], self.sizes[chosen])
 
-    def take(self, indices):
-        """The Paths of these indices."""
-        taken = Paths(self.root)
-        for i in indices:
-            taken.add(self.names[self.ends[i - 1] if i else 0 : self.ends[i]], self.sizes[i])
-        return taken
+    def feed(self, state: "hashlib.blake2b") -> None:
+        """Feed all names and sizes, but not the root, to a hash."""
+        state.update(b"".join(self.names.tolist()))
+        state.update(numpy.strings.str_len(self.names).cumsum().tobytes())
+        state.update(self.sizes.tobytes())
 
-    def feed(self, state):
-        """Feeds all names and sizes, and no root, to a hash."""
-        for numbers in (self.names, self.ends.tobytes(), self.sizes.tobytes()):
-            state.update(numbers)
+
+# The paths of images and their labels.
+Files = tuple[Paths, Tensor]
 
 
 class ImageSplit:
-    """Image files as uint8 (channels, H, W): read from `cache` where they are in it, decoded and put there otherwise.
+    """Image files as uint8 (channels, H, W), read from `cache` if they are in it, else decoded and put there.
 
-    `size`: the whole number to which both sides are resized, or the (H, W) of all. `slots`: the samples' places in
-    the cache. `place` says where that is.
+    `size`: the (H, W) that all images have, or are resized to with `resize`. `slots`: the places of the samples in the
+    cache; `place` says where that is, for people.
     """
 
     dtype = torch.uint8
 
-    def __init__(self, files, targets, size, channels, cache=None, slots=None, place=""):
-        self.files, self.targets, self.size, self.channels = files, targets, size, channels
-        self.cache, self.slots, self.place = (
-            cache,
-            torch.arange(len(files)) if slots is None else slots,
-            place,
-        )
-        self.shape = (channels, size, size) if isinstance(size, int) else (channels, *size)
+    def __init__(
+        self,
+        files: Paths,
+        targets: Tensor,
+        size: tuple[int, int],
+        channels: int,
+        resize: bool = False,
+        cache: PixelCache | None = None,
+        slots: Tensor | None = None,
+        place: str = "",
+    ) -> None:
+        self.files = files
+        self.targets = targets
+        self.size = size
+        self.channels = channels
+        self.resize = resize
+        self.cache = cache
+        self.slots = torch.arange(len(files)) if slots is None else slots
+        self.place = place
+        self.shape = (channels, *size)
         self.nbytes = len(files) * math.prod(self.shape)
         # Small images are decoded faster than threads can hand the GIL over:
         # of 32x32 one thread does 8,600 a second, two do 5,600.
-        large = isinstance(size, int) or math.prod(size) >= 256 * 256
+        large = resize or math.prod(size) >= 256 * 256
         self.threads = min(os.cpu_count() or 1, 16) if large else 1
-        # How many neighbours in the cache stay together in the order of an epoch: it is a function of the data alone,
-        # so that no weight depends on the machine, its memory, or whether there is a cache.
-        self.block = max(1, BLOCK * len(files) // self.nbytes) if self.nbytes > LARGE else 1
+        # How many neighbours in the cache stay together in the order of an epoch: a function of the data alone, so
+        # that no weight depends on the machine, its memory, or whether there is a cache.
+        self.block = 1
+        if self.nbytes > LARGE:
+            self.block = max(1, BLOCK * len(files) // self.nbytes)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int | list[int]) -> tuple[Tensor, Tensor]:
         if isinstance(index, int):
             return self.read([index])[0], self.targets[index]
         return self.read(index), self.targets[index]
 
-    def take(self, indices):
-        """The ImageSplit of these samples, or None for none."""
-        if not len(indices):
-            return None
-        files, targets, slots = (
-            self.files.take(indices.tolist()),
+    def take(self, indices: Tensor) -> "ImageSplit":
+        """Return the ImageSplit of these samples."""
+        return ImageSplit(
+            self.files.take(indices),
             self.targets[indices],
+            self.size,
+            self.channels,
+            self.resize,
+            self.cache,
             self.slots[indices],
+            self.place,
         )
-        return ImageSplit(files, targets, self.size, self.channels, self.cache, slots, self.place)
 
-    def broken(self):
-        """The indices of the images that cannot be read; all that were not in the cache are tried."""
+    def feed(self, state: "hashlib.blake2b") -> None:
+        """Feed the shape, and the names and sizes of the files, to a fingerprint."""
+        state.update(f"{self.shape} ".encode())
+        self.files.feed(state)
 
-        def fails(i):
-            try:
-                self.read([i])
-            except BrokenImage:
-                return True
-            return False
-
-        found = []
+    def broken(self) -> list[int]:
+        """Return the indices of the images that cannot be read; all that are not in the cache are tried."""
+        broken = []
         with ThreadPoolExecutor(self.threads) as pool:
             for part in self.missing().split(1024):
-                part = part.tolist()
-                found += [
-                    i for i, failed in zip(part, pool.map(fails, part), strict=True) if failed
-                ]
-        return found
+                indices = part.tolist()
+                readable = pool.map(self._is_readable, indices)
+                broken += [i for i, fine in zip(indices, readable, strict=True) if not fine]
+        return broken
 
-    def tensors(self):
-        """All of it: (inputs, targets)."""
-        inputs, order = torch.empty(len(self), *self.shape, dtype=torch.uint8), self.neighbours()
+    def _is_readable(self, index: int) -> bool:
+        try:
+            self.read([index])
+        except BrokenImage:
+            return False
+        return True
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return all inputs and targets."""
+        inputs = torch.empty(len(self), *self.shape, dtype=torch.uint8)
+        order = self.neighbours()
         done = 0
         for pixels in self.chunks(order):
             inputs[order[done : done + len(pixels)]] = pixels
             done += len(pixels)
         return inputs, self.targets
 
-    def chunks(self, indices):
-        """Yields the pixels of these samples, some MiB at a time, decoded by several threads where that is faster."""
+    def chunks(self, indices: Tensor) -> Iterator[Tensor]:
+        """Yield the pixels of these samples, some MiB at a time, decoded by several threads if that is faster."""
+        at_once = max(self.threads, CHUNK * len(self) // self.nbytes)
         with ThreadPoolExecutor(self.threads) as pool:
-            for part in indices.split(max(self.threads, CHUNK * len(self) // self.nbytes)):
+            for part in indices.split(at_once):
                 yield self.read(part.tolist(), pool.map)
 
-    def feed(self, state):
-        """Feeds a hash what a training depends on: the shape, and the names and sizes of the files."""
-        state.update(f"{self.shape} ".encode())
-        self.files.feed(state)
-
-    def missing(self):
-        """The indices of the samples that are still to be decoded."""
+    def missing(self) -> Tensor:
+        """Return the indices of the samples that are still to be decoded."""
         if self.cache is None:
             return torch.arange(len(self))
         return self.cache.missing(self.slots).nonzero().view(-1)
 
-    def neighbours(self):
-        """The indices in the order of the slots."""
+    def neighbours(self) -> Tensor:
+        """Return the indices in the order of the slots."""
         return self.slots.argsort()
 
-    def read(self, index, map=map):
-        """The pixels of a list of samples, (N, channels, H, W); `map` is called with what decodes one of them."""
+    def read(self, indices: list[int], map: Callable[..., Iterator[Any]] = map) -> Tensor:
+        """Return the pixels of these samples, (N, channels, H, W); `map` is used to decode them."""
         if self.cache is None:
-            pixels, todo = (
-                torch.empty(len(index), *self.shape, dtype=torch.uint8),
-                range(len(index)),
-            )
-        else:
-            slots = self.slots[index].tolist()
-            if self.block > 1:
-                self.cache.read_ahead(slots)
-            pixels, missing, damaged = self.cache.read(slots)
-            todo = missing + damaged
-            if damaged:
-                self._warn(self.files[index[damaged[0]]])
-
-        def decode(i):
-            pixels[i] = decode_image(self.files[index[i]], self.size, self.channels)
-
-        for _ in map(decode, todo):
-            pass
-        if self.cache is not None:
-            for i in todo:
-                self.cache.write(slots[i], pixels[i])
+            images = list(map(self._decode, indices))
+            return torch.stack(images)
+        slots = self.slots[indices].tolist()
+        if self.block > 1:
+            self.cache.read_ahead(slots)
+        pixels, missing, damaged = self.cache.read(slots)
+        if damaged and not self.cache.warned:
+            file = printable(self.files[indices[damaged[0]]])
+            log.warning("%s: its pixels in %s are damaged; decoded again.", file, self.cache.folder)
+            self.cache.warned = True
+        todo = missing + damaged
+        decoded = map(self._decode, [indices[i] for i in todo])
+        for i, image in zip(todo, decoded, strict=True):
+            pixels[i] = image
+            self.cache.write(slots[i], image)
         return pixels
 
-    def _warn(self, file):
-        if not self.cache.warned:
-            log.warning(
-                "%s: its pixels in %s are damaged; decoded again.",
-                printable(file),
-                self.cache.folder,
-            )
-        self.cache.warned = True
+    def _decode(self, index: int) -> Tensor:
+        return decode_image(self.files[index], self.size, self.channels, self.resize)
 
 
 class BrokenImage(UserError):
     """An image file that cannot be read."""
 
 
-def decode_image(file, size, channels, resize=False):
-    """A uint8 tensor (channels, H, W): grey for one channel, RGB for three; turned as a camera says it was held.
+def decode_image(file: str, size: Sequence[int], channels: int, resize: bool = False) -> Tensor:
+    """Decode an image to uint8 (channels, H, W), turned as its camera was held: grey for 1 channel, RGB for 3.
 
-    `size` is a whole number, to which both sides are resized, or (H, W), which the image has to have unless `resize`.
-    BrokenImage naming a file that cannot be read, UserError for one of another size.
+    `size` is (H, W): what the image has to have, or with `resize` is resized to. BrokenImage for a file that cannot be
+    read, UserError for an image of another size.
     """
     from PIL import Image, ImageOps
 
-    height, width = (size, size) if isinstance(size, int) else size
-    resize = resize or isinstance(size, int)
+    height, width = size
     with open_image(file) as image:
         if resize:
-            image.draft(
-                None, (2 * width, 2 * height)
-            )  # a large JPEG is decoded at the nearest scale above
+            # A large JPEG is decoded at the nearest scale above.
+            image.draft(None, (2 * width, 2 * height))
         ImageOps.exif_transpose(image, in_place=True)
-        if image.mode.startswith(
-            "I"
-        ):  # 16 bits, of which `convert` would take all above 255 for white
+        if image.mode.startswith("I"):
+            # 16 bits, of which `convert` would take all above 255 for white.
             image = image.point(lambda level: level * (1 / 256))
         image = image.convert("L" if channels == 1 else "RGB")
         if resize and image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-        pixels = pixels.view(image.height, image.width, channels)
-    if tuple(pixels.shape[:2]) != (height, width):
+    if image.size != (width, height):
         raise UserError(
-            f"{printable(file)}: this image has {pixels.shape[0]}x{pixels.shape[1]} pixels, "
+            f"{printable(file)}: this image has {image.height}x{image.width} pixels, "
             f"and the first one {height}x{width}.\n"
             f"Type dataset.size={min(height, width)} (any whole number) to resize all of them."
         )
-    return pixels.permute(2, 0, 1)
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.view(height, width, channels).permute(2, 0, 1)
 
 
 @contextlib.contextmanager
-def open_image(file):
-    """The PIL image of a file, its pixels not yet decoded; BrokenImage for all that goes wrong with it."""
+def open_image(file: str) -> "Iterator[Image]":
+    """Open an image with Pillow, without decoding its pixels; BrokenImage for all that goes wrong with it."""
     from PIL import Image, UnidentifiedImageError
 
     ignore_bomb_warnings()
@@ -472,7 +530,8 @@ def open_image(file):
             open_plain(file, links=True) as raw,
             Image.open(io.BufferedReader(raw), formats=IMAGE_FORMATS) as image,
         ):
-            pixels, most = image.width * image.height, Image.MAX_IMAGE_PIXELS
+            pixels = image.width * image.height
+            most = Image.MAX_IMAGE_PIXELS
             if most is not None and pixels > most:
                 raise ValueError(
                     f"its {pixels:,} pixels are more than the {most:,} that Pillow thinks safe"
@@ -481,14 +540,14 @@ def open_image(file):
     except MemoryError:
         raise
     except UnidentifiedImageError:
-        raise broken(file, f"it is none of {', '.join(IMAGE_FORMATS)}, or damaged") from None
-    except (
-        Exception
-    ) as error:  # Pillow's decoders raise what they like for what they do not understand
-        raise broken(file, str(error) or type(error).__name__) from None
+        formats = ", ".join(IMAGE_FORMATS)
+        raise broken_image(file, f"it is none of {formats}, or damaged") from None
+    except Exception as error:  # Pillow's decoders raise anything for what they do not understand
+        raise broken_image(file, str(error) or type(error).__name__) from None
 
 
-def broken(file, reason):
+def broken_image(file: str, reason: str) -> BrokenImage:
+    """Make the error for an image that cannot be read."""
     return BrokenImage(
         f"{printable(file)}: this image cannot be read ({printable(reason)}).\n"
         "Replace or remove the file, or type dataset.on_bad_sample=skip to leave such images out."
@@ -496,8 +555,8 @@ def broken(file, reason):
 
 
 @functools.cache
-def ignore_bomb_warnings():
-    """Pillow warns of large images and refuses twice as large ones; to us these are errors too, without a warning."""
+def ignore_bomb_warnings() -> None:
+    """Silence Pillow's warning about large images: `open_image` refuses them, without a warning."""
     from PIL.Image import DecompressionBombWarning
 
     warnings.simplefilter("ignore", DecompressionBombWarning)

@@ -387,7 +387,9 @@ def test_a_folder_of_images_gets_the_classes_that_the_model_gives_them(forks, ru
     files = sorted((runs / "images").rglob("*.png"))
     assert [row["file"] for row in rows] == [str(path.relative_to(runs)) for path in files]
     model = package.load(runs / "folder")
-    shares = model(torch.stack([decode_image(path, 8, 3) for path in files])).softmax(1)
+    shares = model(
+        torch.stack([decode_image(path, (8, 8), 3, resize=True) for path in files])
+    ).softmax(1)
     found = torch.tensor([list(row["probabilities"].values()) for row in rows])
     torch.testing.assert_close(found, shares, rtol=1e-6, atol=1e-7)
     assert [row["class"] for row in rows] == [model.classes[i] for i in shares.argmax(1)]
@@ -785,7 +787,7 @@ def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(
     found = evaluated(forks, runs, "run=folder", f"dataset.root={tmp_path / 'two'}", *every)
     model = package.load(runs / "folder")
     files = sorted((tmp_path / "two").rglob("*.png"))
-    outputs = model(torch.stack([decode_image(path, 8, 3, resize=True) for path in files]))
+    outputs = model(torch.stack([decode_image(path, (8, 8), 3, resize=True) for path in files]))
     targets = torch.tensor([model.classes.index(path.parent.name) for path in files])
     assert found["acc"] == (outputs.argmax(1) == targets).double().mean().item() < 1
     assert found["loss"] == pytest.approx(
