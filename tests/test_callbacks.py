@@ -88,7 +88,7 @@ def test_ema_is_the_average_by_its_formula(decay):
     trainer.fit(train_loader)
     raw = {name: t.clone() for name, t in trainer.module.state_dict().items()}
     trainer.evaluate(val_loader)
-    for name, tensor in ema.average.items():
+    for name, tensor in ema.shadow.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
         assert torch.equal(seen[name], tensor), name  # evaluated with the average
         assert not torch.equal(raw[name], tensor), name

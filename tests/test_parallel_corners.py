@@ -113,7 +113,7 @@ REASONS = {
     ("Adafactor", "fsdp"): "Adafactor looks at whole matrices",
     ("fused SGD", "fsdp"): SHARDS,
     ("channels_last", "fsdp"): "channels_last=true: shards have no such order",
-    ("again", "fsdp"): "a Trainer before this one has cut the model up",
+    ("again", "fsdp"): "an earlier Trainer has sharded this model",
 }
 
 

@@ -1,526 +1,603 @@
-"""What happens between steps: the Callback, progress, checkpoints, early stopping, averages, time limit, NaN guard."""
+"""What happens between steps: the Callback base class, and the callbacks of the framework."""
 
 import math
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from stoker.trainer import checkpoint, launch, parallel, settings, summary
 from stoker.trainer.errors import TrainingError, UserError, as_typed, check_number, did_you_mean
 from stoker.trainer.readable import number
 from stoker.trainer.state import ANYTHING, check_like, refuse
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-SILENCE = 30  # seconds, after which Progress says where it is also in the middle of an epoch
+if TYPE_CHECKING:
+    from stoker.trainer.trainer import Trainer
+
+Row = dict[str, Any]
+State = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+
+SILENCE = 30  # seconds after which Progress prints a line in the middle of an epoch
 
 
 class Callback:
-    """Seven hooks, each called with the trainer, in the order of the list of callbacks.
+    """Base class with seven hooks, each called with the trainer, in the order of the callbacks.
 
-    A callback with a state that has to survive a restart gives it in `state_dict` (tensors and plain values) and takes
-    it in `load_state_dict`.
+    A callback with state that must survive a restart returns it from `state_dict` (tensors and
+    plain values) and takes it back in `load_state_dict`.
 
-    Where several processes train together, each has its callbacks, and calls them at the same steps: one that stops the
-    training has to do so on all of them. With `first_rank_only` it is there once, to print or to write.
+    If several processes train together, each has its own callbacks and calls them at the same
+    steps: one that stops the training has to do so on all of them. With `first_rank_only`, only
+    rank 0 has the callback, to print or to write.
     """
 
-    first_rank_only = False
+    first_rank_only: bool = False
 
-    def on_fit_start(self, trainer):
-        """Everything is built and nothing is trained; `trainer.step` is above 0 where a run is continued."""
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """Everything is built, nothing is trained; `trainer.step` is above 0 in a resumed run."""
 
-    def on_step_end(self, trainer):
-        """The last thing of each step, after the evaluation and the end of the epoch where the step has them."""
+    def on_step_end(self, trainer: "Trainer") -> None:
+        """A step is done, with its evaluation and the end of its epoch if it has them."""
 
-    def on_epoch_end(self, trainer):
-        """The whole training set was seen once more; not where a run stops in the middle."""
+    def on_epoch_end(self, trainer: "Trainer") -> None:
+        """The whole training set was seen once more; not called if a run stops before that."""
 
-    def on_eval_start(self, trainer):
-        """Before an evaluation or a prediction."""
+    def on_eval_start(self, trainer: "Trainer") -> None:
+        """An evaluation or a prediction begins."""
 
-    def on_eval_end(self, trainer):
-        """After it, also when it failed."""
+    def on_eval_end(self, trainer: "Trainer") -> None:
+        """An evaluation or a prediction ends, even with an error."""
 
-    def on_log(self, trainer, row):
-        """A row of numbers: {"step": ..., "epoch": ..., "train/loss": ...}."""
+    def on_log(self, trainer: "Trainer", row: Row) -> None:
+        """A row of numbers is logged: {"step": ..., "epoch": ..., "train/loss": ...}."""
 
-    def on_fit_end(self, trainer):
-        """The last thing of a fit, also when it failed (`trainer.failed`), be it before this one's `on_fit_start`."""
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        """A fit ends, even with an error (`trainer.failed`), perhaps before `on_fit_start`."""
 
-    def state_dict(self):
+    def state_dict(self) -> State:
+        """Return what a checkpoint should hold: tensors and plain values."""
         return {}
 
-    def load_state_dict(self, state):
-        pass
+    def load_state_dict(self, state: State) -> None:
+        """Take what `state_dict` has returned."""
 
-    def check_state(self, trainer, state, name):
-        """UserError where `load_state_dict` or what comes after it could not do with this state; changes nothing."""
-
-
-NOTHING = {"loss": 0.0, "samples": 0}  # of an epoch: the sum over its samples, and how many
+    def check_state(self, trainer: "Trainer", state: Any, name: str) -> None:
+        """Raise UserError if `load_state_dict` could not use this state; change nothing."""
 
 
 class Monitor(Callback):
     """A callback that watches one logged number.
 
-    "auto" is the first metric of the validation set whose good end is known, or its loss, or the training loss. Of
-    that a row has a part of the epoch: what counts is the mean over the epoch, at its end.
+    `monitor="auto"` is the first validation metric that says which end of it is good, or the
+    validation loss, or the training loss. Rows hold the training loss of a part of an epoch: what
+    counts is the mean over the epoch, at its end.
     """
 
-    def __init__(self, monitor="auto", mode="auto"):
-        self.monitor, self.mode = monitor, settings.check("monitor_mode", mode)
-        self.best = None  # {"step", "value"}
-        self.epoch = dict(NOTHING)
+    name: str  # of the number, from `on_fit_start` on
+    sign: int  # 1 if high is good, -1 if low is good
 
-    def on_fit_start(self, trainer):
-        """UserError where nothing of that name will be logged, or where it is not known which end of it is good."""
+    def __init__(self, monitor: str = "auto", mode: str = "auto") -> None:
+        self.monitor = monitor
+        self.mode: str = settings.check("monitor_mode", mode)
+        self.forget()
+
+    def forget(self) -> None:
+        self.best: dict[str, float] | None = None  # {"step", "value"}
+        self.epoch_loss: float = 0.0  # the sum over the samples of this epoch
+        self.epoch_samples: int = 0
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """Find the number to watch.
+
+        Raises:
+            UserError: No such number will be logged, or it is not known which end of it is good.
+        """
         if not trainer.step:
-            self.best, self.epoch = None, dict(NOTHING)  # of an earlier fit
-        good_end = {
-            f"val/{name}": getattr(m, "higher_is_better", None)
-            for name, m in trainer.metrics.items()
-        }
-        good_end |= {"val/loss": False}
-        good_end = {**(good_end if trainer.val_loader is not None else {}), "train/loss": False}
-        known_end = [name for name, higher in good_end.items() if higher is not None]
-        self.name = known_end[0] if self.monitor == "auto" else self.monitor
-        if self.name not in good_end:
-            hint = did_you_mean(self.name, good_end)
-            names = ", ".join(good_end)
+            self.forget()  # what an earlier fit has reached
+        higher_is_better: dict[str, bool | None] = {}
+        if trainer.val_loader is not None:
+            for name, metric in trainer.metrics.items():
+                higher_is_better[f"val/{name}"] = getattr(metric, "higher_is_better", None)
+            higher_is_better["val/loss"] = False
+        higher_is_better["train/loss"] = False
+        self.name = self.monitor
+        if self.monitor == "auto":
+            self.name = next(n for n, higher in higher_is_better.items() if higher is not None)
+        if self.name not in higher_is_better:
             raise UserError(
-                f"monitor={as_typed(self.name)}: no such number is logged.{hint}\nType monitor= one of: {names}."
+                f"monitor={as_typed(self.name)}: no such number is logged."
+                f"{did_you_mean(self.name, higher_is_better)}\n"
+                f"Type monitor= one of: {', '.join(higher_is_better)}."
             )
-        higher = good_end[self.name] if self.mode == "auto" else self.mode == "max"
+        higher = higher_is_better[self.name] if self.mode == "auto" else self.mode == "max"
         if higher is None:
-            what = "the metric does not say whether high or low is good."
             raise UserError(
-                f"monitor={self.name}: {what}\nType monitor_mode=max or monitor_mode=min."
+                f"monitor={self.name}: the metric does not say whether high or low is good.\n"
+                "Type monitor_mode=max or monitor_mode=min."
             )
         self.sign = 1 if higher else -1
 
-    def improved(self, trainer, row, min_delta=0.0):
-        """Whether the row's number is better than the best one by more than `min_delta`; it is the best one then.
+    def improved(self, trainer: "Trainer", row: Row, min_delta: float = 0.0) -> bool | None:
+        """Return whether the row's number beats the best by more than `min_delta`; then keep it.
 
-        None where the row has it not, or the epoch goes on of which it has a part.
+        None if the row does not have the number, or holds only a part of its epoch.
         """
         if self.name not in row:
             return None
         value = row[self.name] if self.name != "train/loss" else self.over_epoch(trainer, row)
         if value is None:
             return None
-        better = not math.isnan(value) and (
-            self.best is None or self.sign * (value - self.best["value"]) > min_delta
-        )
-        if better:
-            self.best = {"step": trainer.step, "value": value}
-        return better
+        better = self.best is None or self.sign * (value - self.best["value"]) > min_delta
+        if math.isnan(value) or not better:
+            return False
+        self.best = {"step": trainer.step, "value": value}
+        return True
 
-    def over_epoch(self, trainer, row):
-        """The mean training loss of the epoch that this row ends, or of a training that has no whole one; else None."""
+    def over_epoch(self, trainer: "Trainer", row: Row) -> float | None:
+        """Return the mean training loss of the epoch if this row ends it, else None.
+
+        A training of less than one epoch counts as one.
+        """
         samples = row.get("train/samples", 1)
-        self.epoch["loss"] += samples * row["train/loss"]
-        self.epoch["samples"] += samples
-        if trainer.step % trainer.steps_per_epoch and (
-            self.best is not None or trainer.step < trainer.total_steps
-        ):
+        self.epoch_loss += samples * row["train/loss"]
+        self.epoch_samples += samples
+        ends_fit = trainer.step >= trainer.total_steps
+        if trainer.step % trainer.steps_per_epoch and not (ends_fit and self.best is None):
             return None
-        mean, self.epoch = self.epoch["loss"] / self.epoch["samples"], dict(NOTHING)
+        mean = self.epoch_loss / self.epoch_samples
+        self.epoch_loss = 0.0
+        self.epoch_samples = 0
         return mean
 
-    def state_dict(self):
-        return {"best": self.best} | ({"epoch": dict(self.epoch)} if self.epoch != NOTHING else {})
+    def state_dict(self) -> State:
+        state: State = {"best": self.best}
+        if self.epoch_samples:
+            state["epoch"] = {"loss": self.epoch_loss, "samples": self.epoch_samples}
+        return state
 
-    def load_state_dict(self, state):
-        self.best, self.epoch = state["best"], dict(state.get("epoch", NOTHING))
+    def load_state_dict(self, state: State) -> None:
+        epoch = state.get("epoch", {"loss": 0.0, "samples": 0})
+        self.best = state["best"]
+        self.epoch_loss = epoch["loss"]
+        self.epoch_samples = epoch["samples"]
 
-    def check_state(self, trainer, state, name):
-        like = self.state_dict() | {"best": None}
+    def check_state(self, trainer: "Trainer", state: Any, name: str) -> None:
+        like = self.state_dict()
         like.pop("epoch", None)
+        like["best"] = None
+        if "metrics" in like:  # of a Checkpoint
+            like["metrics"] = ANYTHING
         if isinstance(state, dict) and state.get("best") is not None:
             like["best"] = {"step": 0, "value": math.inf}
         if isinstance(state, dict) and "epoch" in state:
             like["epoch"] = {"loss": math.inf, "samples": 0}
         check_like(state, like, name)
-        best = state["best"]
         if "epoch" in state and not state["epoch"]["samples"] > 0:
             refuse(state["epoch"]["samples"], "a number of samples", f"{name}.epoch.samples")
-        if best and not (isinstance(state["best"]["step"], int) and state["best"]["step"] >= 0):
-            refuse(state["best"]["step"], "a number of steps", f"{name}.best.step")
+        step = state["best"]["step"] if state["best"] else 0
+        if not isinstance(step, int) or step < 0:
+            refuse(step, "a number of steps", f"{name}.best.step")
 
 
 class Checkpoint(Monitor):
-    """Saves the whole state to `folder`/step_<number>.ckpt; keeps the last `keep` and the best.
+    """Save the whole state to `folder`/step_<number>.ckpt; keep the last `keep` and the best.
 
-    It saves every `every` steps, every `epochs` epochs and every `minutes`, None being never; when the monitored number
-    is the best so far; and at the end. The last callback in the list, so that it saves what the others became in this
-    step. The training waits for a copy of the state; it is written in a thread. The plain values in `about`, such as
-    the config, are saved beside it.
+    It saves every `every` steps, every `epochs` epochs and every `minutes` (None is never), when
+    the monitored number is the best so far, and at the end. Put it last in the list, so that it
+    saves what the other callbacks became in this step. The training waits for a copy of the state,
+    which a thread then writes. The plain values in `about`, such as the config, are saved with it.
     """
+
+    saved: int  # the step of the last copy
 
     def __init__(
         self,
-        folder,
-        every=None,
-        epochs=1,
-        minutes=None,
-        keep=2,
-        monitor="auto",
-        mode="auto",
-        overwrite=False,
-    ):
+        folder: str | Path,
+        every: int | None = None,
+        epochs: int | None = 1,
+        minutes: float | None = None,
+        keep: int = 2,
+        monitor: str = "auto",
+        mode: str = "auto",
+        overwrite: bool = False,
+    ) -> None:
         super().__init__(monitor, mode)
-        self.folder, self.overwrite = Path(folder), overwrite
-        self.about = {}
-        self.every = settings.check("checkpoint.every", every)
-        self.epochs = settings.check("checkpoint.epochs", epochs)
-        self.minutes = settings.check("checkpoint.minutes", minutes)
-        self.keep = settings.check("checkpoint.keep", keep)
-        self.due, self.metrics = False, {}  # the last value of each number logged
-        self.writer, self.writing = None, None
+        self.folder = Path(folder)
+        self.overwrite = overwrite
+        self.about: State = {}
+        self.every: int | None = settings.check("checkpoint.every", every)
+        self.epochs: int | None = settings.check("checkpoint.epochs", epochs)
+        self.minutes: float | None = settings.check("checkpoint.minutes", minutes)
+        self.keep: int = settings.check("checkpoint.keep", keep)
+        self.due: bool = False
+        self.metrics: Row = {}  # the last value of each number logged
+        self.last_time: float = 0.0  # of a copy, by the clock of `trainer.agreement`
+        self.writer: ThreadPoolExecutor | None = None
+        self.writing: Future[None] | None = None
 
-    def on_fit_start(self, trainer):
-        """UserError where the folder holds another run's checkpoints."""
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """Raise UserError if the folder holds the checkpoints of another run."""
         super().on_fit_start(trainer)
+        is_gone = False
         if launch.is_first():
             self.check_folder(trainer)
             checkpoint.go_back(self.folder, trainer.step)
-        gone = (
-            self.best
-            and launch.is_first()
-            and not checkpoint.path_of(self.folder, self.best["step"]).exists()
-        )
-        if parallel.add_up(int(bool(gone))):
+            if self.best:
+                path = checkpoint.path_of(self.folder, int(self.best["step"]))
+                is_gone = not path.exists()
+        if parallel.add_up(int(is_gone)):
             self.best = None  # it was reached in another folder
-        self.writer, self.saved = ThreadPoolExecutor(1, "checkpoint"), trainer.step
-        self.due, self.last_time = False, trainer.agreement.now()
-        self.metrics = self.metrics if trainer.step else {}
+        self.writer = ThreadPoolExecutor(1, "checkpoint")
+        self.saved = trainer.step
+        self.due = False
+        self.last_time = trainer.agreement.now()
+        if not trainer.step:
+            self.metrics = {}
 
-    def check_folder(self, trainer):
+    def check_folder(self, trainer: "Trainer") -> None:
+        """Raise UserError unless the folder is free for this run."""
         if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
-            more = f"or go on from them: fit(..., resume={str(self.folder)!r})"
-            raise UserError(f"{self.folder} has checkpoints: give another folder, {more}.")
-        if self.folder.is_symlink() or (
-            self.folder.exists() and not self.folder.is_dir()
-        ):  # a link may lead anywhere
             raise UserError(
-                f"{self.folder} is no folder, and checkpoints go into one. Remove it, or move it away."
+                f"{self.folder} has checkpoints: give another folder, "
+                f"or go on from them: fit(..., resume={str(self.folder)!r})."
+            )
+        is_file = self.folder.exists() and not self.folder.is_dir()
+        if is_file or self.folder.is_symlink():  # a link may lead anywhere
+            raise UserError(
+                f"{self.folder} is not a folder, and checkpoints go into one. "
+                "Remove it, or move it away."
             )
 
-    def on_log(self, trainer, row):
-        self.due |= bool(self.improved(trainer, row))
-        # How long it took is no part of what a run comes to.
-        self.metrics |= {
-            name: row[name] for name in row if name not in ("train/seconds", "train/samples")
-        }
+    def on_log(self, trainer: "Trainer", row: Row) -> None:
+        if self.improved(trainer, row):
+            self.due = True
+        self.metrics.update(row)
+        for name in ("train/seconds", "train/samples"):  # not part of what a run arrives at
+            self.metrics.pop(name, None)
 
-    def on_epoch_end(self, trainer):
-        self.due |= (
-            bool(self.epochs) and trainer.step % (self.epochs * trainer.steps_per_epoch) == 0
-        )
+    def on_epoch_end(self, trainer: "Trainer") -> None:
+        if self.epochs and trainer.step % (self.epochs * trainer.steps_per_epoch) == 0:
+            self.due = True
 
-    def on_step_end(self, trainer):
+    def on_step_end(self, trainer: "Trainer") -> None:
         if self.writing is not None and self.writing.done():
-            self.wait()  # for nothing but its error
+            self.wait()  # raises its error
         due = self.due or trainer.should_stop or trainer.step == trainer.total_steps
-        due = due or (self.every and trainer.step % self.every == 0)
-        if due or (self.minutes and trainer.agreement.now() >= self.last_time + 60 * self.minutes):
-            with trainer.spans["checkpoint"]:
-                self.save(trainer)
+        if self.every and trainer.step % self.every == 0:
+            due = True
+        if self.minutes and trainer.agreement.now() >= self.last_time + 60 * self.minutes:
+            due = True
+        if due:
+            self.save(trainer)
 
-    def on_fit_end(self, trainer):
-        # In the step's evaluation, or after this callback had its turn. Where an error ends the fit, nobody knows what
-        # state the training is in.
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        # Interrupted in the step's evaluation, or after this callback's turn. After an error nobody
+        # knows what state the training is in.
         if trainer.interrupted and trainer.step != self.saved and not trainer.failed:
             self.save(trainer)
         if self.writer is not None:
             self.writer.shutdown()
             self.wait()
 
-    def save(self, trainer):
-        """Copies the state, and has it written; one at a time, so that there is one copy at most.
+    def save(self, trainer: "Trainer") -> None:
+        """Copy the state and have it written, one copy at a time.
 
-        All processes have to come here, as each may have a part of the state; the first one writes it.
+        All processes have to call this, since each may hold a part of the state; rank 0 writes.
+
+        Raises:
+            TrainingError: A weight is not finite, or the last copy could not be written.
         """
-        self.wait()
-        self.due, self.saved, self.last_time = False, trainer.step, trainer.agreement.now()
-        if name := checkpoint.first_nonfinite(trainer.module):
-            raise TrainingError(
-                f"The weights of {name} are not finite at step {trainer.step}: no checkpoint is written of them.\n"
-                "Type a lower optimizer.lr, or max_grad_norm=1."
-            )
-        state = checkpoint.copy({**trainer.state_dict(), "about": self.about})
-        if launch.is_first():
-            path = checkpoint.path_of(self.folder, trainer.step)
-            self.writing = self.writer.submit(self.write, path, state, self.best)
+        with trainer.spans["checkpoint"]:
+            self.wait()
+            self.due = False
+            self.saved = trainer.step
+            self.last_time = trainer.agreement.now()
+            name = checkpoint.first_nonfinite(trainer.module)
+            if name is not None:
+                raise TrainingError(
+                    f"The weights of {name} are not finite at step {trainer.step}: "
+                    "no checkpoint is written of them.\n"
+                    "Type a lower optimizer.lr, or max_grad_norm=1."
+                )
+            state = checkpoint.copy({**trainer.state_dict(), "about": self.about})
+            if launch.is_first():
+                assert self.writer is not None
+                path = checkpoint.path_of(self.folder, trainer.step)
+                self.writing = self.writer.submit(self.write, path, state, self.best)
 
-    def state_dict(self):
-        return super().state_dict() | {"metrics": dict(sorted(self.metrics.items()))}
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-        self.metrics = state["metrics"]
-
-    def check_state(self, trainer, state, name):
-        super().check_state(
-            trainer, state | {"metrics": self.metrics} if isinstance(state, dict) else state, name
-        )
-        check_like(state, dict.fromkeys([*state, "metrics"], ANYTHING), name)
-        if not isinstance(state["metrics"], dict) or not all(
-            isinstance(key, str) for key in state["metrics"]
-        ):
-            refuse(state["metrics"], "a dict of numbers", f"{name}.metrics")
-
-    def write(self, path, state, best):
-        """In the thread: the new one, and when it is in place, away with the old ones."""
+    def write(self, path: Path, state: State, best: dict[str, float] | None) -> None:
+        """Write the new file, then remove the old ones that are not kept. Runs in the thread."""
         checkpoint.save(path, state)
-        for step, old in list(checkpoint.files(self.folder).items())[self.keep :]:
-            if step != (best and best["step"]):
-                old.unlink()
+        old = list(checkpoint.files(self.folder).items())[self.keep :]
+        for step, old_path in old:
+            if best is None or step != best["step"]:
+                old_path.unlink()
 
-    def wait(self):
-        """Until all is written; raises what went wrong there."""
-        writing, self.writing = self.writing, None
-        if writing is not None:
+    def wait(self) -> None:
+        """Wait until all is written; raise the error that came up in the thread."""
+        if self.writing is not None:
+            writing = self.writing
+            self.writing = None
             writing.result()
+
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "metrics": dict(sorted(self.metrics.items()))}
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self.metrics = dict(state["metrics"])
+
+    def check_state(self, trainer: "Trainer", state: Any, name: str) -> None:
+        super().check_state(trainer, state, name)
+        metrics = state["metrics"]
+        if not isinstance(metrics, dict) or not all(isinstance(key, str) for key in metrics):
+            refuse(metrics, "a dict of numbers", f"{name}.metrics")
 
 
 class EarlyStopping(Monitor):
-    """Ends the training after `patience` evaluations in a row that are not better by more than `min_delta`."""
+    """Stop after `patience` evaluations in a row that do not improve by more than `min_delta`."""
 
-    def __init__(self, patience, min_delta=0.0, monitor="auto", mode="auto"):
+    def __init__(
+        self, patience: int, min_delta: float = 0.0, monitor: str = "auto", mode: str = "auto"
+    ) -> None:
         super().__init__(monitor, mode)
-        self.patience = settings.check("patience", patience)
-        self.min_delta = check_number("min_delta", min_delta, least=0)
-        self.waited = 0
+        self.patience: int = settings.check("patience", patience)
+        self.min_delta: float = check_number("min_delta", min_delta, least=0)
+        self.waited: int = 0  # evaluations since the best
 
-    def on_fit_start(self, trainer):
+    def on_fit_start(self, trainer: "Trainer") -> None:
         super().on_fit_start(trainer)
-        self.waited = self.waited if trainer.step else 0
-        self.stop_when_due(trainer)  # a stopped run that is continued stays stopped
+        if not trainer.step:
+            self.waited = 0
+        self.stop_when_due(trainer)  # a run that was stopped early stays stopped
 
-    def on_log(self, trainer, row):
+    def on_log(self, trainer: "Trainer", row: Row) -> None:
         better = self.improved(trainer, row, self.min_delta)
         if better is not None:
             self.waited = 0 if better else self.waited + 1
             self.stop_when_due(trainer)
 
-    def stop_when_due(self, trainer):
-        if self.waited >= self.patience:
-            trainer.stop(
-                f"{self.name} was not better than {self.best['value']:.4g} for {self.waited} evaluations"
-                if self.best
-                else f"no {self.name}",
-                "early_stopping",
-            )
+    def stop_when_due(self, trainer: "Trainer") -> None:
+        if self.waited < self.patience:
+            return
+        reason = f"no {self.name}"
+        if self.best:
+            best = f"{self.best['value']:.4g}"
+            reason = f"{self.name} was not better than {best} for {self.waited} evaluations"
+        trainer.stop(reason, "early_stopping")
 
-    def state_dict(self):
-        return super().state_dict() | {"waited": self.waited}
+    def state_dict(self) -> State:
+        return {**super().state_dict(), "waited": self.waited}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self.waited = state["waited"]
 
 
-class Lookahead(Callback):
-    """Every `every` steps, slow weights go a part of the way to the trained ones, which then go on from the slow ones.
+class ShadowWeights(Callback):
+    """A callback that keeps a second set of the weights and of BatchNorm's statistics.
 
-    slow = d * slow + (1 - d) * trained, BatchNorm's statistics included; the last step ends so too. d rises as
-    (step / total_steps) ** `power` to `decay` at the end (Jordan 2024, arXiv 2404.00498, section 3.4); for power 0 it
-    is the same throughout (Zhang 2019, arXiv 1907.08610, algorithm 1, where 1 - d is called alpha).
+    Subclasses define `update`, which brings the set up to the trainer's step. It is called at the
+    end of each step, and before an evaluation of the step.
     """
 
-    def __init__(self, every=5, decay=0.5, power=0):
-        self.every = check_number("callbacks.lookahead.every", every, whole=True, least=1)
-        self.decay = check_number("callbacks.lookahead.decay", decay, least=0, most=1)
-        self.power = check_number("callbacks.lookahead.power", power, least=0)
-        self.slow, self.step = None, 0
+    key: str  # of the set in a checkpoint
 
-    def on_fit_start(self, trainer):
-        """UserError where an EMA stands in front of it, which would hand it averages instead of the weights."""
+    def __init__(self) -> None:
+        self.shadow: Tensors | None = None
+        self.step: int = 0  # of the last update
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        current = floating_state(trainer, frozen=True)
+        if self.shadow is None or not trainer.step:
+            self.shadow = current
+            self.step = trainer.step
+        # Copies with the devices and layouts of the model: a checkpoint's tensors are on the CPU.
+        copies: Tensors = {}
+        for name, tensor in current.items():
+            value = parallel.like(self.shadow[name], tensor)
+            copies[name] = torch.empty_like(tensor).copy_(value)
+        self.shadow = copies
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        self.update(trainer)
+
+    def on_eval_start(self, trainer: "Trainer") -> None:
+        if self.shadow is not None:  # None if evaluated before any training
+            self.update(trainer)
+
+    def update(self, trainer: "Trainer") -> None:
+        """Bring the set up to `trainer.step`, once per step."""
+        raise NotImplementedError
+
+    def average(self, trainer: "Trainer", decay: float) -> Tensors:
+        """Set shadow = decay * shadow + (1 - decay) * trained, and return the trained weights."""
+        assert self.shadow is not None
+        current = floating_state(trainer)
+        shadow = parallel.local(self.shadow[name] for name in current)
+        average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # torch has no types
+        average(shadow, parallel.local(current.values()), None)
+        self.step = trainer.step
+        return current
+
+    def state_dict(self) -> State:
+        return {self.key: self.shadow, "step": self.step}
+
+    def load_state_dict(self, state: State) -> None:
+        self.shadow = state[self.key]
+        self.step = state["step"]
+
+    def check_state(self, trainer: "Trainer", state: Any, name: str) -> None:
+        like: State = {self.key: None, "step": 0}
+        is_new = isinstance(state, dict) and state.get(self.key) is None and state.get("step") == 0
+        if not is_new:
+            like[self.key] = floating_state(trainer, frozen=True)
+        check_like(state, like, name)
+
+
+class Lookahead(ShadowWeights):
+    """Every `every` steps, move slow weights towards the trained ones, then train on from them.
+
+    slow = d * slow + (1 - d) * trained, including BatchNorm's statistics; the last step ends with
+    this too. d rises as (step / total_steps) ** `power` to `decay` at the end (Jordan 2024, arXiv
+    2404.00498, section 3.4). With power 0 it is constant (Zhang 2019, arXiv 1907.08610,
+    algorithm 1, where 1 - d is called alpha).
+    """
+
+    key = "slow"
+
+    def __init__(self, every: int = 5, decay: float = 0.5, power: float = 0) -> None:
+        super().__init__()
+        self.every: int = check_number("callbacks.lookahead.every", every, whole=True, least=1)
+        self.decay: float = check_number("callbacks.lookahead.decay", decay, least=0, most=1)
+        self.power: float = check_number("callbacks.lookahead.power", power, least=0)
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """Raise UserError if an EMA comes first: it would hand over averages, not weights."""
         before = trainer.callbacks[: trainer.callbacks.index(self)]
         if any(isinstance(callback, EMA) for callback in before):
             raise UserError(
-                "callbacks: Lookahead changes the weights that EMA averages. Put it in front of EMA."
+                "callbacks: Lookahead changes the weights that EMA averages. "
+                "Put it in front of EMA."
             )
-        current = floating_state(trainer, frozen=True)
-        continued = self.slow is not None and trainer.step
-        self.slow = copied(self.slow if continued else current, like=current)
-        self.step = self.step if continued else trainer.step
-
-    def on_step_end(self, trainer):
-        self.update(trainer)
-
-    def on_eval_start(self, trainer):
-        if self.slow is not None:  # or evaluated before any training
-            self.update(trainer)
+        super().on_fit_start(trainer)
 
     @torch.no_grad()
-    def update(self, trainer):
-        """Does the step's part, once: a step with an evaluation asks for it before that and at its end."""
+    def update(self, trainer: "Trainer") -> None:
         if self.step == trainer.step or not trainer.is_time(self.every):
             return
-        self.step, current = trainer.step, floating_state(trainer)
-        slow, trained = [self.slow[name] for name in current], list(current.values())
         decay = self.decay * (trainer.step / trainer.total_steps) ** self.power
-        slow, trained = parallel.local(slow), parallel.local(trained)
-        torch._foreach_lerp_(slow, trained, 1 - decay)
-        torch._foreach_copy_(
-            trained, slow
-        )  # in place: a swap of `.data` is ignored by sharded modules
-
-    def state_dict(self):
-        return {"slow": self.slow, "step": self.step}
-
-    def load_state_dict(self, state):
-        self.slow, self.step = state["slow"], state["step"]
-
-    def check_state(self, trainer, state, name):
-        check_copies(trainer, state, "slow", name)
+        trained = self.average(trainer, decay)
+        assert self.shadow is not None
+        copy_into(trained, self.shadow)
 
 
-class EMA(Callback):
-    """Evaluates and predicts with an exponential moving average of the weights and of BatchNorm's statistics.
+class EMA(ShadowWeights):
+    """Evaluate and predict with an exponential moving average of weights and BatchNorm statistics.
 
-    The decay is min(decay, (1 + step) / (10 + step)), so that the average is of use from the first epoch on (as
-    tf.train.ExponentialMovingAverage has it).
+    The decay is min(decay, (1 + step) / (10 + step)), so that the average is useful from the first
+    epoch on (as in tf.train.ExponentialMovingAverage).
     """
 
-    def __init__(self, decay):
-        self.decay = settings.check("ema", decay)
-        self.average, self.raw, self.step = None, None, 0
+    key = "average"
 
-    def on_fit_start(self, trainer):
-        current = floating_state(trainer, frozen=True)
-        continued = self.average is not None and trainer.step
-        self.average = copied(self.average if continued else current, like=current)
-        self.step = self.step if continued else trainer.step
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.decay: float = settings.check("ema", decay)
+        self.raw: Tensors | None = None  # the trained weights, during an evaluation
 
-    def on_step_end(self, trainer):
-        self.update(trainer)
+    def update(self, trainer: "Trainer") -> None:
+        if self.step != trainer.step:
+            step = trainer.step
+            self.average(trainer, min(self.decay, (1 + step) / (10 + step)))
 
-    @torch.no_grad()
-    def update(self, trainer):
-        """Takes the step's weights in, once: a step with an evaluation asks for it before that and at its end."""
-        if self.step == trainer.step:
-            return
-        self.step = trainer.step
-        decay = min(self.decay, (1 + self.step) / (10 + self.step))
-        current = floating_state(trainer)
-        average = parallel.local([self.average[name] for name in current])
-        torch._foreach_lerp_(average, parallel.local(current.values()), 1 - decay)
+    def on_eval_start(self, trainer: "Trainer") -> None:
+        super().on_eval_start(trainer)
+        if self.shadow is not None:
+            current = floating_state(trainer)
+            self.raw = {name: tensor.clone() for name, tensor in current.items()}
+            copy_into(current, self.shadow)
 
-    @torch.no_grad()
-    def on_eval_start(self, trainer):
-        if self.average is None:  # evaluated before any training
-            return
-        self.update(trainer)
-        current = floating_state(trainer)
-        self.raw = {name: tensor.clone() for name, tensor in current.items()}
-        for name, tensor in current.items():
-            # In place: a swap of `.data` is ignored by sharded modules.
-            tensor.copy_(parallel.like(self.average[name], tensor))
-
-    @torch.no_grad()
-    def on_eval_end(self, trainer):
+    def on_eval_end(self, trainer: "Trainer") -> None:
         if self.raw is not None:
-            for name, tensor in floating_state(trainer).items():
-                tensor.copy_(self.raw[name])
+            copy_into(floating_state(trainer), self.raw)
             self.raw = None
 
-    def state_dict(self):
-        return {"average": self.average, "step": self.step}
 
-    def load_state_dict(self, state):
-        self.average, self.step = state["average"], state["step"]
-
-    def check_state(self, trainer, state, name):
-        check_copies(trainer, state, "average", name)
-
-
-def floating_state(trainer, frozen=False):
-    """{name: tensor} of the weights and statistics that can be averaged, live; frozen weights only if asked."""
-    fixed = (
-        ()
-        if frozen
-        else {
-            name for name, weight in trainer.module.named_parameters() if not weight.requires_grad
-        }
-    )
-    state = trainer.module.state_dict().items()
-    return {
-        name: tensor for name, tensor in state if tensor.is_floating_point() and name not in fixed
-    }
+def floating_state(trainer: "Trainer", frozen: bool = False) -> Tensors:
+    """Return the live floating-point weights and statistics by name; frozen weights if asked."""
+    fixed: set[str] = set()
+    if not frozen:
+        named = trainer.module.named_parameters()
+        fixed = {name for name, weight in named if not weight.requires_grad}
+    state: Tensors = {}
+    for name, tensor in trainer.module.state_dict().items():
+        if tensor.is_floating_point() and name not in fixed:
+            state[name] = tensor
+    return state
 
 
-def check_copies(trainer, state, key, name):
-    """UserError where the state's tensors are not copies of the model's, as they are from the first fit on."""
-    begun = isinstance(state, dict) and (state.get(key) is not None or state.get("step") != 0)
-    check_like(
-        state, {key: floating_state(trainer, frozen=True) if begun else None, "step": 0}, name
-    )
+@torch.no_grad()
+def copy_into(tensors: Tensors, values: Tensors) -> None:
+    """Copy values of the same names into the tensors.
 
-
-def copied(tensors, like):
-    """Copies with the devices and layouts of the tensors in `like`: those of a checkpoint come on the CPU."""
-    return {
-        name: torch.empty_like(tensor).copy_(parallel.like(tensors[name], tensor))
-        for name, tensor in like.items()
-    }
+    In place: sharded modules ignore tensors that are swapped by `.data`.
+    """
+    for name, tensor in tensors.items():
+        tensor.copy_(parallel.like(values[name], tensor))
 
 
 class TimeLimit(Callback):
-    """Ends the training after the step in which `minutes` are over.
+    """Stop after the step in which `minutes` are over.
 
-    The schedule stays that of the whole length: continue the run to complete it.
+    The schedule keeps its whole length: resume the run to complete it.
     """
 
-    def __init__(self, minutes):
-        self.minutes = settings.check("max_minutes", minutes)
+    end: float  # by the clock of `trainer.agreement`
 
-    def on_fit_start(self, trainer):
+    def __init__(self, minutes: float) -> None:
+        self.minutes: float = settings.check("max_minutes", minutes)
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
         self.end = trainer.agreement.now() + 60 * self.minutes
 
-    def on_step_end(self, trainer):
+    def on_step_end(self, trainer: "Trainer") -> None:
         if trainer.agreement.now() >= self.end:
             trainer.stop(f"reached the time limit (max_minutes={self.minutes:g})", "time_limit")
 
 
 class NaNGuard(Callback):
-    """Ends the training with a TrainingError at the first logged loss, or norm of the gradient, that is not finite."""
+    """Raise TrainingError at the first logged loss or gradient norm that is not finite."""
 
-    def on_fit_start(self, trainer):
+    finite_until: int  # the step of the last row whose training numbers were finite
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
         self.finite_until = trainer.step
 
-    def on_log(self, trainer, row):
+    def on_log(self, trainer: "Trainer", row: Row) -> None:
         for name, value in row.items():
-            if (name.endswith("/loss") or name == "train/grad_norm") and not math.isfinite(value):
-                first = self.finite_until + 1 if name.startswith("train/") else trainer.step
-                steps = f"in steps {first:,} to" if first < trainer.step else "at step"
-                where = (
-                    f"{name} is {value} {steps} {trainer.step:,} (learning rate {trainer.lr:.3g})"
-                )
+            is_watched = name.endswith("/loss") or name == "train/grad_norm"
+            if is_watched and not math.isfinite(value):
                 raise TrainingError(
-                    f"{where}; {summary.not_finite(trainer)}.\nType {self.advice(trainer)}."
+                    f"{name} is {value} {self.where(trainer, name)} "
+                    f"(learning rate {trainer.lr:.3g}); {summary.not_finite(trainer)}.\n"
+                    f"Type {self.advice(trainer)}."
                 )
         if "train/loss" in row:
             self.finite_until = trainer.step
 
+    def where(self, trainer: "Trainer", name: str) -> str:
+        """Return the steps that the number is from: a training loss is a mean over some."""
+        first = self.finite_until + 1
+        if name.startswith("train/") and first < trainer.step:
+            return f"in steps {first:,} to {trainer.step:,}"
+        return f"at step {trainer.step:,}"
+
     @staticmethod
-    def advice(trainer):
-        more = ["max_grad_norm=1"] * (trainer.max_grad_norm is None) + [
-            "precision=bf16"
-        ] * trainer.scaler.is_enabled()
-        return " or ".join(["a lower optimizer.lr", *more])
+    def advice(trainer: "Trainer") -> str:
+        advice = ["a lower optimizer.lr"]
+        if trainer.max_grad_norm is None:
+            advice.append("max_grad_norm=1")
+        if trainer.scaler.is_enabled():
+            advice.append("precision=bf16")
+        return " or ".join(advice)
 
 
 class Progress(Callback):
-    """One line an epoch with loss, validation metrics and speed; on a terminal a bar, elsewhere a line now and then."""
+    """Print a line per epoch with loss, validation metrics and speed.
+
+    On a terminal there is a bar as well, elsewhere a line now and then in long epochs.
+    """
 
     first_rank_only = True
-    bar = None
+    bar: Any = None  # tqdm's
+    last_line: float  # when it was printed
 
-    def on_fit_start(self, trainer):
+    def on_fit_start(self, trainer: "Trainer") -> None:
         for line in summary.plan(trainer):
             print(line)
         if sys.stdout.isatty():
@@ -533,57 +610,63 @@ class Progress(Callback):
                 unit="step",
                 dynamic_ncols=True,
             )
-        self.said = time.monotonic()
+        self.last_line = time.monotonic()
         self.start_epoch()
 
-    def start_epoch(self):
-        self.loss, self.samples, self.seconds, self.validation = 0.0, 0, 0.0, {}
+    def start_epoch(self) -> None:
+        self.loss: float = 0.0  # the sum over the samples
+        self.samples: int = 0
+        self.seconds: float = 0.0
+        self.validation: dict[str, float] = {}  # since the last line
 
-    def on_log(self, trainer, row):
+    def on_log(self, trainer: "Trainer", row: Row) -> None:
         if "train/samples" in row:
             self.loss += row["train/loss"] * row["train/samples"]
             self.samples += row["train/samples"]
             self.seconds += row["train/seconds"]
-        self.validation |= {
-            name: value
-            for name, value in row.items()
-            if name.startswith("val/") and isinstance(value, float)
-        }
+        for name, value in row.items():
+            if name.startswith("val/") and isinstance(value, float):
+                self.validation[name] = value
         if self.validation and trainer.step % trainer.steps_per_epoch:
-            self.line(trainer)
+            self.line(self.epoch(trainer))
 
-    def on_epoch_end(self, trainer):
-        self.line(trainer)
+    def on_epoch_end(self, trainer: "Trainer") -> None:
+        self.line(self.epoch(trainer))
         self.start_epoch()
 
-    def line(self, trainer, where=None):
-        epochs = math.ceil(trainer.total_steps / trainer.steps_per_epoch)
-        done = trainer.step / trainer.steps_per_epoch
-        width = len(str(epochs))
-        loss = f"  loss {number(self.loss / self.samples)}" if self.samples else ""
-        values = "".join(f"  {name} {number(value)}" for name, value in self.validation.items())
-        speed = f"  {self.samples / self.seconds:,.0f} samples/s" if self.seconds else ""
-        epoch = f"{done:{width}g}" if done.is_integer() else f"{done:.2f}"
-        self.validation = {}
-        self.write(f"{where or f'epoch {epoch}/{epochs}'}{loss}{values}{speed}")
-
-    def write(self, text):
-        """A line, above the bar where there is one."""
-        self.said = time.monotonic()
-        if self.bar is None:
-            print(text, flush=True)
-        else:
-            self.bar.write(text)
-
-    def on_step_end(self, trainer):
+    def on_step_end(self, trainer: "Trainer") -> None:
         if self.bar is not None:
             self.bar.update(trainer.step - self.bar.n)
-        elif time.monotonic() > self.said + SILENCE:
-            self.line(trainer, f"step {trainer.step:,}/{trainer.total_steps:,}")
+        elif time.monotonic() > self.last_line + SILENCE:
+            self.line(f"step {trainer.step:,}/{trainer.total_steps:,}")
 
-    def on_fit_end(self, trainer):
+    def on_fit_end(self, trainer: "Trainer") -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
         if trainer.stop_reason:
             print(f"stopped at step {trainer.step}: {trainer.stop_reason}")
+
+    @staticmethod
+    def epoch(trainer: "Trainer") -> str:
+        """Return "epoch 3/10", or "epoch 2.50/10" in the middle of one."""
+        epochs = str(math.ceil(trainer.total_steps / trainer.steps_per_epoch))
+        done = trainer.step / trainer.steps_per_epoch
+        if done.is_integer():
+            return f"epoch {done:{len(epochs)}g}/{epochs}"
+        return f"epoch {done:.2f}/{epochs}"
+
+    def line(self, where: str) -> None:
+        """Print a line with the numbers so far, above the bar if there is one."""
+        parts = [where]
+        if self.samples:
+            parts.append(f"loss {number(self.loss / self.samples)}")
+        parts += [f"{name} {number(value)}" for name, value in self.validation.items()]
+        if self.seconds:
+            parts.append(f"{self.samples / self.seconds:,.0f} samples/s")
+        self.validation = {}
+        self.last_line = time.monotonic()
+        if self.bar is None:
+            print("  ".join(parts), flush=True)
+        else:
+            self.bar.write("  ".join(parts))

@@ -1,8 +1,14 @@
-"""Metrics on the device until asked for, as in torchmetrics: update(outputs, targets), compute(), reset()."""
+"""Metrics that stay on the device until you ask: update(outputs, targets), compute(), reset().
+
+The same interface as torchmetrics has.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from stoker.trainer import launch, parallel
-from stoker.trainer.errors import UserError, check_number
+from stoker.trainer.errors import UserError, check_number, log
 
 
 class Mean:
@@ -10,78 +16,115 @@ class Mean:
 
     higher_is_better = False
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.reset()
 
-    def update(self, value, samples=1):
-        if isinstance(self.total, float):
-            self.total = torch.full(
-                (), self.total, dtype=wide_type(value), device=value.device
-            )  # waits for no device
+    def reset(self) -> None:
+        self.total: float | torch.Tensor = 0.0
+        self.samples: int = 0
+
+    def update(self, value: torch.Tensor, samples: int = 1) -> None:
+        if not isinstance(self.total, torch.Tensor):
+            # Filled and not copied: nothing waits for the device.
+            dtype = wide_type(value)
+            self.total = torch.full((), self.total, dtype=dtype, device=value.device)
         value = value if value.ndim == 0 else value.reshape(())
         self.total.add_(value.detach(), alpha=samples)  # one kernel, although the total is wider
         self.samples += samples
 
-    def compute(self):
-        total = (
-            torch.tensor(self.total, dtype=torch.float64)
-            if isinstance(self.total, float)
-            else self.total
-        )
-        return total / self.samples if self.samples else torch.tensor(torch.nan)
+    def compute(self) -> torch.Tensor:
+        """Return the mean, nan before the first update."""
+        if not self.samples:
+            return torch.tensor(torch.nan)
+        if not isinstance(self.total, torch.Tensor):
+            return torch.tensor(self.total, dtype=torch.float64) / self.samples
+        return self.total / self.samples
 
-    def reset(self):
-        self.total, self.samples = 0.0, 0
-
-    def over_ranks(self):
-        """The Mean of what all processes have seen; all have to ask."""
+    def over_ranks(self) -> "Mean":
+        """Return the Mean over all processes; all of them have to call this."""
         if parallel.ranks() == 1:
             return self
-        whole = Mean()
-        total, whole.samples = parallel.add_up(float(self.total)), parallel.add_up(self.samples)
-        whole.total = (
-            torch.tensor(total, dtype=torch.float64) if whole.samples else 0.0
-        )  # as one process has it
-        return whole
+        mean = Mean()
+        total = parallel.add_up(float(self.total))
+        mean.samples = parallel.add_up(self.samples)
+        if mean.samples:  # a tensor, as a single process has it
+            mean.total = torch.tensor(total, dtype=torch.float64)
+        return mean
 
-    def state_dict(self):
-        whole = self.over_ranks()
-        return {"total": whole.total, "samples": whole.samples}
+    def state_dict(self) -> dict[str, Any]:
+        mean = self.over_ranks()
+        return {"total": mean.total, "samples": mean.samples}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
-        if launch.is_first():  # it was of all processes, and is added up again
-            self.total, self.samples = float(state["total"]), state["samples"]
+        if launch.is_first():  # the sum over all processes, which is added up again
+            self.total = float(state["total"])
+            self.samples = state["samples"]
 
 
 class Sums:
-    """Sums over all samples, so batches of 7 give what one full batch gives; the children say what is summed.
+    """A metric that is a function of sums over all samples: batches of 7 give what one batch gives.
 
-    One tensor on the device of the outputs: float64 (float32 on mps), or int64 for what is counted. `higher_is_better`
-    tells which end of the metric is the good one.
+    Subclasses define `update(outputs, targets)`, which calls `add`, and `value(sums)`. The sums are
+    one tensor on the device of the outputs: float64 (float32 on mps), or int64 for counts.
+    `higher_is_better` says which end of the metric is good, None if neither is.
     """
 
-    higher_is_better = True
+    higher_is_better: bool | None = True
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.reset()
 
-    def reset(self):
-        self.sums = None
+    def reset(self) -> None:
+        self.sums: torch.Tensor | None = None
 
-    def add(self, sums):
+    def add(self, sums: torch.Tensor) -> None:
         self.sums = sums if self.sums is None else self.sums + sums
 
-    def compute(self):
-        """Over what all processes have seen, and all have to ask; nan before the first update."""
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Add the sums of one batch."""
+        raise NotImplementedError
+
+    def value(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the metric for these sums."""
+        raise NotImplementedError
+
+    def compute(self) -> torch.Tensor:
+        """Return the metric over all processes, which all have to call this; nan if without data."""
         sums = parallel.add_up(self.sums)
         return torch.tensor(torch.nan) if sums is None else self.value(sums)
 
 
-def class_of(targets, outputs):
-    """Class indices (N, ...) of the targets for outputs (N, C, ...): the classes are second, as in CrossEntropyLoss.
+def check_over_ranks(metrics: Mapping[str, Any], loss: Any) -> None:
+    """UserError for a metric that cannot be added up over processes, if there are several.
 
-    Of soft targets (N, C, ...), as mixup makes them, it is the largest. UserError for all else.
+    Warns of a loss whose mean is not over samples.
+    """
+    if parallel.ranks() == 1:
+        return
+    if getattr(loss, "weight", None) is not None:
+        log.warning(
+            "loss: with class weights each process takes the mean over its own part of a batch; "
+            "one process would take it over the whole batch."
+        )
+    for name, metric in metrics.items():
+        if not isinstance(metric, Sums) and not hasattr(metric, "sync_on_compute"):
+            raise UserError(
+                f"metrics.{name}: {type(metric).__name__} is not added up over "
+                f"{parallel.ranks()} processes.\n"
+                "Derive it from torchmetrics.Metric or stoker.trainer.metrics.Sums, "
+                "or leave it out."
+            )
+
+
+def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    """Return the class indices (N, ...) of the targets for outputs (N, C, ...).
+
+    As in CrossEntropyLoss, classes are the second dimension. Soft targets (N, C, ...), as mixup
+    makes them, count as their largest class.
+
+    Raises:
+        UserError: The targets are neither.
     """
     if outputs.ndim > 1 and outputs.shape[1] > 1:
         if targets.shape == outputs.shape[:1] + outputs.shape[2:]:
@@ -91,97 +134,108 @@ def class_of(targets, outputs):
     raise UserError(
         "This metric is for one class a sample: outputs (N, classes, ...) and targets (N, ...); "
         f"these are {tuple(outputs.shape)} and {tuple(targets.shape)}.\n"
-        "For one logit or several labels take torchmetrics.classification.BinaryAccuracy or MultilabelAccuracy."
+        "For one logit or several labels take torchmetrics.classification.BinaryAccuracy or "
+        "MultilabelAccuracy."
     )
 
 
-def wide_type(tensor):
-    """The type to sum in: float64, but float32 on mps, which has no other."""
+def wide_type(tensor: torch.Tensor) -> torch.dtype:
+    """Return the type to sum in: float64, or float32 on mps, which has no float64."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
-def wide(tensor):
-    """The tensor in the type to sum in."""
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in the type to sum in."""
     return tensor.to(wide_type(tensor))
 
 
 class Accuracy(Sums):
-    """The share of samples (or pixels) whose largest output is their class; outputs (N, C, ...), targets (N, ...)."""
+    """The share of samples (or pixels) whose largest output is their class.
 
-    def reset(self):
+    Outputs are (N, C, ...), targets (N, ...).
+    """
+
+    def reset(self) -> None:
         super().reset()
-        self.count = 0
+        self.count: int = 0
 
-    def update(self, outputs, targets):
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         self.add_hits(class_of(targets, outputs) == outputs.argmax(1))
 
-    def add_hits(self, hits):
+    def add_hits(self, hits: torch.Tensor) -> None:
         self.add(hits.sum())
         self.count += hits.numel()
 
-    def value(self, sums):
+    def value(self, sums: torch.Tensor) -> torch.Tensor:
         return wide(sums) / parallel.add_up(self.count)
 
 
 class TopK(Accuracy):
-    """The share of samples whose class is among the `k` largest outputs; outputs (N, C, ...), targets (N, ...)."""
+    """The share of samples whose class is among the `k` largest outputs.
 
-    def __init__(self, k=5):
-        self.k = check_number("metrics.k", k, whole=True, least=1)
+    Outputs are (N, C, ...), targets (N, ...).
+    """
+
+    def __init__(self, k: int = 5) -> None:
+        self.k: int = check_number("metrics.k", k, whole=True, least=1)
         super().__init__()
 
-    def update(self, outputs, targets):
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         true = class_of(targets, outputs)
         best = outputs.topk(min(self.k, outputs.shape[1]), 1).indices
         self.add_hits((best == true.unsqueeze(1)).any(1))
 
 
 class Confusion(Sums):
-    """The (C, C) matrix of counts, a row a true class, a column a predicted one."""
+    """The (C, C) matrix of counts: one row per true class, one column per predicted class."""
 
     higher_is_better = None
 
-    def __init__(self, num_classes):
-        self.num_classes = check_number("metrics.num_classes", num_classes, whole=True, least=2)
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes: int = check_number(
+            "metrics.num_classes", num_classes, whole=True, least=2
+        )
         super().__init__()
 
-    def update(self, outputs, targets):
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         true = class_of(targets, outputs)
         if outputs.shape[1] != self.num_classes:
             raise UserError(
-                f"num_classes={self.num_classes}: the model's outputs are of {outputs.shape[1]} classes."
+                f"num_classes={self.num_classes}: the model's outputs are of "
+                f"{outputs.shape[1]} classes."
             )
         cells = (true * self.num_classes + outputs.argmax(1)).flatten()
         counts = torch.zeros(self.num_classes**2, dtype=torch.int64, device=outputs.device)
-        self.add(
-            counts.scatter_add_(0, cells, torch.ones_like(cells))
-        )  # bincount would wait for the device
+        # bincount would wait for the device.
+        self.add(counts.scatter_add_(0, cells, torch.ones_like(cells)))
 
-    def value(self, sums):
+    def value(self, sums: torch.Tensor) -> torch.Tensor:
         return sums.reshape(self.num_classes, self.num_classes)
 
 
 class MSE(Sums):
     """The mean squared error over all targets, times `scale` squared.
 
-    `scale` is the standard deviation by which a data set divided its targets: one number, or one for each of them.
+    `scale` is the standard deviation that a data set has divided its targets by: one number, or
+    one per target.
     """
 
     higher_is_better = False
     power = 2
 
-    def __init__(self, scale=1.0):
+    def __init__(self, scale: float | Sequence[float] | torch.Tensor = 1.0) -> None:
         self.scale = torch.as_tensor(scale, dtype=torch.float64).cpu()
         super().__init__()
 
-    def update(self, outputs, targets):
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         check_same_shape(outputs, targets)
         errors = (wide(outputs) - wide(targets)).abs() ** self.power
         totals = (errors.sum(0) if self.scale.ndim else errors.sum()).reshape(-1)
         self.add(torch.cat([totals, torch.full_like(totals[:1], errors.numel())]))
 
-    def value(self, sums):
-        return (sums[:-1] / sums[-1] * (self.scale**self.power).to(sums)).sum()
+    def value(self, sums: torch.Tensor) -> torch.Tensor:
+        scale = (self.scale**self.power).to(sums)
+        return (sums[:-1] / sums[-1] * scale).sum()
 
 
 class MAE(MSE):
@@ -191,54 +245,51 @@ class MAE(MSE):
 
 
 class R2(Sums):
-    """The share of the targets' variance that is explained, the mean over targets; outputs and targets (N, T).
+    """The explained share of the targets' variance, averaged over targets.
 
-    1 is perfect, 0 is as good as the mean.
+    Outputs and targets are (N, T). 1 is perfect, 0 is as good as predicting the mean.
     """
 
-    def update(self, outputs, targets):
+    origin: torch.Tensor  # near the mean of the targets: sums of squares about 0 would cancel
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         check_same_shape(outputs, targets)
         if self.sums is None:
-            # Sums about a value near the mean: sums of squares about 0 would cancel.
             self.origin = wide(targets).mean(0)
-        offsets, errors = wide(targets) - self.origin, wide(outputs) - wide(targets)
+        offsets = wide(targets) - self.origin
+        errors = wide(outputs) - wide(targets)
         samples = torch.full_like(self.origin, len(targets))
         self.add(torch.stack([offsets.sum(0), (offsets**2).sum(0), (errors**2).sum(0), samples]))
 
-    def compute(self):
+    def compute(self) -> torch.Tensor:
         if parallel.ranks() > 1:
             self.sums = self.about_common_origin()
         return super().compute()
 
-    def about_common_origin(self):
-        """The sums, about the mean of the origins of all processes."""
-        nothing = self.sums is None
-        origins = parallel.add_up(
-            None if nothing else torch.stack([self.origin, torch.ones_like(self.origin)])
-        )
-        if nothing:
+    def about_common_origin(self) -> torch.Tensor | None:
+        """Return the sums about the mean of all processes' origins."""
+        if self.sums is None:
+            parallel.add_up(None)
             return None
+        origins = parallel.add_up(torch.stack([self.origin, torch.ones_like(self.origin)]))
         origin = origins[0] / origins[1]
-        (total, squares, residual, samples), shift = self.sums, self.origin - origin
+        total, squares, residual, samples = self.sums
+        shift = self.origin - origin
         self.origin = origin
-        return torch.stack(
-            [
-                total + samples * shift,
-                squares + 2 * shift * total + samples * shift**2,
-                residual,
-                samples,
-            ]
-        )
+        shifted_total = total + samples * shift
+        shifted_squares = squares + 2 * shift * total + samples * shift**2
+        return torch.stack([shifted_total, shifted_squares, residual, samples])
 
-    def value(self, sums):
+    def value(self, sums: torch.Tensor) -> torch.Tensor:
         total, squares, residual, samples = sums
-        return (1 - residual / (squares - total**2 / samples)).mean()
+        explained: torch.Tensor = 1 - residual / (squares - total**2 / samples)
+        return explained.mean()
 
 
-def check_same_shape(outputs, targets):
+def check_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
     """UserError unless the shapes agree.
 
-    (N, 1) against (N,) would broadcast to (N, N) and give a wrong number in silence.
+    (N, 1) and (N,) would broadcast to (N, N) and silently give a wrong number.
     """
     if outputs.shape != targets.shape:
         raise UserError(
@@ -247,10 +298,12 @@ def check_same_shape(outputs, targets):
         )
 
 
-def default_metrics(kind, scale=1.0):
-    """What is shown for a kind of data set.
+def default_metrics(
+    kind: str, scale: float | Sequence[float] | torch.Tensor = 1.0
+) -> dict[str, Sums]:
+    """Return the metrics to show for a kind of data set.
 
-    Accuracy for "classification"; R2, MAE and MSE, in the targets' own units, for "regression".
+    Accuracy for "classification"; R2, MAE and MSE, in the targets' units, for "regression".
     """
     if kind == "classification":
         return {"acc": Accuracy()}

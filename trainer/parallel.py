@@ -1,12 +1,18 @@
-"""The only file that knows strategies: single, dp (torch.nn.DataParallel), ddp and fsdp (one process a device)."""
+"""The only file that knows strategies: single, dp (torch.nn.DataParallel), ddp and fsdp.
+
+ddp and fsdp have one process per device.
+"""
 
 import contextlib
 import contextvars
-import datetime
 import math
 import re
 import time
 import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,71 +20,86 @@ from stoker.trainer import batch as batches
 from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, log
 from stoker.trainer.settings import check_strategy
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Summable = TypeVar("Summable", int, float, torch.Tensor, torch.Tensor | None)
 
 NOTHING = contextlib.nullcontext()
 NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-# Parameters of a block that fsdp gathers by itself, at least: smaller ones are gathered with what is around them.
+# fsdp gathers a block of at least this many parameters by itself; smaller ones with their parent.
 BLOCK = 2**20
-alone = contextvars.ContextVar(
-    "alone", default=False
-)  # whether a Trainer made here trains nothing, with nobody
-joined = 1  # processes that train together, once `start` has joined them
-# By how much the norm of a weight may differ between processes, which may be of different machines.
+# By how much (relatively) the norm of a weight may differ between processes on different machines.
 DRIFT = 1e-4
-EXCHANGE = 0.25  # seconds between two exchanges of what the ranks were asked
-MOST_CALLS = 64  # steps between two: the next ones may be slow
+EXCHANGE = 0.25  # seconds between two exchanges of an Agreement
+MOST_CALLS = 64  # questions between two exchanges: the next steps may be slow
+
+# Whether Trainers built in this context are on their own, even among several processes.
+alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
+joined: int = 1  # processes that train together, once `start` has joined them
 
 
-def start(strategy, device, timeout=300):
-    """Joins the other processes, where torchrun has started several; gives the strategy, with what `auto` means.
+def start(strategy: str, device: torch.device, timeout: float = 300) -> str:
+    """Join the other processes if torchrun has started several; return what "auto" stands for.
 
-    A process waits at most `timeout` seconds for the others. UserError for a strategy of one process among several.
+    A process waits at most `timeout` seconds for the others.
+
+    Raises:
+        UserError: The strategy is for one process, and there are several.
     """
+    global joined
     name, listed = check_strategy(strategy)
     if launch.world_size() == 1 or alone.get():
         return "single" if name == "auto" else strategy
     if name in ("single", "dp") or listed:
         raise UserError(
-            f"strategy={strategy}: {launch.world_size()} processes were started, and each would train by itself.\n"
-            "Type strategy=auto, or python train.py without torchrun."
+            f"strategy={strategy}: {launch.world_size()} processes were started, and each would "
+            "train by itself.\n"
+            f"Type strategy=auto, or {' '.join(launch.program())} without torchrun."
         )
-    global joined
     if not dist.is_initialized():
-        backend = (
-            "gloo"
-            if device.type == "cpu"
-            else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-        )
+        backend = "gloo"
+        if device.type != "cpu":
+            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         dist.init_process_group(
             backend,
             store=launch.store(timeout),
             rank=launch.rank(),
             world_size=launch.world_size(),
-            timeout=datetime.timedelta(seconds=timeout),
+            timeout=timedelta(seconds=timeout),
         )
     joined = dist.get_world_size()
     return "ddp" if name == "auto" else name
 
 
-def leave():
-    """Takes leave of the other processes, at the end of a run that went well."""
+def leave() -> None:
+    """Leave the process group, at the end of a run that went well."""
     global joined
     if dist.is_initialized():
         dist.destroy_process_group()
         joined = 1
 
 
-def ranks():
-    """How many processes train together here."""
+def ranks() -> int:
+    """Return how many processes train together here."""
     return joined
 
 
-def wrap(module, strategy, device):
-    """The module as it is called in training: itself for `single`, what spreads its work out for the others.
+# Wrap a model
 
-    `dp` takes all visible GPUs, `dp:0+2` those listed; with fewer than two it is the module itself. `ddp` has the whole
-    module in each process, `fsdp` a part of each parameter, in place. State dicts are taken from the module itself and
-    never carry a `module.` prefix. The statistics of BatchNorm are those of the batch over all processes.
+
+def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.nn.Module:
+    """Return what a step calls: the module itself for `single`, or a wrapper that spreads the work.
+
+    `dp` takes all visible GPUs, `dp:0+2` those listed; with fewer than two it is the module itself.
+    `ddp` keeps the whole module in each process, `fsdp` a part of each parameter, in place. State
+    dicts are taken from the module itself and never carry a `module.` prefix. BatchNorm takes its
+    statistics over the batch of all processes.
+
+    Raises:
+        UserError: The strategy cannot work with this module or device.
     """
     name, listed = check_strategy(strategy)
     if name == "single":
@@ -88,243 +109,285 @@ def wrap(module, strategy, device):
     if ranks() == 1:
         log.warning("strategy=%s: one process, so it changes nothing.", name)
         return module
-    unwrap(module)  # of a Trainer before this one
-    if any(map(is_shard, module.parameters())):
-        raise UserError(
-            f"strategy={strategy}: a Trainer before this one has cut the model up.\n"
-            "Build it anew, and give it the weights of a checkpoint if it is to have them."
-        )
-    for child in module.modules():
-        if any(
-            torch.nn.parameter.is_lazy(tensor)
-            for tensor in [*child.parameters(False), *child.buffers(False)]
-        ):
-            what = (
-                f"{type(child).__name__} has no weights yet that could be the same on all processes"
-            )
-            raise UserError(
-                f"strategy={strategy}: {what}.\nCall the model with a batch before the Trainer gets it."
-            )
+    unwrap(module)  # from an earlier Trainer
+    check_spreadable(module, strategy)
     take_from_first([*module.parameters(), *module.buffers()])
     spread = sharded(module, device) if name == "fsdp" else copied(module, device)
-    spread_norms(module)  # last: DistributedDataParallel takes no SyncBatchNorm on the CPU
+    # Last: DistributedDataParallel does not accept a SyncBatchNorm on the CPU.
+    spread_norms(module)
     return spread
 
 
-def copied(module, device):
-    """The module in DistributedDataParallel, if it has anything to train."""
+def check_spreadable(module: torch.nn.Module, strategy: str) -> None:
+    """UserError for a module that several processes cannot begin with alike."""
+    if any(is_shard(parameter) for parameter in module.parameters()):
+        raise UserError(
+            f"strategy={strategy}: an earlier Trainer has sharded this model.\n"
+            "Build it again, and load a checkpoint into it if you need its weights."
+        )
+    for child in module.modules():
+        tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        if any(torch.nn.parameter.is_lazy(tensor) for tensor in tensors):
+            raise UserError(
+                f"strategy={strategy}: {type(child).__name__} has no weights yet that could be the "
+                "same on all processes.\n"
+                "Call the model with a batch before the Trainer gets it."
+            )
+
+
+def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Return the module in DistributedDataParallel, if it has anything to train."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
-    ids = None if device.type == "cpu" else [device.index]
-    # With find_unused_parameters the buckets stay what they are after the first step. Otherwise a run that goes on adds
-    # gradients up in another order: off by 7e-9 from three processes on.
-    with (
-        warnings.catch_warnings()
-    ):  # torch 2.15 has a new name for broadcast_buffers, which 2.10 does not know
+    # torch 2.15 has a new name for broadcast_buffers, which 2.10 does not know.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return torch.nn.parallel.DistributedDataParallel(
+        return DistributedDataParallel(
             module,
-            device_ids=ids,
-            broadcast_buffers=bool(own_buffers(module)),  # rank 0 has its way, as in a checkpoint
+            device_ids=None if device.type == "cpu" else [device.index],
+            broadcast_buffers=bool(own_buffers(module)),  # those of rank 0, as in a checkpoint
             gradient_as_bucket_view=True,
+            # Keeps the buckets as they are after the first step. Otherwise a resumed run adds
+            # gradients up in another order: off by 7e-9 with three or more processes.
             find_unused_parameters=True,
         )
 
 
-def replicated(module, strategy, device, listed):
-    """The module in torch.nn.DataParallel, if there are two GPUs for it."""
+def replicated(
+    module: torch.nn.Module, strategy: str, device: torch.device, listed: list[int] | None
+) -> torch.nn.Module:
+    """Return the module in torch.nn.DataParallel, if there are two GPUs for it."""
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
     indices = listed or list(range(count))
     missing = [index for index in indices if not 0 <= index < count]
     if missing:
         raise UserError(
-            f"strategy={strategy}: there is no GPU {missing[0]}; this run sees {count} on {device.type}.\n"
-            "Type strategy=single or strategy=dp."
+            f"strategy={strategy}: there is no GPU {missing[0]}; this run sees {count} on "
+            f"{device.type}.\nType strategy=single or strategy=dp."
         )
     if len(indices) < 2:
-        log.warning(
-            "strategy=dp: %s, so it changes nothing.", "one GPU" if count else "no GPU in this run"
-        )
+        gpus = "one GPU" if count else "no GPU in this run"
+        log.warning("strategy=dp: %s, so it changes nothing.", gpus)
         return module
     if device.index not in indices:
         raise UserError(
-            f"strategy={strategy}: device={device} is not among its GPUs.\nType device={device.type}:{indices[0]}."
+            f"strategy={strategy}: device={device} is not among its GPUs.\n"
+            f"Type device={device.type}:{indices[0]}."
         )
-    if module._compiled_call_impl is not None:
+    if is_compiled(module):
         raise UserError(
-            f"strategy={strategy}: replicas cannot be compiled. Type compile=false or strategy=single."
+            f"strategy={strategy}: replicas cannot be compiled. "
+            "Type compile=false or strategy=single."
         )
-    # DataParallel gathers on its first device, which has to be the one that holds the parameters.
-    return torch.nn.DataParallel(
-        module, device_ids=sorted(indices, key=lambda index: index != device.index)
-    )
+    # DataParallel gathers on its first device, which has to be the one with the parameters.
+    indices = sorted(indices, key=lambda index: index != device.index)
+    return torch.nn.DataParallel(module, device_ids=indices)
 
 
-def sharded(module, device):
-    """The module, its parameters cut up over the processes (FSDP2, Zhao 2023, arXiv 2304.11277).
+def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Shard the module's parameters over the processes (FSDP2, Zhao 2023, arXiv 2304.11277).
 
-    Gathered together are the elements of each Sequential and ModuleList with at least BLOCK parameters, and then the
-    rest.
+    Elements of a Sequential or ModuleList with at least BLOCK parameters are gathered one by one,
+    and then the rest.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     check_shardable(module)
-    module.to(memory_format=torch.contiguous_format)  # it takes no other
+    module.to(memory_format=torch.contiguous_format)
     mesh = init_device_mesh(device.type, (launch.world_size(),))
-    lists = [
+    containers = [
         child
         for child in module.modules()
         if isinstance(child, (torch.nn.Sequential, torch.nn.ModuleList))
     ]
     try:
-        for part in [part for parts in reversed(lists) for part in parts]:  # the inner ones first
-            if sum(p.numel() for p in part.parameters() if not is_shard(p)) >= BLOCK:
-                fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        # The root too, or it would stay gathered after an evaluation, and what EMA puts into its shards be ignored.
-        root = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        for container in reversed(containers):  # the inner ones first
+            for part in container:
+                free = [weight for weight in part.parameters() if not is_shard(weight)]
+                if sum(weight.numel() for weight in free) >= BLOCK:
+                    fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        # The root too: it would stay gathered after an evaluation, and ignore EMA's copies.
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"strategy=fsdp: {str(error).rstrip('.')}.\nType strategy=ddp.") from error
     if own_buffers(module):
-        root.register_forward_pre_hook(follow_first)
-    return root
+        module.register_forward_pre_hook(follow_first)
+    return module
 
 
-def check_shardable(module):
-    """UserError for a module that fully_shard would refuse later, without a word on what to do."""
-    if module._compiled_call_impl is not None:
+def check_shardable(module: torch.nn.Module) -> None:
+    """UserError for a module that `fully_shard` would refuse later, with a worse message."""
+    if is_compiled(module):
         raise UserError(
-            "strategy=fsdp: sharded parameters are not compiled. Type compile=false or strategy=ddp."
+            "strategy=fsdp: sharded parameters are not compiled. "
+            "Type compile=false or strategy=ddp."
         )
     types = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad}
     if len(types) > 1:
-        what = f"{type(module).__name__} has weights of {' and '.join(sorted(types))}, and shards are of one type"
-        raise UserError(f"strategy=fsdp: {what}. Type strategy=ddp.")
+        raise UserError(
+            f"strategy=fsdp: {type(module).__name__} has weights of {' and '.join(sorted(types))}, "
+            "and shards are of one type. Type strategy=ddp."
+        )
     for child in module.modules():
         if getattr(child, "sparse", False):
-            what = f"{type(child).__name__}(sparse=True) has gradients that cannot be cut up"
-            raise UserError(f"strategy=fsdp: {what}. Leave out sparse, or type strategy=ddp.")
+            raise UserError(
+                f"strategy=fsdp: {type(child).__name__}(sparse=True) has gradients that cannot be "
+                "cut up. Leave out sparse, or type strategy=ddp."
+            )
 
 
-def has_usual_forward(child):
-    """Whether this is a BatchNorm with torch's own forward."""
-    return isinstance(child, NORMS) and type(child).forward in (
-        torch.nn.BatchNorm1d.forward,
-        OverRanks.forward,
-    )
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether `module.compile()` was called."""
+    # private: nn.Module._compiled_call_impl, no public name says so, torch 2.15
+    return module._compiled_call_impl is not None
 
 
-def own_buffers(module):
-    """The floating-point buffers that may come to differ between processes: those of BatchNorm over all do not."""
-    children = [child for child in module.modules() if not has_usual_forward(child)]
-    return [
-        buffer
-        for child in children
-        for buffer in child.buffers(recurse=False)
-        if buffer.is_floating_point()
-    ]
-
-
-def follow_first(module, _):
-    """Gives all processes the buffers of rank 0 before a forward, as DistributedDataParallel does."""
-    take_from_first(own_buffers(module))
-
-
-def take_from_first(tensors):
-    """Gives all processes the values that these tensors have on rank 0."""
-    for tensor in tensors:
-        dist.broadcast(tensor.detach(), 0)
+# BatchNorm over all processes
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over all processes. So is its derivative: each has a part of the loss."""
+    """The sum of a tensor over all processes; its gradient is summed too, as losses are shares."""
 
     @staticmethod
-    def forward(ctx, tensor):
-        return add_up_in_place(tensor.clone())
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
 
     @staticmethod
-    def backward(ctx, gradient):
-        return add_up_in_place(gradient.clone())
-
-
-def add_up_in_place(tensor):
-    dist.all_reduce(tensor)
-    return tensor
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
 
 
 class OverRanks(torch.nn.SyncBatchNorm):
-    """BatchNorm over the batch of all processes; torch's own, but on the CPU, which that has no kernels for."""
+    """BatchNorm over the batch of all processes: torch's own, and on the CPU, where it has none."""
 
-    def forward(self, inputs):
+    process_group = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training or not dist.is_initialized():
-            return torch.nn.modules.batchnorm._BatchNorm.forward(self, inputs)
-        if inputs.device.type != "cpu":
-            return super().forward(inputs)
-        dims = [dim for dim in range(inputs.ndim) if dim != 1]
-        shape = [1, -1] + [1] * (inputs.ndim - 2)
-        wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-        own = wide.new_tensor([inputs.numel() / inputs.shape[1]])
-        count, total = SumOverRanks.apply(torch.cat([own, wide.sum(dims)])).split(
-            [1, inputs.shape[1]]
-        )
+            return torch.nn.BatchNorm1d.forward(self, input)
+        if input.device.type != "cpu":
+            return super().forward(input)
+        channels = input.shape[1]
+        dims = [dim for dim in range(input.ndim) if dim != 1]
+        shape = [1, -1] + [1] * (input.ndim - 2)
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        values = wide.new_tensor([input.numel() / channels])  # per channel
+        sums = SumOverRanks.apply(torch.cat([values, wide.sum(dims)]))
+        count, total = sums[:1], sums[1:]
         if count.item() == 1:
             raise ValueError(
-                f"Expected more than 1 value per channel when training, got input size {inputs.shape}"
+                f"Expected more than 1 value per channel when training, got input size {input.shape}"
             )
         mean = total / count
         centred = wide - mean.view(shape)
         variance = SumOverRanks.apply((centred**2).sum(dims)) / count
-        if self.track_running_stats:
-            self.num_batches_tracked += 1
-            momentum = (
-                1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            )
-            with torch.no_grad():
-                self.running_mean.lerp_(mean, momentum)
-                self.running_var.lerp_(variance * count / (count - 1), momentum)
-        scaled = centred * torch.rsqrt(variance + self.eps).view(shape)
+        self.track(mean, variance * count / (count - 1))
+        scaled: torch.Tensor = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             scaled = scaled * self.weight.view(shape) + self.bias.view(shape)
-        return scaled.to(inputs.dtype)
+        return scaled.to(input.dtype)
+
+    @torch.no_grad()
+    def track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Update the running statistics as torch's BatchNorm does."""
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean, momentum)
+        self.running_var.lerp_(variance, momentum)
 
 
-made = {}  # {a class with OverRanks's forward: the class it stands for}
+classes: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}  # that `over_ranks` has made
+# {module with OverRanks's forward: the module that it replaces}
+replaced: "weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def spread_norms(module):
-    """Gives each BatchNorm the statistics of the batch over all processes; those with a `forward` of their own keep it.
+def over_ranks(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return a class like `kind`, of the same name (a model card shows it), over all processes."""
+    if kind not in classes:
+        classes[kind] = type(kind.__name__, (OverRanks, kind), {})
+    return classes[kind]
 
-    The classes keep their names: they stand in the card of the model.
+
+def spread_norms(module: torch.nn.Module) -> None:
+    """Replace each BatchNorm by one over all processes, as SyncBatchNorm's conversion does.
+
+    The new module shares all attributes with the old one: parameters, buffers, hooks and mode.
+    Classes with their own `forward` are left alone.
     """
-    for child in module.modules():
-        kind = type(child)
-        if isinstance(child, NORMS) and not has_usual_forward(child):
-            log.warning(
-                "%s has a forward of its own: its statistics are of each process's part.",
-                kind.__name__,
-            )
-        if not has_usual_forward(child):
+    for child in list(module.modules()):
+        if not isinstance(child, NORMS):
             continue
-        if kind not in made.values():
-            made[type(kind.__name__, (OverRanks, kind), {})] = kind
-        child.process_group = None
-        child.__class__ = next(over for over, plain in made.items() if plain is kind)
+        if not has_usual_forward(child):
+            log.warning(
+                "%s has its own forward: its statistics are of each process's part.",
+                type(child).__name__,
+            )
+            continue
+        twin = object.__new__(over_ranks(type(child)))
+        twin.__dict__ = child.__dict__
+        replaced[twin] = child
+        put_in_place(module, child, twin)
 
 
-def unwrap(module):
-    """Undoes what `wrap` has done to BatchNorm: the module may live on by itself."""
+def unwrap(module: torch.nn.Module) -> None:
+    """Undo what `wrap` has done to BatchNorm: the module may outlive the process group."""
+    for child in list(module.modules()):
+        if child in replaced:
+            put_in_place(module, child, replaced[child])
+
+
+def put_in_place(module: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:
+    """Replace a child of the module under each of its names."""
+    for name, child in list(module.named_modules(remove_duplicate=False)):
+        if child is old and name:
+            module.set_submodule(name, new)
+
+
+def has_usual_forward(norm: torch.nn.Module) -> bool:
+    """Return whether this is a BatchNorm with torch's own forward."""
+    usual = (torch.nn.BatchNorm1d.forward, OverRanks.forward)
+    return isinstance(norm, NORMS) and type(norm).forward in usual
+
+
+def own_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the floating-point buffers that may differ between processes: not BatchNorm's."""
+    buffers: list[torch.Tensor] = []
     for child in module.modules():
-        child.__class__ = made.get(type(child), type(child))
+        if not has_usual_forward(child):
+            buffers += child.buffers(recurse=False)
+    return [buffer for buffer in buffers if buffer.is_floating_point()]
 
 
-def plain_text(module):
-    """The module as Python prints it, without what `wrap` has done to it."""
+def follow_first(module: torch.nn.Module, _: Any) -> None:
+    """Give all processes rank 0's buffers before a forward, as DistributedDataParallel does."""
+    take_from_first(own_buffers(module))
+
+
+def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
+    """Give all processes the values that these tensors have on rank 0."""
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), 0)
+
+
+def plain_text(module: torch.nn.Module) -> str:
+    """Return the module as Python prints it, without what `wrap` has done to it."""
     return re.sub(r"\bFSDP(?=\w+\()", "", str(module))
 
 
-def description(trainer):
-    """', 16 on each of 4 processes (ddp)' for the plan, '' for one process."""
+def description(trainer: Any) -> str:
+    """Return ", 16 on each of 4 processes (ddp)" for the plan, "" for one process."""
     if ranks() == 1:
         return ""
     size = getattr(trainer.train_loader, "batch_size", None)
@@ -332,119 +395,142 @@ def description(trainer):
     return f"{each} {ranks()} processes ({trainer.strategy})"
 
 
-def replicas(model):
-    """The indices of the GPUs that hold a replica; none where there is one device."""
-    return (
-        tuple(getattr(model, "device_ids", None) or ())
-        if isinstance(model, torch.nn.DataParallel)
-        else ()
-    )
+# In a step
 
 
-def gradient_sync(model, *, enabled):
-    """A context in which backward passes exchange gradients, or do not: only the last micro-batch of a step has to."""
+def replicas(model: torch.nn.Module) -> tuple[int, ...]:
+    """Return the indices of the GPUs that hold a replica, () for anything but `dp`."""
+    return tuple(model.device_ids) if isinstance(model, torch.nn.DataParallel) else ()
+
+
+def gradient_sync(
+    model: torch.nn.Module, *, enabled: bool
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which backward passes exchange gradients, or do not.
+
+    Only the last micro-batch of a step has to.
+    """
     if joined == 1:
         return NOTHING
-    if hasattr(model, "set_requires_gradient_sync"):
-        model.set_requires_gradient_sync(enabled)
-    elif not enabled and isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        return model.no_sync()
+    set_sync: Callable[[bool], None] | None = getattr(model, "set_requires_gradient_sync", None)
+    if set_sync is not None:
+        set_sync(enabled)
+    elif not enabled and isinstance(model, DistributedDataParallel):
+        no_sync: contextlib.AbstractContextManager[Any] = model.no_sync()
+        return no_sync
     return NOTHING
 
 
-def same_weights(model):
-    """Gives all processes the weights and buffers of rank 0, where each has all of them."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+def same_weights(model: torch.nn.Module) -> None:
+    """Give all processes the weights and buffers of rank 0, if each has all of them."""
+    if isinstance(model, DistributedDataParallel):
         take_from_first([*model.module.parameters(), *model.module.buffers()])
 
 
-def check_same_weights(model):
-    """TrainingError where the processes have other weights than each other, although each has all of them.
+def check_same_weights(model: torch.nn.Module) -> None:
+    """TrainingError if the weights of the processes have come to differ, although each has all.
 
-    What bypasses the model that is called in a step, such as a loss of `self.module(inputs)`, has gradients of its own
-    on each process, and nothing else would ever say so.
+    A step that bypasses the called model, such as a loss of `self.module(inputs)`, leaves each
+    process with its own gradients, and nothing else reports that.
     """
-    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    if not isinstance(model, DistributedDataParallel):
         return
-    names, weights = zip(*model.module.named_parameters(), strict=True)
+    named = dict(model.module.named_parameters())
     with torch.no_grad():
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(weights)]).cpu()
+        lengths = [
+            torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in named.values()
+        ]
+    norms = torch.stack(lengths).cpu().double()
     extremes = torch.cat([norms, -norms])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    most, least = extremes[: len(names)], -extremes[len(names) :]
-    for name, apart in zip(names, (most - least > DRIFT * most).tolist(), strict=True):
+    most, negated = extremes.chunk(2)
+    differs = most + negated > DRIFT * most
+    for name, apart in zip(named, differs.tolist(), strict=True):
         if apart:
             raise TrainingError(
-                f"The weights of {name} are not the same on all processes: their gradients were not exchanged.\n"
-                "A step has to call self.model, the whole of it and once for each backward(), not self.module."
+                f"The weights of {name} are not the same on all processes: their gradients were "
+                "not exchanged.\n"
+                "A step has to call self.model, the whole of it and once for each backward(), "
+                "not self.module."
             )
 
 
-def explain(error):
-    """A UserError for what torch cannot do with sharded parameters, or for a step that DistributedDataParallel cannot
-    follow; None for anything else."""
+def explain(error: BaseException) -> UserError | None:
+    """Return a UserError for what ddp or fsdp cannot do with a step; None for anything else."""
     text = str(error)
-    if ranks() > 1 and (
-        "DTensor" in text or "sharding strategy" in text or "Sharding propagation" in text
-    ):
+    sharding = ("DTensor", "sharding strategy", "Sharding propagation")
+    if ranks() > 1 and any(words in text for words in sharding):
         return UserError(
-            f"strategy=fsdp: torch cannot do this with sharded parameters ({text.splitlines()[0][:150]}).\n"
-            "Type strategy=ddp, or another optimizer if it is that. A step has to call self.model, not parts of it."
+            "strategy=fsdp: torch cannot do this with sharded parameters "
+            f"({text.splitlines()[0][:150]}).\n"
+            "Type strategy=ddp, or another optimizer if it is that. "
+            "A step has to call self.model, not parts of it."
         )
     if "mark a variable ready only once" in text or "marked as ready twice" in text:
         return UserError(
             "strategy=ddp: a parameter has had two gradients in one backward().\n"
-            "A step has to call self.model, the whole of it and once for each backward(), not self.module."
+            "A step has to call self.model, the whole of it and once for each backward(), "
+            "not self.module."
         )
     return None
 
 
-def add_up(value):
-    """The sum over all processes of a number, or of a tensor; of None too, where this process has nothing to add."""
+# Between steps
+
+
+def add_up(value: Summable) -> Summable:
+    """Return the sum over all processes of a number or a tensor; None stands for nothing to add."""
     if ranks() == 1:
         return value
     if isinstance(value, (int, float)):
-        total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total)
-        return type(value)(total.item())
-    # A rank that has none has to know what the others have: the number of dimensions, float64 or int64, the sizes.
+        number = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(number)
+        return type(value)(number.item())
+    # A rank with nothing learns the form of the others': dimensions + 1, is it float, the sizes.
     form = torch.zeros(8, dtype=torch.int64)
     if value is not None:
         form[:2] = torch.tensor([value.ndim + 1, value.is_floating_point()])
         form[2 : 2 + value.ndim] = torch.tensor(value.shape)
     dist.all_reduce(form, op=dist.ReduceOp.MAX)
-    if not form[0]:
-        return None
+    dimensions, is_float, *sizes = form.tolist()
+    if not dimensions:
+        return value
     if value is None:
-        value = torch.zeros(
-            form[2 : 1 + form[0]].tolist(), dtype=torch.float64 if form[1] else torch.int64
+        total = torch.zeros(
+            sizes[: dimensions - 1], dtype=torch.float64 if is_float else torch.int64
         )
+        dist.all_reduce(total)
+        return total
     total = value.detach().cpu().clone()
     dist.all_reduce(total)
     return total.to(value.device)
 
 
-def gather(outputs, sizes):
-    """The (N, ...) outputs for all samples in their order, from each process's, dealt out of batches of these sizes."""
+def gather(outputs: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Return the (N, ...) outputs of all samples in their order, from those of each process.
+
+    `sizes` are those of the whole batches that were dealt out.
+    """
     if ranks() == 1:
         return outputs
-    most = sum(math.ceil(size / ranks()) for size in sizes)  # rank 0 has so many
+    most = sum(math.ceil(size / ranks()) for size in sizes)  # rank 0 has that many
     padded = outputs.new_zeros(most, *outputs.shape[1:])
     padded[: len(outputs)] = outputs
     parts = [torch.empty_like(padded) for _ in range(ranks())]
     dist.all_gather(parts, padded)
-    whole, start = outputs.new_empty(sum(sizes), *outputs.shape[1:]), 0
-    taken = [0] * ranks()
-    for size in sizes:
-        for rank, part in enumerate(parts):
+    gathered = outputs.new_empty(sum(sizes), *outputs.shape[1:])
+    for rank, part in enumerate(parts):
+        taken = 0
+        start = 0
+        for size in sizes:
             count = len(range(rank, size, ranks()))
-            whole[start + rank : start + size : ranks()] = part[taken[rank] : taken[rank] + count]
-            taken[rank] += count
-        start += size
-    return whole
+            gathered[start + rank : start + size : ranks()] = part[taken : taken + count]
+            taken += count
+            start += size
+    return gathered
 
 
-def check_sampler(loader):
+def check_sampler(loader: Any) -> None:
     """UserError for a loader that deals out by itself."""
     if isinstance(getattr(loader, "sampler", None), torch.utils.data.DistributedSampler):
         raise UserError(
@@ -453,114 +539,105 @@ def check_sampler(loader):
         )
 
 
-def check_parts(metrics, loss):
-    """UserError for a metric that cannot be added up over processes, where there are several.
-
-    A warning for a loss whose mean is not over samples.
-    """
-    if ranks() > 1 and getattr(loss, "weight", None) is not None:
-        log.warning(
-            "loss: by class weights each process has the mean of its own part; one process would have another."
-        )
-    from stoker.trainer.metrics import Sums
-
-    for name, metric in metrics.items() if ranks() > 1 else ():
-        if not isinstance(metric, Sums) and not hasattr(metric, "sync_on_compute"):
-            raise UserError(
-                f"metrics.{name}: {type(metric).__name__} is not added up over {ranks()} processes.\n"
-                "Derive it from torchmetrics.Metric or stoker.trainer.metrics.Sums, or leave it out."
-            )
-
-
-def deal(batch):
-    """(the number of samples in a batch, this process's part of it)."""
+def deal(batch: Any) -> tuple[int, Any]:
+    """Return (the number of samples in a batch, this process's part of it)."""
     return batches.size(batch), batches.deal(batch, launch.rank(), launch.world_size())
 
 
-def shares(batch, loader):
-    """((the most and the fewest samples that a process has of this batch), the weight of its mean in that over all).
+def shares(batch: Any, loader: Any) -> tuple[tuple[int, int] | None, float]:
+    """Return (the most and the fewest samples of a process, the weight of this one's mean).
 
-    Nothing and 1 for one process. What else there is was the loader's last batch.
+    `batch` is this process's part of the loader's last batch. (None, 1.0) for one process.
     """
     if joined == 1:
         return None, 1.0
-    whole = loader.global_size
-    if whole < ranks():
+    samples: int = loader.global_size
+    if samples < ranks():
         raise UserError(
-            f"A batch of {whole} samples is too small for {ranks()} processes.\nType another batch_size."
+            f"A batch of {samples} samples is too small for {ranks()} processes.\n"
+            "Type another batch_size."
         )
-    return (math.ceil(whole / ranks()), whole // ranks()), batches.size(batch) * ranks() / whole
+    bounds = (math.ceil(samples / ranks()), samples // ranks())
+    return bounds, batches.size(batch) * ranks() / samples
 
 
-def counts(loader):
-    """Whether this process has a part of the loader's last batch. If not, it was lent a sample of it."""
+def counts(loader: Any) -> bool:
+    """Return whether this process has a part of the loader's last batch, and not a loan."""
     return joined == 1 or launch.rank() < loader.global_size
 
 
-def is_shard(tensor):
-    """Whether a tensor is one of those that `fsdp` has cut up."""
+# Sharded tensors
+
+
+def is_shard(tensor: object) -> "TypeGuard[DTensor]":
+    """Return whether `fsdp` has cut this tensor up."""
     return dist.is_initialized() and isinstance(tensor, shard_type())
 
 
-def shard_type():
-    from torch.distributed.tensor import DTensor  # 0.3 s, for those who need it
+def shard_type() -> "type[DTensor]":
+    from torch.distributed.tensor import DTensor  # takes 0.3 s, only if you need it
 
     return DTensor
 
 
-def local(tensors):
-    """The parts of tensors that this process has: themselves, where they are not cut up. What is done to them stays."""
+def local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this process's parts of the tensors, or the tensors; changing them changes both."""
     return [tensor.to_local() if is_shard(tensor) else tensor for tensor in tensors]
 
 
-def whole(tensor):
-    """The tensor, put together where it is cut up: all processes have to ask."""
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, put together if it is cut up; all processes have to call this."""
     return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
-def like(tensor, own):
-    """A whole tensor, cut up as `own` is; without asking the other processes."""
-    if not is_shard(own) or is_shard(tensor):
+def like(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    """Return a whole tensor cut up as `target` is, without asking the other processes."""
+    if target is None or not is_shard(target) or is_shard(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    tensor = tensor.to(own.device)
-    return distribute_tensor(tensor, own.device_mesh, own.placements, src_data_rank=None)
+    mesh, placements = target.device_mesh, target.placements
+    return distribute_tensor(tensor.to(target.device), mesh, placements, src_data_rank=None)
 
 
 class Agreement:
-    """What all processes have to know alike: whether one of them was asked to stop, and what time it is.
+    """What all processes have to know alike: was any of them asked to stop, and what time is it.
 
-    It is asked as often by each: after each step, and before each batch of an evaluation. About every EXCHANGE seconds
-    they tell each other; between that, nobody was asked, and no time goes by.
+    Each process asks equally often: after each step, and before each batch of an evaluation. They
+    exchange answers about every EXCHANGE seconds; in between nobody was asked and no time passes.
     """
 
-    def __init__(self):
-        self.start = self.last = time.monotonic()
-        self.agreed, self.calls, self.soonest = 0.0, 0, 1
-        if joined == 1:  # one process alone asks nobody
-            self.is_asked = bool
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+        self.last = self.start  # exchange
+        self.agreed = 0.0  # seconds since the start, by the slowest clock
+        self.calls = 0  # since the last exchange
+        self.soonest = 1  # call that exchanges
+        # One process asks nobody: a call of C code per step.
+        self.is_asked: Callable[[Any], bool] = bool if joined == 1 else self.any_is_asked
 
-    def now(self):
-        """Seconds since the beginning, by the slowest clock."""
+    def now(self) -> float:
+        """Return the seconds since the beginning, by the slowest clock."""
         return time.monotonic() - self.start if ranks() == 1 else self.agreed
 
-    def soon(self):
-        """Has the next question answered by an exchange: what comes now may take longer than what was before."""
-        self.calls, self.soonest = 0, 1
+    def soon(self) -> None:
+        """Exchange at the next question: what comes now may take longer than what was before."""
+        self.calls = 0
+        self.soonest = 1
 
-    def is_asked(self, here):
-        """Whether any process was asked to stop, this one or not, as far as all know of it."""
+    def any_is_asked(self, here: str | None) -> bool:
+        """Return whether any process was asked to stop, as far as all of them know."""
         self.calls += 1
         if self.calls < self.soonest:
             return False
         now = time.monotonic()
-        told = torch.tensor(
-            [here is not None, now - self.start, (now - self.last) / self.calls],
-            dtype=torch.float64,
+        seconds_per_call = (now - self.last) / self.calls
+        report = torch.tensor(
+            [here is not None, now - self.start, seconds_per_call], dtype=torch.float64
         )
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        asked, self.agreed, seconds = told.tolist()
-        self.last, self.calls = time.monotonic(), 0
-        self.soonest = min(MOST_CALLS, 1 + int(EXCHANGE / max(seconds, 1e-6)))
+        dist.all_reduce(report, op=dist.ReduceOp.MAX)
+        asked, self.agreed, slowest = report.tolist()
+        self.last = time.monotonic()
+        self.calls = 0
+        self.soonest = min(MOST_CALLS, 1 + int(EXCHANGE / max(slowest, 1e-6)))
         return bool(asked)

@@ -22,7 +22,7 @@ from stoker.trainer import (
 from stoker.trainer import device as devices
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import Seekable, dealt, resident_bytes, seekable
-from stoker.trainer.metrics import Mean
+from stoker.trainer.metrics import Mean, check_over_ranks
 from stoker.trainer.micro_batch import MicroBatch
 from stoker.trainer.state import check, refuse
 from stoker.trainer.stopping import Interrupted, StopReason
@@ -102,7 +102,7 @@ class Trainer:
         )  # which random numbers are this process's own
         self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics = dict(metrics or {})
-        parallel.check_parts(self.metrics, self.loss)
+        check_over_ranks(self.metrics, self.loss)
         self.callbacks = [
             callback for callback in callbacks if launch.is_first() or not callback.first_rank_only
         ]
