@@ -272,13 +272,15 @@ class Checkpoint(Monitor):
         if self.minutes and trainer.agreement.now() >= self.last_time + 60 * self.minutes:
             due = True
         if due:
-            self.save(trainer)
+            with trainer.spans["checkpoint"]:
+                self.save(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         # Interrupted in the step's evaluation, or after this callback's turn. After an error nobody
         # knows what state the training is in.
         if trainer.interrupted and trainer.step != self.saved and not trainer.failed:
-            self.save(trainer)
+            with trainer.spans["checkpoint"]:
+                self.save(trainer)
         if self.writer is not None:
             self.writer.shutdown()
             self.wait()
@@ -291,23 +293,22 @@ class Checkpoint(Monitor):
         Raises:
             TrainingError: A weight is not finite, or the last copy could not be written.
         """
-        with trainer.spans["checkpoint"]:
-            self.wait()
-            self.due = False
-            self.saved = trainer.step
-            self.last_time = trainer.agreement.now()
-            name = checkpoint.first_nonfinite(trainer.module)
-            if name is not None:
-                raise TrainingError(
-                    f"The weights of {name} are not finite at step {trainer.step}: "
-                    "no checkpoint is written of them.\n"
-                    "Type a lower optimizer.lr, or max_grad_norm=1."
-                )
-            state = checkpoint.copy({**trainer.state_dict(), "about": self.about})
-            if launch.is_first():
-                assert self.writer is not None
-                path = checkpoint.path_of(self.folder, trainer.step)
-                self.writing = self.writer.submit(self.write, path, state, self.best)
+        self.wait()
+        self.due = False
+        self.saved = trainer.step
+        self.last_time = trainer.agreement.now()
+        name = checkpoint.first_nonfinite(trainer.module)
+        if name is not None:
+            raise TrainingError(
+                f"The weights of {name} are not finite at step {trainer.step}: "
+                "no checkpoint is written of them.\n"
+                "Type a lower optimizer.lr, or max_grad_norm=1."
+            )
+        state = checkpoint.copy({**trainer.state_dict(), "about": self.about})
+        if launch.is_first():
+            assert self.writer is not None
+            path = checkpoint.path_of(self.folder, trainer.step)
+            self.writing = self.writer.submit(self.write, path, state, self.best)
 
     def write(self, path: Path, state: State, best: dict[str, float] | None) -> None:
         """Write the new file, then remove the old ones that are not kept. Runs in the thread."""
@@ -657,7 +658,7 @@ class Progress(Callback):
         return f"epoch {done:.2f}/{epochs}"
 
     def line(self, where: str) -> None:
-        """Print a line with the numbers so far, above the bar if there is one."""
+        """Print a line with the numbers so far."""
         parts = [where]
         if self.samples:
             parts.append(f"loss {number(self.loss / self.samples)}")
@@ -665,8 +666,12 @@ class Progress(Callback):
         if self.seconds:
             parts.append(f"{self.samples / self.seconds:,.0f} samples/s")
         self.validation = {}
+        self.write("  ".join(parts))
+
+    def write(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
         self.last_line = time.monotonic()
         if self.bar is None:
-            print("  ".join(parts), flush=True)
+            print(text, flush=True)
         else:
-            self.bar.write("  ".join(parts))
+            self.bar.write(text)
