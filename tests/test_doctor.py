@@ -247,7 +247,7 @@ def test_what_cannot_be_looked_into_is_refused():
     ):
         begin("fsdp", graph.eagerly)
     with pytest.raises(
-        UserError, match="a graph's steps cannot be looked into. Type compile=false"
+        UserError, match="the steps of a graph cannot be looked into. Type compile=false"
     ):
         begin("single", graph.Captured(None, None))
     with pytest.raises(UserError, match="callbacks.doctor.every=0: give a whole number at least 1"):
