@@ -116,9 +116,7 @@ def test_a_rate_that_is_wrong(settings, suspect):
 def test_data_that_contradicts_itself():
     inputs = torch.randn(4, 6).repeat(2, 1)
     data = of(inputs, torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]))
-    with pytest.raises(
-        TrainingError, match="in which 4 samples are there again with another target"
-    ):
+    with pytest.raises(TrainingError, match="in which 4 samples appear again with another target"):
         learn(make_model(), data, steps=100)
 
 

@@ -235,7 +235,9 @@ class Doctor(Callback):
         if self.said:
             kinds = [f"{kind} in {len(layers)}" for kind, layers in self.said.items()]
             return f"{opening}: {'; '.join(kinds)}"
-        medians = [statistics.median(s.updates[name] for s in self.samples) for name in last.updates]
+        medians = [
+            statistics.median(s.updates[name] for s in self.samples) for name in last.updates
+        ]
         line = f"{opening}: nothing to warn of"
         if medians:
             line += f"; updates are {min(medians):.1g} to {max(medians):.1g} of the weights"
