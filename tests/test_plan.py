@@ -129,7 +129,7 @@ def test_the_picture():
 
 def test_the_lines_add_up():
     memory = {"parameters": 1.0, "gradients": 1.0, "optimizer": 2.0, "data": 3.0, "peak": 500.0}
-    found = plan.Found(
+    found = plan.Estimate(
         steps=1000, timed=50, first=2.0, step=0.01, evaluation=0.5, test=1.0, copy=0.1, checkpoint=1.0,
         memory=memory, rates={1: 0.001, 50: 0.01, 1000: 0.0},
     )  # fmt: skip
@@ -156,8 +156,8 @@ def test_the_lines_add_up():
         *lines[:4],
         lines[5],
     ]
-    assert stopped == "         of which max_minutes=0.1 is the end at about step 343"
+    assert stopped == "         max_minutes=0.1 ends it at about step 343"
     assert list(plan.lines(found, started=1.0, evaluations=10, saves=5, keep=2, minutes=1)) == lines
-    unknown = plan.Found(**{**vars(found), "memory": memory | {"peak": math.nan}, "rates": {}})
+    unknown = plan.Estimate(**{**vars(found), "memory": memory | {"peak": math.nan}, "rates": {}})
     lines = list(plan.lines(unknown, started=1.0, evaluations=10, saves=5, keep=2))
     assert lines[0].startswith("memory   7 MiB at the peak")

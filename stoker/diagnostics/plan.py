@@ -1,4 +1,4 @@
-"""What a run will take, found out by a few real steps: memory, disk, time; and its schedule as a small picture."""
+"""Estimate what a run will take, from a few real steps: memory, disk and time; and draw its schedule."""
 
 import contextlib
 import itertools
@@ -6,7 +6,9 @@ import math
 import sys
 import time
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,140 +18,148 @@ from stoker.trainer.batch import entries
 from stoker.trainer.callbacks import EMA, Callback, Lookahead
 from stoker.trainer.loading import resident_bytes
 from stoker.trainer.readable import duration, seconds
+from stoker.trainer.trainer import Trainer
 
-WARMUP = graph.WARMUP  # steps in which kernels are chosen and the optimizer makes its state
-STEPS, LONG, MOST = (
-    10,
-    1.0,
-    200,
-)  # steps that are timed at least; more of them up to so many seconds, or so many steps
+WARMUP = graph.WARMUP  # steps that choose kernels and make the optimizer's state
+STEPS = 10  # that are timed at least
+LONG = 1.0  # seconds; more steps are timed up to this,
+MOST = 200  # or up to this many
 BATCHES = 10  # of an evaluation
-BLOCKS, PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+BLOCKS = "▁▂▃▄▅▆▇█"
+PLAIN = "_.-=+*%#"
 WIDTH = 60  # letters of the picture
+MOST_RATES = 10**5  # that are computed of a schedule
 
 
 @dataclass
-class Found:
-    """What was measured: seconds, MiB, and the rate of each step of the picture, {step: rate} from step 1 on."""
+class Estimate:
+    """What was measured, in seconds and MiB, and the rates of the schedule, {step: rate} from 1 on."""
 
     steps: int  # of the whole run
     timed: int
-    first: float  # the first step beyond a usual one: compilation, the choice of kernels
+    first: float  # what the first step takes beyond a usual one: compilation, choosing kernels
     step: float
     evaluation: float  # of the validation part
     test: float
     copy: float  # of the state, for a checkpoint
     checkpoint: float
-    memory: dict
-    rates: dict
+    memory: dict[str, float]
+    rates: dict[int, float]
 
 
 class Watch(Callback):
-    """Times steps after the first ones, measures what one keeps for its backward pass, and ends the fit.
+    """Time the steps after the first ones, measure the activations of one, and end the fit.
 
-    The step that is measured has a copy of the state beside it, as one has while a checkpoint is written: there is one
-    `every` so many steps, and at the end. And the largest weight once more: what the copies of a run give back is not
-    always in one piece, and its peak was so much higher, twice that at the most (12 runs on a slow disk).
+    The step that is measured has a copy of the state beside it, as one does while a checkpoint is
+    written, if one comes `every` so many steps and not only at the end. It also has the largest
+    weight once more: the memory that copies give back is in pieces, which raised the peak of runs
+    by twice that at most (12 runs on a slow disk).
     """
 
-    def __init__(self, every):
-        self.every, self.copy = every, None
+    def __init__(self, every: float) -> None:
+        self.every = every
+        self.copy: Any = None
 
-    def on_fit_start(self, trainer):
+    def on_fit_start(self, trainer: Trainer) -> None:
         for line in summary.plan(trainer):
             print(line, flush=True)
-        self.timed, self.steps = 0, trainer.total_steps
-        self.weights = {
-            parameter.untyped_storage().data_ptr() for parameter in trainer.module.parameters()
-        }
-        self.kept, self.most_kept, self.backward = (
-            {},
-            0,
-            False,
-        )  # bytes for a backward pass, by their place
-        self.settings = [
-            {k: v for k, v in group.items() if k != "params"}
-            for group in trainer.optimizer.param_groups
-        ]
-        self.seeing = contextlib.ExitStack()
-        self.begun = self.start = time.perf_counter()
-        self.seconds = self.first = 0.0
+        self.steps = trainer.total_steps
+        self.timed = 0
+        self.first = 0.0
+        self.seconds = 0.0
+        self.weights = {p.untyped_storage().data_ptr() for p in trainer.module.parameters()}
+        self.kept: dict[int, int] = {}  # {address: bytes} that the backward pass will need
+        self.most_kept = 0
+        self.backward = False  # whether it has begun
+        self.settings = [dict(group) for group in trainer.optimizer.param_groups]
+        self.measuring = contextlib.ExitStack()
+        self.start = time.perf_counter()
+        self.begun = self.start
 
-    def on_step_end(self, trainer):
-        self.seeing.close()
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.measuring.close()
         self.copy = None
-        if trainer.step == WARMUP - 1 and self.every < trainer.total_steps:
-            largest = max(parameter.nbytes for parameter in trainer.module.parameters())
-            self.copy = (
-                checkpoint.copy(trainer.state_dict()),
-                torch.ones(largest, dtype=torch.uint8),
-            )
-        if (
-            trainer.step == WARMUP - 1 and trainer.module._compiled_call_impl is None
-        ):  # or another graph is compiled
-            self.seeing.enter_context(torch.autograd.graph.saved_tensors_hooks(self.keep, self.use))
-        count = trainer.step - WARMUP
-        if (
-            trainer.step == 1
-            or count == 0
-            or (count > 0 and count % STEPS == 0)
-            or trainer.step == trainer.total_steps
-        ):
-            devices.synchronize(trainer.device)
-            now = time.perf_counter()
-            if trainer.step == 1:
-                self.first = now - self.start
-            if count > 0 or trainer.step == trainer.total_steps:
-                self.timed = count if count > 0 else trainer.step
-                self.seconds = (now - self.begun) / self.timed
-            if count == 0 and trainer.step < trainer.total_steps:
-                self.begun = now
-            if count >= MOST or (count >= STEPS and now - self.begun >= LONG):
+        if trainer.step == WARMUP - 1:
+            self.measure_next(trainer)
+        is_last = trainer.step == trainer.total_steps
+        timed = trainer.step - WARMUP
+        if trainer.step == 1:
+            self.first = self.clock(trainer) - self.start
+        if timed == 0 and not is_last:
+            self.begun = self.clock(trainer)
+        elif is_last or (timed > 0 and timed % STEPS == 0):
+            elapsed = self.clock(trainer) - self.begun
+            self.timed = timed if timed > 0 else trainer.step
+            self.seconds = elapsed / self.timed
+            if timed >= MOST or (timed >= STEPS and elapsed >= LONG):
                 trainer.stop("planned")
 
-    def on_fit_end(self, trainer):
-        self.seeing.close()
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self.measuring.close()
 
-    def keep(self, tensor):
-        if self.backward:  # the next micro-batch begins, and what the one before it kept is gone
-            self.kept, self.backward = {}, False
+    def clock(self, trainer: Trainer) -> float:
+        devices.synchronize(trainer.device)
+        return time.perf_counter()
+
+    def measure_next(self, trainer: Trainer) -> None:
+        """Measure the next step's activations, with a copy of the state beside it."""
+        if self.every < trainer.total_steps:
+            largest = max(parameter.nbytes for parameter in trainer.module.parameters())
+            piece = torch.ones(largest, dtype=torch.uint8)
+            self.copy = checkpoint.copy(trainer.state_dict()), piece
+        # Under hooks another graph would be compiled.
+        if trainer.module._compiled_call_impl is None:  # private: no public flag, torch 2.15
+            hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, self.use)
+            self.measuring.enter_context(hooks)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.backward:  # the next micro-batch begins, and nothing is left of the last one's
+            self.kept = {}
+            self.backward = False
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.weights:
             self.kept[storage.data_ptr()] = storage.nbytes()
             self.most_kept = max(self.most_kept, sum(self.kept.values()))
         return tensor
 
-    def use(self, tensor):
+    def use(self, tensor: torch.Tensor) -> torch.Tensor:
         self.backward = True
         return tensor
 
 
-def look(trainer, train_loader, val_loader=None, test_loader=None, every=math.inf):
-    """Trains a few steps, without the callbacks but for averages of weights, and gives what was Found.
+def look(
+    trainer: Trainer,
+    train_loader: Any,
+    val_loader: Any = None,
+    test_loader: Any = None,
+    every: float = math.inf,
+) -> Estimate:
+    """Train a few steps, with no callbacks except averages of weights, and return the estimate.
 
-    `every`: how many steps the run has between two checkpoints, one at its end being what each has. The trainer is of
-    no more use after this: its weights are those after these steps.
+    `every`: how many steps lie between two checkpoints, not counting the one at the end. The
+    trainer has the weights after these steps, and is of no more use.
     """
     watch = Watch(every)
-    averages = [
-        callback for callback in trainer.callbacks if isinstance(callback, (EMA, Lookahead))
-    ]
+    averages = [c for c in trainer.callbacks if isinstance(c, EMA | Lookahead)]
     trainer.callbacks = [*averages, watch]
     trainer.fit(train_loader)
-    evaluation, test = (seconds_of(trainer, loader) for loader in (val_loader, test_loader))
+    evaluation = seconds_of(trainer, val_loader)
+    test = seconds_of(trainer, test_loader)
     start = time.perf_counter()
     state = checkpoint.copy(trainer.state_dict())
     copy = time.perf_counter() - start
-    found = summary.memory_of_a_step(trainer)
-    memory = {part: found[part] for part in ("parameters", "gradients", "optimizer")}
-    memory |= {"data": resident_bytes(train_loader, val_loader) / devices.MIB}
-    memory |= {"activations": watch.most_kept / devices.MIB} if watch.most_kept else {}
-    memory |= (
-        {"averages": mib_of([average.state_dict() for average in averages])} if averages else {}
-    )
-    memory |= {"a checkpoint's copy": mib_of(state)} if trainer.device.type == "cpu" else {}
-    memory |= {"peak": found["peak"]}
-    return Found(
+
+    step = summary.memory_of_a_step(trainer)
+    memory = {part: step[part] for part in ("parameters", "gradients", "optimizer")}
+    memory["data"] = resident_bytes(train_loader, val_loader) / devices.MIB
+    if watch.most_kept:
+        memory["activations"] = watch.most_kept / devices.MIB
+    if averages:
+        memory["averages"] = mib_of([average.state_dict() for average in averages])
+    if trainer.device.type == "cpu":
+        memory["a checkpoint's copy"] = mib_of(state)
+    memory["peak"] = step["peak"]
+    return Estimate(
         steps=watch.steps,
         timed=watch.timed,
         first=max(0.0, watch.first - watch.seconds),
@@ -163,52 +173,48 @@ def look(trainer, train_loader, val_loader=None, test_loader=None, every=math.in
     )
 
 
-def mib_of(state):
-    """MiB of all tensors in a nesting of them."""
+def mib_of(state: Any) -> float:
+    """Return the MiB of all tensors in a nested state."""
     return summary.mib(tensor for _, tensor in entries(state))
 
 
-def seconds_of(trainer, loader):
-    """How long an evaluation takes on all batches of the loader, by some of them; 0 without a loader."""
+def seconds_of(trainer: Trainer, loader: Any) -> float:
+    """Estimate the seconds of an evaluation from its first batches; 0 without a loader."""
     if loader is None:
         return 0.0
     trainer.evaluate(itertools.islice(iter(loader), 1))
     count = min(BATCHES, len(loader))
     start = time.perf_counter()
-    trainer.evaluate(
-        itertools.islice(iter(loader), count)
-    )  # ends with the numbers on the host: the device is done
+    trainer.evaluate(itertools.islice(iter(loader), count))  # waits for the device
     return (time.perf_counter() - start) / count * len(loader)
 
 
-def rates(trainer, before, steps):
-    """{step: the first group's rate} of WIDTH steps of a schedule, or of all; `before` is what the groups began with.
+def rates(trainer: Trainer, before: list[dict[str, Any]], steps: int) -> dict[int, float]:
+    """Return {step: the first group's rate} of a schedule; nothing if it takes too long to follow.
 
-    Empty where it is too long to be gone through.
+    `before` has the parameter groups as they were before the first step.
     """
     for group, settings in zip(trainer.optimizer.param_groups, before, strict=True):
-        for key in set(group) - {"params", *settings}:
-            del group[key]
-        group |= settings
+        group.clear()
+        group.update(settings)
     with warnings.catch_warnings():  # torch's schedulers miss the optimizer's steps
         warnings.simplefilter("ignore")
         scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
-        shown = sorted({round(i * (steps - 1) / (WIDTH - 1)) for i in range(WIDTH)})
+        count = min(steps, MOST_RATES)
         if isinstance(scheduler, schedules.Schedule):
             height = trainer.optimizer.param_groups[0]["initial_lr"]
-            top = max(shown, key=scheduler.factor)
-            nearby = range(max(0, top - steps // WIDTH - 1), min(steps, top + steps // WIDTH + 2))
-            top = max(nearby, key=scheduler.factor) if len(nearby) < 10**5 else top
-            return {step + 1: height * scheduler.factor(step) for step in sorted({*shown, top})}
-        found = {}
-        for step in range(steps if steps <= 10**5 else 0):
-            found[step + 1] = float(scheduler.get_last_lr()[0])
-            scheduler.step()
-        return found
+            shown = [round(i * (steps - 1) / max(1, count - 1)) for i in range(count)]
+            return {step + 1: height * scheduler.factor(step) for step in shown}
+        result: dict[int, float] = {}
+        if count == steps:
+            for step in range(steps):
+                result[step + 1] = float(scheduler.get_last_lr()[0])
+                scheduler.step()
+        return result
 
 
-def picture(values, width=WIDTH, encoding="utf-8"):
-    """The values as a line of blocks, the highest one being full: at most `width` of them, evenly spaced."""
+def picture(values: Sequence[float], width: int = WIDTH, encoding: str = "utf-8") -> str:
+    """Draw the values as a line of blocks, at most `width` and evenly spaced; the highest is full."""
     width = min(width, len(values))
     values = [values[round(i * (len(values) - 1) / max(1, width - 1))] for i in range(width)]
     highest = max(values)
@@ -222,51 +228,63 @@ def picture(values, width=WIDTH, encoding="utf-8"):
     return text
 
 
-def lines(found, started, evaluations, saves, keep, minutes=None):
-    """The lines of the plan behind those that open each run.
+def lines(
+    estimate: Estimate,
+    started: float,
+    evaluations: int,
+    saves: int,
+    keep: int,
+    minutes: float | None = None,
+) -> Iterator[str]:
+    """Yield the lines of the plan that follow those that open each run.
 
-    `started`: seconds until the first step; `evaluations` and `saves`: how many the run has; `keep`: checkpoints;
-    `minutes`: after which it stops.
+    `started`: seconds until the first step; `evaluations` and `saves`: how many the run has;
+    `keep`: how many checkpoints stay; `minutes`: the time limit.
     """
-    if found.rates:
-        steps, values = list(found.rates), list(found.rates.values())
-        top = steps[values.index(max(values))]
-        said = {1: "at step 1", top: f"at step {top:,}", steps[-1]: f"at step {steps[-1]:,}"}
-        named = ", ".join(f"{found.rates[step]:.3g} {text}" for step, text in sorted(said.items()))
-        yield f"schedule {picture(values, encoding=getattr(sys.stdout, 'encoding', None) or 'utf-8')}"
-        yield f"         lr {named}"
-    parts = ", ".join(
-        f"{name} {size:,.1f}" for name, size in found.memory.items() if name != "peak"
-    )
-    peak = found.memory["peak"]
+    if estimate.rates:
+        values = list(estimate.rates.values())
+        last = max(estimate.rates)
+        top = max(estimate.rates, key=estimate.rates.__getitem__)
+        named = [f"{estimate.rates[step]:.3g} at step {step:,}" for step in sorted({1, top, last})]
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        yield f"schedule {picture(values, encoding=encoding)}"
+        yield f"         lr {', '.join(named)}"
+    parts = {name: size for name, size in estimate.memory.items() if name != "peak"}
+    peak = estimate.memory["peak"]
     if math.isnan(peak):
-        peak = sum(size for name, size in found.memory.items() if name != "peak")
-    yield f"memory   {peak:,.0f} MiB at the peak: {parts} MiB; the rest is Python and PyTorch"
-    size, kept = found.checkpoint, f"the last {keep} and the best"
-    weights = found.memory["parameters"]
-    yield f"disk     {size:,.1f} MiB a checkpoint, of which {kept} stay; {weights:,.1f} MiB of weights"
-    yield from time_lines(found, started, evaluations, saves, minutes)
+        peak = sum(parts.values())
+    sizes = ", ".join(f"{name} {size:,.1f}" for name, size in parts.items())
+    yield f"memory   {peak:,.0f} MiB at the peak: {sizes} MiB; the rest is Python and PyTorch"
+    each = f"{estimate.checkpoint:,.1f} MiB a checkpoint"
+    weights = f"{estimate.memory['parameters']:,.1f} MiB of weights"
+    yield f"disk     {each}, of which the last {keep} and the best stay; {weights}"
+    yield from time_lines(estimate, started, evaluations, saves, minutes)
 
 
-def time_lines(found, started, evaluations, saves, minutes):
-    """The lines that say how long it takes, and of what that is the sum."""
+def time_lines(
+    estimate: Estimate, started: float, evaluations: int, saves: int, minutes: float | None
+) -> Iterable[str]:
+    """Yield the lines that say how long it takes, and of what that is the sum."""
+    steps = f"{counted(estimate.steps, 'step')} ({duration(estimate.step)} each)"
     parts = {
         "to the first step": started,
-        "more for that one": found.first,
-        f"of {count(found.steps, 'step')} ({duration(found.step)} each)": found.steps * found.step,
-        f"of {count(evaluations, 'evaluation')}": evaluations * found.evaluation,
-        f"of {count(saves, 'checkpoint')}": saves * found.copy,
-        "of the test": found.test,
+        "more for that one": estimate.first,
+        f"of {steps}": estimate.steps * estimate.step,
+        f"of {counted(evaluations, 'evaluation')}": evaluations * estimate.evaluation,
+        f"of {counted(saves, 'checkpoint')}": saves * estimate.copy,
+        "of the test": estimate.test,
     }
-    total, limit = sum(parts.values()), 60 * (minutes or math.inf)
-    training = total - started - found.test
-    yield f"time     about {seconds(total - max(0.0, training - limit))}, by {count(found.timed, 'step')} of it:"
+    total = sum(parts.values())
+    training = total - started - estimate.test
+    limit = 60 * (minutes or math.inf)
+    total -= max(0.0, training - limit)
+    yield f"time     about {seconds(total)}, by {counted(estimate.timed, 'step')} of it:"
     shown = [f"{seconds(value)} {text}" for text, value in parts.items() if value >= 0.05]
     yield f"         {', '.join(shown) or 'next to nothing'}"
     if training > limit:
-        last = found.steps * limit / training
-        yield f"         of which max_minutes={minutes:g} is the end at about step {last:,.0f}"
+        last = estimate.steps * limit / training
+        yield f"         max_minutes={minutes:g} ends it at about step {last:,.0f}"
 
 
-def count(number, what):
-    return f"{number:,} {what}{'s' * (number != 1)}"
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
