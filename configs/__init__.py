@@ -1,1 +1,24 @@
-"""The YAML files that Hydra composes into a run: one group, one constructor."""
+"""The configs of the command line: one folder a group, one file an option."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def folders() -> list[Path]:
+    """Return the folders that options are looked up in: this one, then `configs/` where the command runs."""
+    here = Path("configs").absolute()
+    if not here.is_dir() or here.samefile(FOLDER):
+        return [FOLDER]
+    return [FOLDER, here]
+
+
+def options(group: str) -> list[Path]:
+    """Return the files of a group's options, sorted by name; [] where there is no such group."""
+    files = [path for folder in folders() for path in (folder / group).glob("*.yaml")]
+    return sorted(files, key=lambda path: path.stem)
+
+
+def is_group(name: str) -> bool:
+    """Return whether there is a group of this name, such as `model` or `sweep/pruner`."""
+    return bool(name) and any((folder / name).is_dir() for folder in folders())

@@ -1,0 +1,224 @@
+"""What was typed after the command: its options, its settings, and mistakes in the form of either."""
+
+import contextvars
+import re
+import shlex
+from collections.abc import Sequence
+
+from hydra.core.hydra_config import HydraConfig
+
+from stoker import configs
+from stoker.command import settings
+from stoker.command.keys import plain
+from stoker.trainer import launch
+from stoker.trainer.errors import UserError, is_one_slip
+
+# Hydra's options: None for one without a value, else the values that it takes, () for any.
+OPTIONS: dict[str, tuple[str, ...] | None] = {
+    "--help": None,
+    "--multirun": None,
+    "--cfg": ("job", "hydra", "all"),
+    "--resolve": None,
+    "--package": (),
+    "--config-dir": (),
+    "--config-path": (),
+    "--config-name": (),
+    "--experimental-rerun": (),
+    "--info": (
+        "all", "aliases", "config", "defaults", "defaults-tree", "plugins", "searchpath",
+    ),
+    "--hydra-help": None,
+    "--run": None,
+    "--shell-completion": None,
+    "--version": None,
+}  # fmt: skip
+SHORT = {
+    "-h": "--help",
+    "-m": "--multirun",
+    "-c": "--cfg",
+    "-p": "--package",
+    "-cd": "--config-dir",
+    "-cp": "--config-path",
+    "-cn": "--config-name",
+    "-i": "--info",
+    "-r": "--run",
+    "-sc": "--shell-completion",
+}
+# Settings that count as typed where no command line was.
+typed_in_python: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "typed_in_python", default=()
+)
+
+
+def typed() -> list[str]:
+    """Return the settings of this job as they were typed, with interpolations unresolved."""
+    in_python = list(typed_in_python.get())
+    if not HydraConfig.initialized():
+        return in_python
+    return [*plain(HydraConfig.get().overrides)["task"], *in_python]
+
+
+def typed_keys() -> set[str]:
+    """Return the keys of the settings that were typed."""
+    return {override.partition("=")[0].lstrip("+") for override in typed()}
+
+
+def is_sweep(arguments: Sequence[str]) -> bool:
+    """Return whether these arguments start a sweep."""
+    return "-m" in arguments or "--multirun" in arguments
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Return whether these arguments ask for the help text."""
+    return "-h" in arguments or "--help" in arguments
+
+
+def is_debugged(arguments: Sequence[str]) -> bool:
+    """Return whether debug=true was typed, even if no config came of what was typed."""
+    pattern = re.compile(r"\+*debug=true", re.IGNORECASE)
+    return any(pattern.fullmatch(argument) for argument in arguments)
+
+
+def choices(arguments: Sequence[str]) -> list[str]:
+    """Return the options chosen for groups, as in ["model=cnn"]; of a sweep the first one of each."""
+    chosen = []
+    for argument in arguments:
+        group, _, value = argument.lstrip("+").partition("=")
+        if configs.is_group(group) and value:
+            option = value if value.startswith("[") else value.partition(",")[0]
+            chosen.append(f"{group}={option}")
+    return chosen
+
+
+def for_hydra(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments as Hydra needs them.
+
+    For a task that takes a run, `dataset.root=DIR` also where its data set is not the default one. The folder
+    `configs/` where the command runs adds options to the groups.
+    """
+    result = list(arguments)
+    if set(arguments) & {f"task={task}" for task in settings.WITH_RUN}:
+        result = [
+            f"++{argument}" if re.match(r"\w+\.[\w.]+=", argument) else argument
+            for argument in arguments
+        ]
+    return [*result, *search_path()]
+
+
+def search_path() -> list[str]:
+    """Return the override that adds the folder `configs/` of where the command runs, if it has one."""
+    added = [f"'file://{folder}'" for folder in configs.folders()[1:]]
+    return [f"hydra.searchpath=[{','.join(added)}]"] if added else []
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Raise UserError for what Hydra would misunderstand, or find out only in each job of a sweep."""
+    sweep = is_sweep(arguments)
+    if sweep and launch.world_size() > 1:
+        raise UserError(
+            "-m: a sweep starts runs by itself. Type python train.py -m ... strategy=ddp devices=N."
+        )
+    check_options(arguments)
+    for argument in arguments:
+        if argument.startswith("="):
+            raise UserError(
+                f"{argument}: there is no key in front of the =. "
+                "Settings are key=value, as in epochs=3."
+            )
+        check_place(argument, sweep)
+        key, equals, value = argument.partition("=")
+        if equals and configs.is_group(key.lstrip("+")):
+            check_group(argument, key, value, sweep)
+
+
+def check_options(arguments: Sequence[str]) -> None:
+    """Raise UserError for an option that there is not, or one without the value that it needs."""
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        position += 1
+        if not argument.startswith("-"):
+            continue
+        name, equals, value = argument.partition("=")
+        name = SHORT.get(name, name)
+        if name not in OPTIONS:
+            refuse_option(argument, arguments[position : position + 1])
+        values = OPTIONS[name]
+        if values is None:
+            if equals:
+                raise UserError(f"{argument}: this option takes no value. Type {name}.")
+            continue
+        if not equals:
+            following = arguments[position : position + 1]
+            if name == "--info" and (not following or following[0].startswith("-")):
+                continue  # its value may be left out
+            value = following[0] if following else ""
+            position += 1
+        if not value or (values and value not in values):
+            example = f"one of: {', '.join(values)}" if values else "VALUE"
+            raise UserError(f"{argument}: this option needs a value. Type {name} {example}.")
+
+
+def refuse_option(argument: str, following: Sequence[str]) -> None:
+    """Raise UserError for an option that there is not; `--epochs=3` is what other programs would take."""
+    name, _, value = argument.partition("=")
+    if re.fullmatch(r"-\w{3,}(\.\w+)*", name):
+        raise UserError(f"{argument}: settings have no dashes. Type {argument.lstrip('-')}.")
+    for known in OPTIONS:
+        if is_one_slip(name, known):
+            raise UserError(f"{argument}: there is no such option. Did you mean {known!r}?")
+    if not value and following and not re.match("-|.*=", following[0]):
+        value = following[0]  # as in --model cnn
+    setting = f"{name.lstrip('-').replace('-', '_')}={value or '...'}"
+    raise UserError(f"{argument}: there is no such option. Settings have no dashes: type {setting}.")
+
+
+def check_place(argument: str, sweep: bool) -> None:
+    """Raise UserError for a setting of one run typed for a sweep, or the other way round."""
+    key, _, value = argument.partition("=")
+    if key == "run_dir" and sweep and value != "null":
+        raise UserError(f"{argument}: this names one run. For a sweep, type hydra.sweep.dir=DIR.")
+    of_sweep = re.fullmatch(r"hydra/launcher|sweep([./].*)?", key)
+    if of_sweep and not sweep and launch.world_size() == 1:
+        example = argument
+        if key == "hydra/launcher" or "." in key:
+            example += " seed=0,1"
+        raise UserError(
+            f"{argument}: this is for the jobs of a sweep. Type -m as well, as in -m {example}."
+        )
+
+
+def check_group(argument: str, key: str, value: str, sweep: bool) -> None:
+    """Raise UserError unless this chooses one option of a group, or several where a group takes them."""
+    if key.startswith("+"):
+        raise UserError(
+            f"{argument}: this group has an option already, and + adds one. "
+            f"Type {argument.lstrip('+')}."
+        )
+    options = [path.stem for path in configs.options(key)]
+    if value == "null" and key != "experiment":  # which is none by default
+        raise UserError(
+            f"{argument}: this is a group, and needs an option. "
+            f"Type {key}= one of: {', '.join(options)}."
+        )
+    listed = re.fullmatch(r"\[(.*)\]", value)
+    if listed is None:
+        if "," in value and not sweep and not value.startswith("["):
+            raise UserError(f"{argument}: several options are a sweep. Type -m {argument}.")
+        return
+    names = [name.strip() for name in listed[1].split(",") if name.strip()] or options
+    if key in settings.GROUPS_OF_MANY:
+        repeated = [name for name in names if names.count(name) > 1]
+        if repeated:
+            raise UserError(f"{argument}: {repeated[0]} is in it twice. Type it once.")
+        return
+    several = names if len(names) > 1 else options[:2]
+    raise UserError(
+        f"{argument}: this is a group, and takes one option. "
+        f"Type {key}={names[0]}, or for a sweep -m {key}={','.join(several)}."
+    )
+
+
+def program() -> str:
+    """Return how the command was called: `stoker`, `python train.py`, or torchrun's command."""
+    return shlex.join(launch.command())

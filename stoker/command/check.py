@@ -1,0 +1,149 @@
+"""Check a composed config before anything is built: keys, types, limits, and what does not go together."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from stoker.command import arguments, settings
+from stoker.command.defaults import defaults
+from stoker.command.keys import flat, plain
+from stoker.command.messages import no_such_key
+from stoker.trainer.errors import UserError, as_typed
+from stoker.trainer.settings import Checked, Choice, Number
+
+
+def keep_texts(cfg: DictConfig) -> None:
+    """Keep text settings exactly as typed: run_dir=1e3 names a folder."""
+    for override in arguments.typed():
+        key, _, value = override.partition("=")
+        is_text = isinstance(settings.record(key).limit, settings.Text | Checked)
+        number = cfg.get(key) if is_text else None
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            cfg[key] = value
+
+
+def check_config(cfg: DictConfig) -> None:
+    """Raise UserError for a config that cannot be run.
+
+    That is a key that there is not, a part that is missing, a value of another type than its default or out of its
+    limits, two lengths, or a value still to be given.
+    """
+    given = plain(cfg)
+    usual = defaults()
+    for key in given:
+        if key not in usual:
+            raise UserError(no_such_key(key, usual))
+    for key in usual:
+        if key not in given:
+            raise UserError(f"{key}: a run cannot do without it. Leave out ~{key}.")
+    check_types("", given, usual)
+    check_length(given)
+    resolved = resolve(cfg)
+    try:
+        check_types("", resolved, usual)
+        settings.check_all(resolved)
+        settings.check_task(resolved)
+    except UserError as error:
+        raise UserError(without_secrets(str(error), flat(given), flat(resolved))) from None
+
+
+def check_length(given: Mapping[str, Any]) -> None:
+    """Raise UserError where both `epochs` and `max_steps` were typed."""
+    both = {"epochs", "max_steps"} <= arguments.typed_keys()
+    if both and None not in (given["epochs"], given["max_steps"]):
+        raise UserError(
+            f"max_steps={as_typed(given['max_steps'])} and epochs={as_typed(given['epochs'])} "
+            "both give the length. Type one of them."
+        )
+
+
+def resolve(cfg: DictConfig) -> dict[str, Any]:
+    """Return the config with every ${...} replaced; UserError where that fails, or a value is still to be given."""
+    try:
+        for key in sorted(OmegaConf.missing_keys(cfg)):
+            raise UserError(f"{key}: this has no default. Type {key}=...")
+        return plain(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        values = flat(cfg).items()
+        circular = [key for key, value in values if isinstance(value, str) and "${" in value]
+        key = circular[0] if circular else "a key"
+        raise UserError(f"{key}: its ${{...}} leads back to itself. Type a value.") from None
+
+
+def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
+    """Return a message with each value as it was typed: what ${oc.env:...} gives may be a secret."""
+    for key, value in given.items():
+        if isinstance(value, str) and "${" in value:
+            text = text.replace(f"{key}={as_typed(resolved.get(key))}", f"{key}={value}")
+    return text
+
+
+def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """Raise UserError for a value of another type than its default.
+
+    A default of null or auto allows any type: what else the key takes, its limit or its constructor knows.
+    """
+    for key, default in usual.items():
+        name = f"{prefix}{key}"
+        value = given.get(key, default)
+        if default is None or default in ("auto", "???"):
+            continue
+        if is_interpolation(value) or is_interpolation(default):
+            continue  # the key that it follows is checked itself
+        limit = settings.record(name).limit
+        if isinstance(limit, Choice) and limit.has(value):  # some are not of the default's type
+            continue
+        if value is None:
+            check_null(name, default)
+        elif isinstance(default, dict) and isinstance(value, dict):
+            # The keys of another target have types of their own.
+            if value.get("_target_") == default.get("_target_"):
+                check_types(f"{name}.", value, default)
+        elif isinstance(default, dict):
+            example = f"{name}.{next(iter(default), 'KEY')}=..."
+            raise UserError(
+                f"{name}={as_typed(value)}: give a group of keys, {name}={{...}}, "
+                f"or one as {example}"
+            )
+        elif not is_like(value, default):
+            raise UserError(
+                f"{name}={as_typed(value)}: give {KINDS[type(default)]}, "
+                f"as in {name}={as_typed(default)}."
+            )
+
+
+KINDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+}
+
+
+def is_like(value: Any, default: Any) -> bool:
+    """Return whether a value is of its default's type: a whole number is a number, true is none."""
+    if isinstance(default, float):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is type(default)
+
+
+def is_interpolation(value: Any) -> bool:
+    """Return whether a value refers to another one."""
+    return isinstance(value, str) and "${" in value
+
+
+def check_null(name: str, default: Any) -> None:
+    """Raise UserError unless this key, which is not null by default, may be null."""
+    top = name.removeprefix("trainer.")  # whose keys follow those at the top
+    limit = settings.record(top).limit
+    optional = isinstance(limit, Number) and limit.optional
+    is_callback = re.fullmatch(r"callbacks\.\w+", name)  # null leaves it out
+    if top == "epochs" or optional or is_callback:  # max_steps may give the length
+        return
+    raise UserError(f"{name}=null: give a value, as in {name}={as_typed(default)}.")

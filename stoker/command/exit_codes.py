@@ -1,0 +1,182 @@
+"""How the command ends: what each error is printed as, and the exit code that it gives."""
+
+import errno
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from stoker.command import arguments
+from stoker.command.help import help_text
+from stoker.command.messages import explanation, message
+from stoker.trainer import launch, stopping
+from stoker.trainer.errors import RunInUse, TrainingError, UserError, cause, printable
+
+# docs/exit-codes.md says what each is for. Signals give 128 and their number.
+DONE = 0
+BUG = 1
+MISTAKE = 2
+FAILED = 3
+IN_USE = 75  # as sysexits.h has it for "try again later"
+NOBODY_READS = 128 + 13  # a shell's code for SIGPIPE
+# What a disk or a file system does to a training. Anything else that it refuses is a mistake in a path.
+FAILING = {
+    getattr(errno, name, None)
+    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE", "ENOMEM")
+}
+# What Hydra and OmegaConf raise for mistakes that they have no words for.
+WITHOUT_WORDS = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    KeyError,
+    IndexError,
+    AssertionError,
+    RecursionError,
+)
+LAUNCHERS = ("joblib", "submitit", "ray")  # packages that start a sweep's jobs, and miss them
+codes: list[int] = []  # of the errors reported so far
+
+
+def run(main: Callable[[], Any]) -> None:
+    """Run `main` and end the process with its exit code."""
+    code: Any
+    try:
+        code = answered(main)
+    except KeyboardInterrupt:
+        code = say_interrupted()
+    except SystemExit as end:
+        code = end.code
+    finally:
+        launch.leave()
+    launch.end(code)
+
+
+def answered(main: Callable[[], Any]) -> int:
+    """Run `main`, print what there is to say of its end, and return the exit code; KeyboardInterrupt on a signal."""
+    open_closed()
+    launch.quieten()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    logging.getLogger("hydra").setLevel(logging.CRITICAL)
+    try:
+        stopping.ready = True
+        arguments.check(sys.argv[1:])
+        if arguments.asks_for_help(sys.argv[1:]):
+            print(help_text())
+        else:
+            sys.argv[1:] = arguments.for_hydra(sys.argv[1:])
+            main()
+        sys.stdout.flush()
+        if stopping.received is not None:  # its exception was lost in a library's code
+            raise KeyboardInterrupt
+        return max(codes, default=DONE)  # of the jobs of a sweep that failed
+    except BrokenPipeError:
+        return nobody_reads()
+    except Exception as error:
+        if is_interruption(error):
+            raise KeyboardInterrupt from None
+        return report(with_words(error))
+
+
+def with_words(error: Exception) -> Exception:
+    """Return the error, or one with a message in place of what a library raises without one."""
+    if type(error).__module__.partition(".")[0] in LAUNCHERS:
+        return TrainingError(
+            f"a job's process was lost: killed, or out of memory ({type(error).__name__}).\n"
+            "The same command with hydra.sweep.dir=DIR goes on."
+        )
+    ours = isinstance(error, UserError)
+    if isinstance(error, WITHOUT_WORDS) and not ours and not HydraConfig.initialized():
+        # Hydra lets a few mistakes through to the libraries below it, such as a key inside a list.
+        lines = str(error).splitlines() or [type(error).__name__]
+        return UserError(f"{' '.join(sys.argv[1:])}: this does not go together ({lines[0]}).")
+    return error
+
+
+def say_interrupted() -> int:
+    """Print what to do after a signal, and return its exit code."""
+    text: str | None = "\ninterrupted."
+    if not arguments.is_sweep(sys.argv):  # a sweep has said how to go on
+        text = "\ninterrupted. The same command begins again, or goes on."
+    code = stopping.exit_code()
+    if launch.world_size() > 1:
+        text, code = launch.last_words("signal", text, code)
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    return code
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Return whether a signal's exception became this error in the middle of a library's code."""
+    return stopping.received is not None and not isinstance(error, TrainingError)
+
+
+def open_closed() -> None:
+    """Open the streams that a shell has closed (`>&-`): the next file would get their numbers."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def nobody_reads() -> int:
+    """Drop what is still printed after `| head`, also at the interpreter's end, and return the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return NOBODY_READS
+
+
+def report(error: BaseException, note: Callable[[int], Any] | None = None) -> int:
+    """Print an error as the user should see it, and return its exit code.
+
+    Of several processes one prints it, and calls `note(code)`.
+    """
+    if isinstance(error, BrokenPipeError):
+        return nobody_reads()
+    code = exit_code(error)
+    text: str | None = message(error)
+    if code == BUG or arguments.is_debugged(sys.argv[1:]):
+        whole = "".join(traceback.format_exception(error)).rstrip()
+        text = whole if code == BUG else f"{whole}\n{text}"
+    sys.stdout.flush()  # so that it comes after what was printed before, also in a file
+    if launch.world_size() > 1:
+        lost = launch.is_lost(error)
+        if lost and code == BUG:
+            text = f"error: the contact to another process was lost.\n{cause(error)}"
+            code = FAILED
+        text, code = launch.last_words("lost" if lost else "error", text, code)
+    codes.append(code)
+    if text and not isinstance(error, launch.JobFailed):  # whose processes have printed it
+        print(text, file=sys.stderr, flush=True)
+    if text and note:
+        note(code)
+    return code
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of an error."""
+    if isinstance(error, RunInUse):
+        return IN_USE
+    if isinstance(error, launch.JobFailed):
+        return error.code
+    if isinstance(error, TrainingError):
+        return FAILED
+    if isinstance(error, OSError) and error.errno in FAILING:
+        return FAILED
+    # This project's and Hydra's may have no number.
+    if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
+        return MISTAKE
+    if isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
+        return MISTAKE
+    return BUG
+
+
+def reason(error: BaseException) -> str:
+    """Return why a run failed, as its result.json says it."""
+    if exit_code(error) == BUG and not isinstance(error, launch.JobFailed):
+        return cause(error)
+    return "\n".join(printable(line) for line in explanation(error).split("\n"))

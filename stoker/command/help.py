@@ -1,0 +1,45 @@
+"""The text of `--help`: how to call the command, the groups, and the keys of configs/train.yaml with its comments."""
+
+from stoker import configs
+from stoker.command.arguments import program
+
+EXAMPLES = {
+    "": "the default: an MLP on handwritten digits, in seconds",
+    "model=cnn device=cuda epochs=3": "any key from the command line",
+    "-m model=linear,mlp seed=0,1,2": "a sweep: every combination, and a table of them",
+    "-m sweep=optuna": "a search: each trial is proposed from those before it",
+    "run_dir=runs/mine": "a named run; the same command again continues it",
+    "task=lr_find model=cnn": "find a learning rate",
+    "model=cnn --cfg job": "show the whole config and train nothing",
+}
+
+
+def help_text() -> str:
+    """Return what there is to set."""
+    command = program()
+    lines = [f"Train a model:  {command} [key=value ...] [group=option ...]", ""]
+    width = len(command) + 1 + max(map(len, EXAMPLES))
+    for typed, meaning in EXAMPLES.items():
+        lines.append(f"  {f'{command} {typed}':<{width}}    {meaning}")
+    lines += [
+        "",
+        "Groups (group=option; the keys of an option are the arguments of what it names, "
+        "and its file says what each is):",
+    ]
+    for group in groups():
+        options = ", ".join(path.stem for path in configs.options(group))
+        lines.append(f"  {group:<16}{options}")
+    text = (configs.FOLDER / "train.yaml").read_text(encoding="utf-8")
+    keys = text[text.index("\ntask:") : text.index("\nhydra:")]
+    lines += ["", "Keys (key=value), with their defaults:"]
+    lines += [f"  {line}" if line else "" for line in keys.splitlines()[1:]]
+    return "\n".join(lines)
+
+
+def groups() -> list[str]:
+    """Return the names of the groups, sorted."""
+    names = set()
+    for folder in configs.folders():
+        for path in folder.rglob("*/*.yaml"):
+            names.add(path.parent.relative_to(folder).as_posix())
+    return sorted(names)

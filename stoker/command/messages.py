@@ -1,0 +1,206 @@
+"""What the user reads instead of a traceback: one to three lines for each error, Hydra's included."""
+
+import errno
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from stoker import configs
+from stoker.command import arguments, settings
+from stoker.command.defaults import of_choices
+from stoker.command.keys import flat
+from stoker.trainer.errors import TrainingError, UserError, did_you_mean, nearest, printable
+
+LONGEST = 500  # characters of a line: a value or a path may have any number
+ROOM = "Make room there, and type the same command with run_dir=DIR to go on."
+WHAT_TO_DO = {
+    errno.ENOSPC: ROOM,
+    getattr(errno, "EDQUOT", None): ROOM,
+    errno.EFBIG: (
+        "Raise the limit on the size of files (ulimit -f), "
+        "and type the same command with run_dir=DIR."
+    ),
+    errno.EROFS: "Type run_dir=DIR for a folder that can be written.",
+    errno.EACCES: "Type another path, or change its permissions.",
+    errno.ENAMETOOLONG: "Type a shorter path.",
+}
+
+
+def message(error: BaseException) -> str:
+    """Return the one to three lines that a user sees, without control characters of a value, a path or a file."""
+    lines = [line for line in f"error: {explanation(error)}".split("\n") if line.strip()]
+    shown = []
+    for line in lines[:3]:
+        if len(line) > LONGEST:
+            line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+        shown.append(printable(line))
+    encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+    return "\n".join(shown).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def explanation(error: BaseException) -> str:
+    """Return what there is to say of an error: what was typed, what exists, what to type."""
+    if isinstance(error, (UserError, TrainingError)):
+        return str(error)
+    # Hydra's MissingConfigException is an OSError without a number.
+    if isinstance(error, OSError) and error.errno:
+        place = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+        reason = (error.strerror or str(error)).lower()
+        return f"{place}{reason}.\n{WHAT_TO_DO.get(error.errno, '')}"
+    for explain in (no_such_option, key_mistake, several_values, not_understood, hydra_key):
+        text = explain(error)
+        if text is not None:
+            return text
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines[:3])
+
+
+def no_such_option(error: BaseException) -> str | None:
+    """Explain Hydra's error for a group without the option that was chosen."""
+    missing = getattr(error, "missing_cfg_file", None)
+    if not missing:
+        return None
+    group, _, choice = missing.rpartition("/")
+    options = getattr(error, "options", None)
+    if options is None and group in settings.GROUPS_OF_MANY:  # in a list Hydra says less
+        options = [path.stem for path in configs.options(group)]
+    if options is None:
+        return None
+    if group == "hydra/sweeper" and choice in ("optuna", "ax"):
+        return (
+            f"sweep={choice} needs Hydra's sweeper of that name.\n"
+            f"Type pip install -e '.[{choice}]'."
+        )
+    if group == "hydra/launcher":  # of those installed, the ones that have been tried
+        tried = {"basic", *(path.stem for path in configs.options(group))}
+        options = [option for option in options if option in tried]
+    return (
+        f"{group}={choice}: there is no such choice.{did_you_mean(choice, options)}\n"
+        f"Type {group}= one of: {', '.join(options)}."
+    )
+
+
+def key_mistake(error: BaseException) -> str | None:
+    """Explain Hydra's errors for a key that there is not, or that is added though it is there."""
+    cause = error.__cause__ or error
+    if "is not in struct" in str(cause):
+        usual = of_choices(arguments.choices(sys.argv[1:]))
+        return no_such_key(str(getattr(cause, "full_key", "")), usual)
+    change = re.match(r"Could not (append|delete)\b.*?'([\w.@/-]+)'", str(cause), re.DOTALL)
+    if change is None:
+        return None
+    action, key = change.groups()
+    if action == "delete":
+        return f"~{key}: there is no such key to leave out.\n{see_help()}"
+    values = [one.partition("=")[2] for one in sys.argv if one.startswith(f"+{key}=")]
+    value = values[0] if values else "..."
+    return f"+{key}={value}: there is a key of this name, and + adds one. Type {key}={value}."
+
+
+def several_values(error: BaseException) -> str | None:
+    """Explain Hydra's error for a value with commas outside of a sweep."""
+    ambiguous = re.match(r"Ambiguous value for argument '(.*)'\n", str(error))
+    if ambiguous is None:
+        return None
+    typed = ambiguous[1]
+    key, _, value = typed.partition("=")
+    start = f"{typed}: several values are a sweep. Type"
+    if settings.record(key.lstrip("+")).path and "'" not in value and '"' not in value:
+        return f"{start} \"{key.lstrip('+')}='{value}'\" for one path with a comma in it."
+    return f"{start} -m {typed}, or for one list '{key}=[{value}]'."
+
+
+def not_understood(error: BaseException) -> str | None:
+    """Explain an error of Hydra's grammar."""
+    override = getattr(error, "override", None)
+    if override is None and "Error when parsing" not in str(error):
+        return None
+    typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
+    for opening, closing in ("()", "[]", "{}"):
+        difference = typed.count(opening) - typed.count(closing)
+        if difference:
+            extra = opening if difference > 0 else closing
+            lacking = closing if difference > 0 else opening
+            return (
+                f"{typed}: a {extra} in it has no {lacking}.\n"
+                "As a part of a text, it wants quotes inside those of the shell: "
+                "\"dataset.path='my(table.csv'\"."
+            )
+    return (
+        f"{typed}: this is not understood. Settings are key=value, as in epochs=3, "
+        "and lists 'key=[1,2]'.\n"
+        "A value with unusual characters wants quotes inside those of the shell: "
+        "\"dataset.path='my täble.csv'\"."
+    )
+
+
+def hydra_key(error: BaseException) -> str | None:
+    """Explain an error about one key, such as a misspelt key of Hydra's own."""
+    cause = error.__cause__ or error
+    key = getattr(cause, "full_key", None)
+    if not key:
+        return None
+    unknown = re.match(r"Key '\w+' not in '\w+'\.?(?: Did you mean: '(\w+)')?", str(cause))
+    if unknown is None:
+        return f"{key}: {str(cause).splitlines()[0]}."
+    hint = ""
+    if unknown[1]:
+        hint = f" Did you mean '{key.rpartition('.')[0]}.{unknown[1]}'?"
+    return f"{key}: there is no such key of Hydra's.{hint}"
+
+
+def no_such_key(key: str, config: Mapping[str, Any]) -> str:
+    """Return what to say of a misspelt key: where there is one of that name, or the nearest name."""
+    return f"{key}: there is no such key.{hint_for(key, config)}\n{see_help()}"
+
+
+def hint_for(key: str, config: Mapping[str, Any]) -> str:
+    """Return the hint for a key that is not in this config: another option's, a similar one, or ''."""
+    names = [name for name in flat(config) if not name.startswith("hydra")]
+    group, _, last = key.rpartition(".")
+    nearby = {}
+    anywhere = {}
+    for name in names:
+        place, _, end = name.rpartition(".")
+        anywhere.setdefault(end, name)
+        if place == group:
+            nearby[end] = name
+        if not group:
+            nearby[name.partition(".")[0]] = name.partition(".")[0]
+    aliases = {alias: name for name, one in settings.SETTINGS.items() for alias in one.aliases}
+    if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
+        return f" Type +{key}=... for an argument of your own {group}."
+    options = options_with(group, last)
+    if options and group:
+        return f" It is a key of {options[0][0]}={options[0][1]}."
+    # A key of a callback is hardly what is meant.
+    if options and anywhere.get(last, "callbacks.").startswith("callbacks."):
+        place, choice = options[0]
+        return f" It is a key of {place}={choice}: type {place}={choice} {place}.{last}=..."
+    if last in anywhere or last in aliases:
+        return f" Did you mean {(anywhere.get(last) or aliases[last])!r}?"
+    near = nearest(last, nearby)
+    if near is not None:
+        return f" Did you mean {nearby[near]!r}?"
+    near = nearest(last, anywhere)
+    return "" if near is None else f" Did you mean {anywhere[near]!r}?"
+
+
+def options_with(group: str, key: str) -> list[tuple[str, str]]:
+    """Return (group, option) of the options with this key, of this group or, without one, of any."""
+    groups = [group]
+    if not group:
+        groups = sorted({path.parent.name for path in configs.FOLDER.glob("*/*.yaml")})
+    return [
+        (name, path.stem)
+        for name in groups
+        for path in configs.options(name)
+        if f"\n{key}:" in path.read_text(encoding="utf-8")
+    ]
+
+
+def see_help() -> str:
+    """Return the line that points to the help."""
+    return f"Type {arguments.program()} --help to see the keys."

@@ -1,0 +1,35 @@
+"""The commands `python -m stoker.MODULE DIR`, which act on one folder."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from stoker.command.exit_codes import report
+from stoker.trainer.errors import UserError, did_you_mean
+
+
+def run(
+    arguments: Sequence[str],
+    usage: str,
+    is_one: Callable[[Path], bool],
+    act: Callable[[Path], Any],
+) -> int:
+    """Do `act(folder)` and return the exit code.
+
+    Where there is no such folder, propose the nearest one beside it of those that `is_one` accepts.
+    """
+    if "-h" in arguments or "--help" in arguments:
+        print(usage)
+        return 0
+    try:
+        if len(arguments) != 1 or arguments[0].startswith("-"):
+            raise UserError(f"Type {usage}")
+        folder = Path(arguments[0])
+        if not folder.is_dir():
+            names = [path.name for path in folder.parent.glob("*") if is_one(path)]
+            hint = did_you_mean(folder.name, names, whole=lambda name: str(folder.parent / name))
+            raise UserError(f"{folder}: there is no such folder.{hint}")
+        act(folder)
+    except (UserError, OSError) as error:
+        return report(error)
+    return 0
