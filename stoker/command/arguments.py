@@ -2,7 +2,6 @@
 
 import contextvars
 import re
-import shlex
 from collections.abc import Sequence
 
 from hydra.core.hydra_config import HydraConfig
@@ -217,8 +216,3 @@ def check_group(argument: str, key: str, value: str, sweep: bool) -> None:
         f"{argument}: this is a group, and takes one option. "
         f"Type {key}={names[0]}, or for a sweep -m {key}={','.join(several)}."
     )
-
-
-def program() -> str:
-    """Return how the command was called: `stoker`, `python train.py`, or torchrun's command."""
-    return shlex.join(launch.command())

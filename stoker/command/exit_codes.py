@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from stoker.command import arguments
+from stoker.command import arguments, processes
 from stoker.command.help import help_text
 from stoker.command.messages import explanation, message
 from stoker.trainer import launch, stopping
@@ -150,7 +150,7 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
             code = FAILED
         text, code = launch.last_words("lost" if lost else "error", text, code)
     codes.append(code)
-    if text and not isinstance(error, launch.JobFailed):  # whose processes have printed it
+    if text and not isinstance(error, processes.JobFailed):  # whose processes have printed it
         print(text, file=sys.stderr, flush=True)
     if text and note:
         note(code)
@@ -161,7 +161,7 @@ def exit_code(error: BaseException) -> int:
     """Return the exit code of an error."""
     if isinstance(error, RunInUse):
         return IN_USE
-    if isinstance(error, launch.JobFailed):
+    if isinstance(error, processes.JobFailed):
         return error.code
     if isinstance(error, TrainingError):
         return FAILED
@@ -177,6 +177,6 @@ def exit_code(error: BaseException) -> int:
 
 def reason(error: BaseException) -> str:
     """Return why a run failed, as its result.json says it."""
-    if exit_code(error) == BUG and not isinstance(error, launch.JobFailed):
+    if exit_code(error) == BUG and not isinstance(error, processes.JobFailed):
         return cause(error)
     return "\n".join(printable(line) for line in explanation(error).split("\n"))

@@ -1,7 +1,7 @@
 """The text of `--help`: how to call the command, the groups, and the keys of configs/train.yaml with its comments."""
 
 from stoker import configs
-from stoker.command.arguments import program
+from stoker.trainer import launch
 
 EXAMPLES = {
     "": "the default: an MLP on handwritten digits, in seconds",
@@ -16,7 +16,7 @@ EXAMPLES = {
 
 def help_text() -> str:
     """Return what there is to set."""
-    command = program()
+    command = " ".join(launch.program())
     lines = [f"Train a model:  {command} [key=value ...] [group=option ...]", ""]
     width = len(command) + 1 + max(map(len, EXAMPLES))
     for typed, meaning in EXAMPLES.items():

@@ -11,6 +11,7 @@ from stoker import configs
 from stoker.command import arguments, settings
 from stoker.command.defaults import of_choices
 from stoker.command.keys import flat
+from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, did_you_mean, nearest, printable
 
 LONGEST = 500  # characters of a line: a value or a path may have any number
@@ -203,4 +204,5 @@ def options_with(group: str, key: str) -> list[tuple[str, str]]:
 
 def see_help() -> str:
     """Return the line that points to the help."""
-    return f"Type {arguments.program()} --help to see the keys."
+    program = " ".join(launch.program())
+    return f"Type {program} --help to see the keys."

@@ -1,0 +1,92 @@
+"""Check that model, loss and data go together, on two samples, before anything is trained."""
+
+from typing import Any
+
+import torch
+from stoker.data.record import Data
+from torch import nn
+
+from stoker.trainer.errors import UserError
+
+LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)
+# These train logits, of several labels a sample, or logarithms: no numbers like the targets.
+LOSSES_OF_LOGITS = (
+    nn.BCEWithLogitsLoss,
+    nn.MultiLabelSoftMarginLoss,
+    nn.SoftMarginLoss,
+    nn.PoissonNLLLoss,
+    nn.KLDivLoss,
+    nn.BCELoss,
+)
+REFUSALS = (RuntimeError, ValueError, TypeError)  # how a forward refuses its inputs
+
+
+def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
+    """Raise UserError where the loss is not for this data, or the model does not take its inputs or has other outputs."""
+    name = type(loss).__name__
+    if isinstance(loss, LOSSES_OF_NUMBERS) and data.kind == "classification":
+        advice = "Type loss=cross_entropy."
+        classes = data.classes or ()
+        if data.table is not None and all(one.removeprefix("-").isdigit() for one in classes):
+            # a column of few whole numbers
+            advice = "Type loss=cross_entropy, or dataset.kind=regression."
+        raise UserError(
+            f"loss={name} is for numbers, and {data.name} has {data.num_classes} classes. {advice}"
+        )
+    if isinstance(loss, nn.CrossEntropyLoss) and data.kind == "regression":
+        advice = "Type loss=mse, l1 or huber"
+        if data.table is not None:
+            advice += ", or dataset.kind=classification."
+        else:
+            advice += (
+                ".\nFor several labels a sample, 0 or 1, "
+                "type loss._target_=torch.nn.BCEWithLogitsLoss."
+            )
+        raise UserError(
+            f"loss={name} is for classes, and {data.name} has numbers to predict. {advice}"
+        )
+    outputs, targets = outputs_for(model, data)
+    try:
+        loss(outputs, targets)
+    except REFUSALS as error:
+        raise UserError(f"loss={name}: {str(error).splitlines()[0]}") from error
+
+
+def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (outputs, targets) of two samples, on the CPU; UserError where the outputs have another shape than the data.
+
+    On a GPU, one class too many would be an assertion in a kernel, which ends the process.
+    """
+    inputs, targets = data.train[list(range(min(2, len(data.train))))]
+    if inputs.dtype == torch.uint8:
+        inputs = inputs.float() / 255
+    name = type(model).__name__
+    model.eval()
+    try:
+        with torch.no_grad():
+            outputs = model(inputs)
+    except (*REFUSALS, IndexError) as error:
+        raise UserError(
+            f"model={name} does not take inputs of {inputs.dtype} of shape "
+            f"{tuple(data.in_shape)}: {str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        model.train()
+    shape = tuple(getattr(outputs, "shape", ()))[1:]
+    if shape != (data.num_classes,):
+        raise UserError(
+            f"model={name} gives outputs of shape {shape} a sample, "
+            f"and {data.name} needs ({data.num_classes},)."
+        )
+    return outputs, targets
+
+
+def has_usual_outputs(model: nn.Module, loss: Any, data: Data) -> bool:
+    """Return whether the usual metrics mean something for what this model gives, also under a loss of your own."""
+    if data.kind == "regression" and isinstance(loss, LOSSES_OF_LOGITS):
+        return False
+    try:
+        outputs_for(model, data)
+    except UserError:
+        return False
+    return True

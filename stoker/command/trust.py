@@ -1,0 +1,184 @@
+"""What a `_target_` may name: classes and functions of listed kinds, and what the user typed or trusts."""
+
+import contextlib
+import fnmatch
+import importlib.util
+import inspect
+import pkgutil
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import hydra
+from hydra.errors import InstantiationException
+
+from stoker.command import arguments
+from stoker.trainer.errors import UserError, did_you_mean
+
+# A target that is typed on the command line is trusted as it is; one in a file of yours needs trusted=[mypackage].
+TRUSTED = (
+    "stoker",
+    "torch.nn",
+    "torch.optim",
+    "torchvision.models",
+    "torchmetrics",
+    "optuna.pruners",
+)
+# Each target must also be defined in one of these modules (or below it), and be one of these functions or a subclass of
+# one of these classes. A name alone says little: torch.nn.modules.module.torch.load begins with torch.nn, and
+# stoker.runs.rundir.write_json writes files. The rest of torchmetrics fetches models of others: trusted=[torchmetrics].
+CALLBACK = "stoker.trainer.callbacks.Callback"
+DATASETS = ("digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "synthetic")
+KINDS: dict[str, tuple[str, ...]] = {
+    "torch.nn": ("torch.nn.Module",),
+    "torch.optim": ("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler"),
+    "torchvision.models": ("torch.nn.Module",),  # and the functions that build one: is_builder
+    "torchmetrics.aggregation": ("torchmetrics.Metric",),
+    "torchmetrics.classification": ("torchmetrics.Metric",),
+    "torchmetrics.regression": ("torchmetrics.Metric",),
+    "optuna.pruners": ("optuna.pruners.BasePruner",),
+    "stoker.trainer.trainer": ("stoker.Trainer",),
+    "stoker.trainer.callbacks": (CALLBACK,),
+    "stoker.runs.loggers": (CALLBACK,),
+    "stoker.diagnostics.timing": (CALLBACK,),
+    "stoker.diagnostics.doctor": (CALLBACK,),
+    "stoker.trainer.metrics": ("stoker.trainer.metrics.Sums",),
+    "stoker.trainer.schedules": ("constant", "linear", "cosine", "step", "onecycle"),
+    "stoker.trainer.optimizers": ("decoupled_sgd",),
+    "stoker.models": ("torch.nn.Module", CALLBACK),
+    "stoker.data.datasets": DATASETS,
+    "stoker.data.images": ("image_folder",),
+    "stoker.data.tables": ("csv",),
+}
+NOT_THERE = (ImportError, ValueError, RecursionError)
+
+
+def patterns(packages: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """Return Hydra's patterns for these packages, for those of `trusted=[...]`, and for the targets typed."""
+    result = [f"{package}.*" for package in packages]
+    for override in typed:
+        key, _, value = override.partition("=")
+        names = re.findall(r"[\w.]+", value)
+        if key == "trusted":
+            result += [f"{name}.*" for name in names]
+        elif key.endswith("_target_"):
+            for name in names:
+                result += [name, f"{name.partition('.')[0]}.*"]
+    return result
+
+
+@contextlib.contextmanager
+def trusting(packages: Sequence[str]) -> Iterator[None]:
+    """Trust these packages, as trusted=[...] does, where there is no command line."""
+    typed = (f"trusted=[{','.join(packages)}]",) if packages else ()
+    token = arguments.typed_in_python.set((*arguments.typed_in_python.get(), *typed))
+    try:
+        with hydra.utils.execution_whitelist(patterns(TRUSTED, arguments.typed())):
+            yield
+    finally:
+        arguments.typed_in_python.reset(token)
+
+
+def is_own(target: str) -> bool:
+    """Return whether the command line makes this target trusted: by its name, or by trusted=[...]."""
+    allowed = patterns([], arguments.typed())
+    return any(fnmatch.fnmatchcase(target, pattern) for pattern in allowed)
+
+
+def own_packages(typed: Sequence[str]) -> list[str]:
+    """Return the packages that were typed as trusted, beside those that always are."""
+    packages = {pattern.partition(".")[0] for pattern in patterns([], typed)}
+    return sorted(packages - {package.partition(".")[0] for package in TRUSTED})
+
+
+def is_listed(target: str) -> bool:
+    """Return whether a target is in a trusted package."""
+    return target.startswith(tuple(f"{package}." for package in TRUSTED))
+
+
+def locate(key: str, target: str) -> Any:
+    """Return what `_target_` names; UserError if it is not there or not trusted, and then it is not imported."""
+    place = f"{key}._target_={target}"
+    top = target.partition(".")[0]
+    if not is_own(target) and not is_listed(target):
+        package = ".".join(target.split(".")[:2])
+        near = did_you_mean(package, [package for package in TRUSTED if "." in package])
+        raise UserError(
+            f"{place}: not among what may be built.{near}\nType trusted=[{top}] if it is your own."
+        )
+    try:
+        located = hydra.utils.get_object(target)
+    except InstantiationException:
+        raise UserError(f"{place}: not among what may be built, whatever is trusted.") from None
+    except NOT_THERE as error:
+        reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
+        raise UserError(f"{place}: {reason}.{similar_target(target)}") from error
+    if not is_own(target) and not is_of_kind(located):
+        raise UserError(
+            f"{place}: not among what may be built.\nType trusted=[{top}] if you know what it does."
+        )
+    if not callable(located):
+        raise UserError(f"{place}: this is no class or function. Type {place}.NAME.")
+    return located
+
+
+def is_of_kind(located: Any) -> bool:
+    """Return whether an object is what KINDS has for its module, or a module, of which the user wants a part."""
+    if inspect.ismodule(located):
+        return located.__name__.startswith(tuple(KINDS))
+    module = getattr(located, "__module__", None) or ""
+    if module.startswith("torchvision.models.") and is_builder(located):
+        return True
+    places = [place for place in KINDS if f"{module}.".startswith(f"{place}.")]
+    for kind in KINDS[places[0]] if places else ():
+        if "." not in kind:
+            if getattr(sys.modules[module], kind, None) is located:
+                return True
+        elif isinstance(located, type) and issubclass(located, hydra.utils.get_object(kind)):
+            return True
+    return False
+
+
+def is_builder(located: Any) -> bool:
+    """Return whether this is one of torchvision's functions such as resnet18, which take no name and no path."""
+    if not inspect.isfunction(located):
+        return False
+    return list(inspect.signature(located).parameters)[:2] == ["weights", "progress"]
+
+
+def similar_target(target: str) -> str:
+    """Return " Did you mean X?" for the name nearest to a target that is not there, or how to install it."""
+    parts = target.split(".")
+    if parts[0] == "torchmetrics" and importlib.util.find_spec(parts[0]) is None:
+        return "\nType pip install -e '.[metrics]'."
+    known = len(parts) - 1
+    while known and ".".join(parts[:known]) not in sys.modules:
+        known -= 1
+    if known:
+        module = sys.modules[".".join(parts[:known])]
+        names = [name for name in dir(module) if not name.startswith("_")]
+        folders = getattr(module, "__path__", [])
+    else:
+        names = [package.partition(".")[0] for package in TRUSTED]
+        folders = sys.path[:1]  # where the user's modules are; none is imported to be proposed
+    names += [found.name for found in pkgutil.iter_modules(folders)]
+
+    def whole(name: str) -> str:
+        """The target with its wrong part replaced, as far as there is such a thing."""
+        start = [*parts[:known], name]
+        replaced = ".".join([*start, *parts[known + 1 :]])
+        return replaced if is_there(replaced) else ".".join(start)
+
+    return did_you_mean(parts[known], names, whole)
+
+
+def is_there(target: str) -> bool:
+    """Return whether a trusted package has something of this name."""
+    if not is_listed(target):
+        return False
+    try:
+        hydra.utils.get_object(target)
+    except (*NOT_THERE, InstantiationException):
+        return False
+    return True
