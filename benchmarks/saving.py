@@ -49,12 +49,11 @@ def default(job, clock):
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
-    from stoker import tasks
-    from stoker.command import cli
-    from stoker.command.build import TRUSTED
-    from stoker.command.cli import CONFIGS
+    from stoker import configs
+    from stoker.command import trust
+    from stoker.tasks.parts import building
 
-    configs = str(CONFIGS)
+    folder = str(configs.FOLDER)
     settings = [
         f"epochs={job.epochs}",
         f"seed={job.seed}",
@@ -62,19 +61,17 @@ def default(job, clock):
         f"run_dir={job.scratch}/run",
     ]
     with (
-        hydra.initialize_config_dir(configs),
-        hydra.utils.execution_whitelist(cli.trusted(TRUSTED, [])),
+        hydra.initialize_config_dir(folder),
+        hydra.utils.execution_whitelist(trust.patterns(trust.TRUSTED, [])),
     ):
         cfg = hydra.compose("train", settings, return_hydra_config=True)
         HydraConfig.instance().set_config(cfg)
         with open_dict(cfg):
             del cfg["hydra"]
         saver = Timed(os.path.join(job.scratch, "run", "checkpoints"), **cfg.checkpoint)
-        with tasks.building(cfg, [saver] if "saving" in job.variants else []) as (
-            trainer,
-            _,
-            (train_loader, val_loader, _),
-        ):
+        with building(cfg, [saver] if "saving" in job.variants else []) as parts:
+            trainer = parts.trainer
+            train_loader, val_loader, _ = parts.loaders
             start, start_cpu = time.perf_counter(), time.thread_time()
             trainer.fit(train_loader, val_loader)
             fit_s, cpu_s = time.perf_counter() - start, time.thread_time() - start_cpu

@@ -10,9 +10,9 @@ START = time.perf_counter()
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     stopping.listen()  # before anything that takes time
-    from stoker import tasks
+    from stoker.tasks.main import run
 
-    tasks.run(START)
+    run(START)
 
 
 if __name__ == "__main__":

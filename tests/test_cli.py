@@ -20,10 +20,11 @@ from omegaconf import OmegaConf, open_dict
 from stoker.trainer import checkpoint
 from stoker.trainer.errors import UserError
 
-from stoker import Trainer, tasks
-from stoker.command import cli, settings
+from stoker import Trainer
+from stoker.command import check, settings, trust
 from stoker.runs import resume, saved_config
 from stoker.runs.result import MEASURED
+from stoker.tasks.parts import building
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -462,7 +463,8 @@ FORKS = """
             os.chdir(folder)
             for stream, name in ((1, ".out"), (2, ".err")):
                 os.dup2(os.open(folder + name, os.O_WRONLY | os.O_CREAT), stream)
-            from stoker.runs import report
+            from stoker.tasks.parts import building
+from stoker.runs import report
             report.html = lambda folder: ""  # half a second of drawing, of which tests/test_report.py has enough
             sys.argv = [train, *arguments]
             try:
@@ -1026,7 +1028,7 @@ def compose():
 
     with (
         hydra.initialize_config_dir(str(CONFIGS)),
-        hydra.utils.execution_whitelist(cli.trusted(tasks.TRUSTED, [])),
+        hydra.utils.execution_whitelist(trust.patterns(trust.TRUSTED, [])),
     ):
         yield composed
     HydraConfig.instance().cfg = None
@@ -1046,8 +1048,10 @@ def trained(compose, tmp_path, *overrides):
     with open_dict(cfg):
         if cfg.dataset._target_.endswith(".synthetic"):
             cfg.dataset.n = 200
-    cli.check_config(cfg)
-    with tasks.building(cfg) as (trainer, _, (train_loader, val_loader, test_loader)):
+    check.check_config(cfg)
+    with building(cfg) as parts:
+        trainer = parts.trainer
+        train_loader, val_loader, test_loader = parts.loaders
         before = [p.detach().clone() for p in trainer.module.parameters()]
         trainer.fit(train_loader, val_loader)
         results = trainer.evaluate(test_loader, "test")
@@ -1085,7 +1089,7 @@ def test_every_option_composes(compose, group, option):
         pytest.importorskip(option, reason=f"needs pip install -e '.[{option}]'")
     needed = ["dataset.path=x", "dataset.target=y"] if option == "csv" else []
     cfg = compose(f"{group}={option}", "run_dir=here", *needed)
-    cli.check_config(cfg)
+    check.check_config(cfg)
     assert OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 

@@ -17,8 +17,8 @@ from forks import Forks
 from PIL import Image
 from stoker.data import datasets
 
-from stoker.command import cli
-from stoker.tasks import TASKS
+from stoker.command import arguments
+from stoker.tasks.main import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -147,7 +147,7 @@ def test_each_command_of_a_page_is_understood(page, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py")])  # beside which the groups lie
     for command in commands(page.read_text(encoding="utf-8")):
         if command[0] == "train.py" and "--help" not in command:
-            cli.check_typed(ROOT / "configs", command[1:])
+            arguments.check(command[1:])
             # Of a sweep one job, without what starts the jobs.
             words = [
                 re.sub(r"^([\w.]+=[\w.-]+),.*", r"\1", word) if "-m" in command else word
@@ -157,7 +157,7 @@ def test_each_command_of_a_page_is_understood(page, monkeypatch):
                 word for word in words if not re.match(r"-m$|sweep|hydra|.*=(tag|choice)\(", word)
             ]
             with hydra.initialize_config_dir(str(ROOT / "configs")):
-                config = hydra.compose("train", overrides=cli.of_the_run(words))
+                config = hydra.compose("train", overrides=arguments.for_hydra(words))
             assert config.task in TASKS
 
 

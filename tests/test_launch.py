@@ -222,7 +222,7 @@ def test_ranks_with_other_code_are_refused(forks, tmp_path):
         def main():
             own = {"train.py": b"1", "mine.py": os.environ["RANK"].encode()}
             launch.check_alike({"code": own if os.environ["RANK"] != "2" else {"train.py": b"1"}})
-        cli.run(main)
+        exit_codes.run(main)
     """)
     )
     done = forks.ranks(tmp_path / "run", 3, script=script)
@@ -235,7 +235,7 @@ def test_ranks_with_other_code_are_refused(forks, tmp_path):
 
 def test_the_code_is_that_of_the_program_and_of_ones_own_packages():
     files = processes.source_files()
-    names = {"tasks.py", "trainer/launch.py", "data/loader.py", "models/mlp.py"}
+    names = {"tasks/train.py", "trainer/launch.py", "data/loader.py", "models/mlp.py"}
     assert {f"stoker/{name}" for name in names} <= set(files)
     assert "forks" not in files and "forks" in processes.source_files(["forks"])
     assert files["stoker/trainer/launch.py"] == Path(launch.__file__).read_bytes()

@@ -16,7 +16,7 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, Mean, TopK, default_metrics
 from torch.nn.functional import one_hot
 
-from stoker.command import build
+from stoker.command import build, trust
 
 N, CLASSES, TARGETS = 100, 6, 3
 CLASSIFIERS = {
@@ -339,7 +339,7 @@ def test_where_it_is_not_installed_one_is_told_how(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "torchmetrics"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(UserError) as error:
-        build.locate("metrics.f1", "torchmetrics.classification.MulticlassF1Score")
+        trust.locate("metrics.f1", "torchmetrics.classification.MulticlassF1Score")
     said = "metrics.f1._target_=torchmetrics.classification.MulticlassF1Score: No module named 'torchmetrics'."
     assert str(error.value) == f"{said}\nType pip install -e '.[metrics]'."
 
@@ -388,7 +388,7 @@ def test_torchmetrics_are_built_with_the_arguments_that_they_have(name, options)
     kind = getattr(
         importlib.import_module(f"torchmetrics.{name.split('.')[0]}"), name.split(".")[1]
     )
-    with build.trusting([]):
+    with trust.trusting([]):
         built = build.build(
             "metrics.m", {"_target_": f"torchmetrics.{name}", **options}, num_classes=4
         )

@@ -29,10 +29,11 @@ from stoker.data.tables import csv
 from stoker.models.mlp import MLP
 from stoker.trainer.metrics import Accuracy, default_metrics
 
-from stoker import Trainer, tasks
+from stoker import Trainer
 from stoker.runs import examine, plots, report
 from stoker.runs.page import plain, render, safe
 from stoker.sweeps import sweep
+from stoker.tasks import report as drawing
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -1045,7 +1046,7 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report, "write", fails)
-    tasks.draw_report(tmp_path / "a b")
+    drawing.draw_report(tmp_path / "a b")
     assert (
         "No space left on device" in caplog.text
         and f"python -m stoker.runs.report '{tmp_path / 'a b'}'" in caplog.text
@@ -1055,9 +1056,9 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "write", interrupted)
-    monkeypatch.setattr(tasks.stopping, "received", 2)
+    monkeypatch.setattr(drawing.stopping, "received", 2)
     with pytest.raises(SystemExit) as end:
-        tasks.draw_report(tmp_path)
+        drawing.draw_report(tmp_path)
     assert end.value.code == 130 and "the run has ended before" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from forks import Forks
 from omegaconf import OmegaConf
 from stoker.trainer.errors import UserError
 
-from stoker.command import cli
+from stoker.command import arguments, messages
 from stoker.runs import rundir
 from stoker.sweeps import search
 from stoker.sweeps.jobs import read_job, read_jobs
@@ -381,7 +381,7 @@ def test_a_killed_search_by_ax_goes_on(tmp_path):
     ],
 )
 def test_which_end_is_good_is_known_before_the_first_trial(typed, high, monkeypatch):
-    monkeypatch.setattr(cli, "typed", list)
+    monkeypatch.setattr(arguments, "typed", list)
     cfg = OmegaConf.create({"monitor": "auto", "monitor_mode": "auto", "metrics": {}} | typed)
     if high is None:
         with pytest.raises(UserError, match="Type monitor_mode=max or monitor_mode=min"):
@@ -403,4 +403,4 @@ def test_a_sweeper_that_is_not_installed_says_what_to_type(name):
     from hydra.errors import MissingConfigException
 
     error = MissingConfigException("", f"hydra/sweeper/{name}", ["basic"])
-    assert cli.explanation(error).endswith(f"Type pip install -e '.[{name}]'.")
+    assert messages.explanation(error).endswith(f"Type pip install -e '.[{name}]'.")

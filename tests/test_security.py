@@ -21,7 +21,7 @@ from test_cli import CONFIGS, ROOT, compose, forked  # noqa: F401
 
 import stoker as package
 from stoker import Trainer
-from stoker.command import build, cli
+from stoker.command import arguments, build, keys, trust
 from stoker.runs import inference, saved_config
 from stoker.sweeps import sweep, table
 
@@ -171,11 +171,11 @@ TARGETS += [
 ]
 TARGETS += [
     "stoker.trainer.files.replacing",
-    "stoker.command.cli.run",
+    "stoker.command.exit_codes.run",
     "stoker.sweeps.sweep.SweepCallback",
     "stoker.sweeps.launchers.Jobs",
     "stoker.trainer.errors.UserError",
-    "stoker.tasks.main",
+    "stoker.tasks.main.main",
 ]
 TARGETS += [
     "stoker.data.cache.remove",
@@ -202,8 +202,8 @@ TARGETS += [
 def typed(monkeypatch):
     """What is typed on the command line, a list; the whitelist is that of a run."""
     typed = []
-    monkeypatch.setattr(cli, "typed", lambda: typed)
-    with hydra.utils.execution_whitelist(cli.trusted(build.TRUSTED, [])):
+    monkeypatch.setattr(arguments, "typed", lambda: typed)
+    with hydra.utils.execution_whitelist(trust.patterns(trust.TRUSTED, [])):
         yield typed
 
 
@@ -294,18 +294,18 @@ def test_what_configs_name_is_of_the_listed_kinds(typed):
     }
     for target in sorted(usual_and_more):
         if not target.startswith("torch") or target.startswith("torch."):
-            assert build.locate("x", target), target
+            assert trust.locate("x", target), target
     pytest.importorskip("torchvision")
-    assert build.locate("model", "torchvision.models.resnet18") and build.locate(
+    assert trust.locate("model", "torchvision.models.resnet18") and trust.locate(
         "model", "torchvision.models.VGG"
     )
 
 
 def test_what_is_typed_is_ones_own(typed):
     with pytest.raises(UserError, match="not among what may be built"):
-        build.locate("loss", "json.dumps")
+        trust.locate("loss", "json.dumps")
     typed += ["trusted=[json]"]
-    assert build.locate("loss", "json.dumps") is json.dumps
+    assert trust.locate("loss", "json.dumps") is json.dumps
 
 
 # Somebody's run directory. Each takes a good one and makes it hostile; `away` is a folder outside it, `canary` a file
@@ -322,7 +322,7 @@ def edit(**values):
         filled = json.loads(
             json.dumps(values).replace("CANARY", str(canary)).replace("AWAY", str(away))
         )
-        cli.put(config, {key.replace("__", "."): value for key, value in filled.items()})
+        keys.put(config, {key.replace("__", "."): value for key, value in filled.items()})
         (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
     return hostile
@@ -673,7 +673,7 @@ def test_what_python_loads_fetches_no_weights(good, tmp_path, monkeypatch):
     module, about = models.shufflenet_v2_x0_5(), {"in_shape": [3, 32, 32], "num_classes": 1000}
     with Trainer(module, device="cpu") as trainer:
         state = trainer.state_dict()
-    with build.trusting(()):
+    with trust.trusting(()):
         found = inference.tested({"model": {**WEIGHTS}, "callbacks": {}}, state, about)
     assert all(
         torch.equal(tensor, module.state_dict()[name])

@@ -21,7 +21,7 @@ from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
 from stoker.trainer.callbacks import Callback as TrainerCallback
 
-from stoker.command import cli
+from stoker.command import exit_codes
 from stoker.runs import json_files, rundir
 from stoker.sweeps import jobs, launchers, sweep
 
@@ -759,7 +759,10 @@ def test_a_reason_has_no_traceback():
         raise ZeroDivisionError("division by zero")
     except ZeroDivisionError as error:
         assert re.fullmatch(
-            r"ZeroDivisionError: division by zero \(.*test_sweep\.py:\d+\)", cli.reason(error)
+            r"ZeroDivisionError: division by zero \(.*test_sweep\.py:\d+\)",
+            exit_codes.reason(error),
         )
-    assert cli.reason(FileNotFoundError(2, "No such file", "a.csv")) == "a.csv: no such file.\n"
+    assert (
+        exit_codes.reason(FileNotFoundError(2, "No such file", "a.csv")) == "a.csv: no such file.\n"
+    )
     assert Path(sweep.__file__).is_file()

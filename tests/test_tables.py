@@ -8,7 +8,7 @@ from stoker.data import tables
 from stoker.data.splits import split_indices
 from stoker.trainer.errors import UserError
 
-from stoker.command import build
+from stoker.command import compatible
 
 
 def parts_of(data):
@@ -441,9 +441,11 @@ def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):
         ),
     ):
         with pytest.raises(UserError, match=words):
-            build.check_fit(None, loss, table(text, target="y", kind=kind))
+            compatible.check_fit(None, loss, table(text, target="y", kind=kind))
     with pytest.raises(UserError, match="Type loss=cross_entropy.$"):
-        build.check_fit(None, torch.nn.MSELoss(), table(text.replace(",2", ",two"), target="y"))
+        compatible.check_fit(
+            None, torch.nn.MSELoss(), table(text.replace(",2", ",two"), target="y")
+        )
 
 
 def test_what_is_constant_is_divided_by_one(table):

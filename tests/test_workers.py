@@ -25,7 +25,7 @@ import multiprocessing, os, signal, sys, time
 import torch
 from stoker.data.datasets import Data
 from stoker.data.loader import HostLoader
-from stoker.command import cli
+from stoker.command import exit_codes
 from stoker.trainer.errors import TrainingError, UserError
 
 class Own:
@@ -69,7 +69,7 @@ def main():
     try:
         print(sum(len(inputs) for inputs, _ in train), flush=True)
     except (UserError, TrainingError) as error:
-        sys.exit(cli.report(error))
+        sys.exit(exit_codes.report(error))
 
 if __name__ == "__main__":
     main()
@@ -199,7 +199,7 @@ def test_what_cannot_be_handed_to_workers_says_so(script):
                 try:
                     next(iter(train))
                 except UserError as error:
-                    sys.exit(cli.report(error))
+                    sys.exit(exit_codes.report(error))
             """
         )
     )

@@ -169,7 +169,9 @@ def refuse_option(argument: str, following: Sequence[str]) -> None:
     if not value and following and not re.match("-|.*=", following[0]):
         value = following[0]  # as in --model cnn
     setting = f"{name.lstrip('-').replace('-', '_')}={value or '...'}"
-    raise UserError(f"{argument}: there is no such option. Settings have no dashes: type {setting}.")
+    raise UserError(
+        f"{argument}: there is no such option. Settings have no dashes: type {setting}."
+    )
 
 
 def check_place(argument: str, sweep: bool) -> None:

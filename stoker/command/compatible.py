@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from stoker.data.record import Data
 from torch import nn
 
+from stoker.data.record import Data
 from stoker.trainer.errors import UserError
 
 LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)

@@ -21,11 +21,8 @@ def help_text() -> str:
     width = len(command) + 1 + max(map(len, EXAMPLES))
     for typed, meaning in EXAMPLES.items():
         lines.append(f"  {f'{command} {typed}':<{width}}    {meaning}")
-    lines += [
-        "",
-        "Groups (group=option; the keys of an option are the arguments of what it names, "
-        "and its file says what each is):",
-    ]
+    lines.append("")
+    lines.append("Groups (group=option; the file of an option says what its keys are):")
     for group in groups():
         options = ", ".join(path.stem for path in configs.options(group))
         lines.append(f"  {group:<16}{options}")

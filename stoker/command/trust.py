@@ -27,7 +27,7 @@ TRUSTED = (
 )
 # Each target must also be defined in one of these modules (or below it), and be one of these functions or a subclass of
 # one of these classes. A name alone says little: torch.nn.modules.module.torch.load begins with torch.nn, and
-# stoker.runs.rundir.write_json writes files. The rest of torchmetrics fetches models of others: trusted=[torchmetrics].
+# stoker.runs.json_files.write_json writes files. The rest of torchmetrics fetches models of others: trusted=[torchmetrics].
 CALLBACK = "stoker.trainer.callbacks.Callback"
 DATASETS = ("digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "synthetic")
 KINDS: dict[str, tuple[str, ...]] = {

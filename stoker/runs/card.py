@@ -4,8 +4,8 @@ import json
 
 import torch
 
-from stoker.command.build import own_packages
 from stoker.command.shell import command
+from stoker.command.trust import own_packages
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer.errors import printable
 from stoker.trainer.files import write_text

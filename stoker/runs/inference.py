@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from stoker.command import build
+from stoker.command import build, trust
 from stoker.data import images, tables
 from stoker.data.description import is_description, names_of
 from stoker.runs import card, resume, saved_config
@@ -140,7 +140,7 @@ def load(folder, device="cpu", trusted=()):
     Its data set is not needed. The folder may be anybody's: only trusted constructors are built, beside those of the
     packages in `trusted`. UserError for what is no run directory, TrainingError where no checkpoint of it is good.
     """
-    with build.trusting([trusted] if isinstance(trusted, str) else trusted):
+    with trust.trusting([trusted] if isinstance(trusted, str) else trusted):
         device = devices.choose(device)
         saved_config.check_folder(folder)
         config = saved_config.load_config("run", folder)

@@ -14,8 +14,9 @@ import sys
 import zlib
 from pathlib import Path
 
-from stoker.command import cli
-from stoker.command.build import own_packages
+from stoker.command import keys, subcommand
+from stoker.command.trust import own_packages
+from stoker.configs import FOLDER
 from stoker.runs import rundir, saved_config
 from stoker.runs.rundir import STAGES, is_number
 from stoker.trainer import files
@@ -778,7 +779,7 @@ def speed(result):
 
 def settings(config, typed):
     """{"changed": [(key, value, default)], "all": [...]} of the config, what differs from the defaults first."""
-    given, usual = cli.flat(config), defaults_of(typed)
+    given, usual = keys.flat(config), defaults_of(typed)
     given = dict(list(given.items())[:MOST_ENTRIES])
     rows = []
     for key, value in given.items():
@@ -811,7 +812,7 @@ def is_choice(override):
 
 
 def configs():
-    return cli.CONFIGS
+    return FOLDER
 
 
 def defaults_of(typed):
@@ -823,9 +824,9 @@ def defaults_of(typed):
     chosen = [one for one in typed if is_choice(one)]
     try:
         if GlobalHydra.instance().is_initialized():
-            return cli.flat(OmegaConf.to_container(hydra.compose("train", chosen), resolve=False))
+            return keys.flat(OmegaConf.to_container(hydra.compose("train", chosen), resolve=False))
         with hydra.initialize_config_dir(str(configs())):
-            return cli.flat(OmegaConf.to_container(hydra.compose("train", chosen), resolve=False))
+            return keys.flat(OmegaConf.to_container(hydra.compose("train", chosen), resolve=False))
     except (
         Exception
     ):  # Hydra raises what it likes; that nothing is marked is no reason for no report
@@ -895,7 +896,7 @@ def main(arguments):
 
     usage = "python -m stoker.runs.report DIR, a run directory; with --open it is shown as well."
     names = [argument for argument in arguments if argument != "--open"]
-    return cli.with_folder(names, usage, lambda path: (path / "config.yaml").exists(), draw)
+    return subcommand.run(names, usage, lambda path: (path / "config.yaml").exists(), draw)
 
 
 if __name__ == "__main__":

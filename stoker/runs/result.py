@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stoker.command import cli
+from stoker.command import arguments, exit_codes
 from stoker.command.shell import command, setting
 from stoker.runs import json_files
 from stoker.runs.directory import RESULT
@@ -195,7 +195,7 @@ def of_fit(trainer: Any, saver: Any) -> RunResult:
     from stoker.trainer import summary
 
     result = RunResult(
-        overrides=cli.typed(),
+        overrides=arguments.typed(),
         steps=trainer.step,
         total_steps=trainer.total_steps,
         stopped=trainer.stop_reason,
@@ -232,7 +232,9 @@ def write_failure(folder: str | Path, error: BaseException, code: int) -> bool:
     if before is not None and (before.is_finished or before.has_failed):
         return False
     try:
-        RunResult(overrides=cli.typed(), error=cli.reason(error), code=code).write(folder)
+        RunResult(overrides=arguments.typed(), error=exit_codes.reason(error), code=code).write(
+            folder
+        )
     except OSError:  # a full disk may be why
         return False
     return True

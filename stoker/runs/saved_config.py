@@ -6,7 +6,8 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
-from stoker.command import cli, settings
+from stoker import configs
+from stoker.command import arguments, check, defaults, keys, settings
 from stoker.command.build import check_nested, is_on, without_downloads
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, did_you_mean
@@ -38,12 +39,12 @@ def of_this_machine(cfg):
     what reaches out of the run directory; the settings of the loaders are the defaults, unless they were typed or
     data had to be streamed.
     """
-    typed = cli.typed_keys()
+    typed = arguments.typed_keys()
     if cfg.run is None:
         raise UserError(f"task={cfg.task} needs a run directory. Type run={cfg.run_dir or 'DIR'}.")
     check_folder(cfg.run)
     saved = load_config("run", cfg.run)
-    before = cli.flat(saved)
+    before = keys.flat(saved)
     for key in sorted(typed):
         if cfg.task not in settings.record(key).tasks and "${" not in str(before.get(key)):
             takes = ", ".join(f"{name}=" for name in settings.keys_of(cfg.task))
@@ -55,7 +56,7 @@ def of_this_machine(cfg):
             key for key, setting in settings.SETTINGS.items() if "train" not in setting.tasks
         ]
         saved = {
-            **cli.defaults(),
+            **defaults.defaults(),
             **saved,
             **dict.fromkeys(of_the_task),
             "run_dir": str(cfg.run),
@@ -66,18 +67,20 @@ def of_this_machine(cfg):
             typed = {key for key in typed if not key.startswith("dataset")}
         everywhere = {key for key in typed if settings.record(key).tasks == settings.TASKS}
         typed = typed.difference(of_the_task, everywhere)
-        cli.put(saved, {key: OmegaConf.select(cfg, key) for key in typed})
+        keys.put(saved, {key: OmegaConf.select(cfg, key) for key in typed})
         own = resolved("run", cfg.run, saved)
-        cli.check_types("", own, resolved("run", cfg.run, cli.defaults()))
+        check.check_types("", own, resolved("run", cfg.run, defaults.defaults()))
         dataset = own["dataset"]
-        kept = {name for name in settings.LOADER_KEYS if f"dataset.{name}" in cli.typed_keys()}
+        kept = {
+            name for name in settings.LOADER_KEYS if f"dataset.{name}" in arguments.typed_keys()
+        }
         kept |= {"resident"} if dataset.get("resident") is False else set()
         for name in settings.LOADER_KEYS:
             if name not in kept:
                 dataset.pop(name, None)
         if "download" in dataset:
             dataset["download"] = False
-        if dataset.get("cache") and "dataset.cache" not in cli.typed_keys():
+        if dataset.get("cache") and "dataset.cache" not in arguments.typed_keys():
             dataset["cache"] = "auto"
         settings.check_all(own)
         for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
@@ -240,7 +243,7 @@ def for_reading(config):
 
     Any other ${...}, such as what the environment has, stays as it is written.
     """
-    found = cli.flat(config)
+    found = keys.flat(config)
     for name, value in found.items():
         while isinstance(value, str) and re.fullmatch(KEY_PATH, value) and value[2:-1] in found:
             value = found[value[2:-1]]
@@ -251,7 +254,7 @@ def for_reading(config):
 def is_ours(name, text):
     """Whether a file in configs/ has the same text for this key of its group, such as our dataset.root."""
     group, _, rest = name.partition(".")
-    folder = cli.CONFIGS / group
+    folder = configs.FOLDER / group
     return bool(re.fullmatch(r"\w+\.\w+", name)) and any(
         f"\n{rest}: {text} " in path.read_text(encoding="utf-8") for path in folder.glob("*.yaml")
     )

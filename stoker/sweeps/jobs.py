@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.command import cli, settings
+from stoker.command import arguments, exit_codes, settings
 from stoker.runs import rundir
 from stoker.trainer import files, launch, readable
 from stoker.trainer.errors import as_typed, printable
@@ -129,7 +129,7 @@ def read_job(folder: Path) -> Job:
     elif is_held:
         job.status = "running"
         job.note = progress(folder)
-        job.code = cli.IN_USE
+        job.code = exit_codes.IN_USE
     elif result is None and (begun is not None or (folder / "config.yaml").is_file()):
         job.status = "unfinished"
         job.note = progress(folder)
@@ -236,7 +236,7 @@ def begin(folder: str, number: int) -> None:
     path = Path(folder)
     if rundir.has_failed(path):
         (path / "result.json").unlink()
-    record = {"number": number, "overrides": cli.typed()}
+    record = {"number": number, "overrides": arguments.typed()}
     if rundir.read_result(path / JOB) != record:
         rundir.write_json(path / JOB, record)
 
@@ -244,7 +244,7 @@ def begin(folder: str, number: int) -> None:
 def pass_over(folder: str, number: int) -> float | None:
     """Say that this process's job was done before, and return its value."""
     best = best_of(folder)
-    text = f"job {number}    {' '.join(cli.typed())}: done"
+    text = f"job {number}    {' '.join(arguments.typed())}: done"
     if best:
         text += f", {best['name']} {readable.number(best['value'])}"
     print(printable(text), flush=True)

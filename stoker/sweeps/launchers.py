@@ -12,7 +12,7 @@ from pathlib import Path
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 
-from stoker.command import cli, settings
+from stoker.command import exit_codes, settings
 from stoker.runs import rundir
 from stoker.sweeps.jobs import read_job, typed_for
 from stoker.trainer import stopping
@@ -140,7 +140,7 @@ class Jobs(Callback):
             else:
                 self.hold(Path(config.hydra.sweep.dir))
         except Exception as error:  # Hydra would make a warning of it
-            raise SystemExit(cli.report(error)) from None
+            raise SystemExit(exit_codes.report(error)) from None
 
     def check(self):
         """UserError for settings that cannot be, or that this launcher does not look at."""

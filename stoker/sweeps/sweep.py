@@ -20,7 +20,7 @@ from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from stoker.command import cli, settings
+from stoker.command import exit_codes, settings, subcommand
 from stoker.runs import rundir
 from stoker.sweeps import jobs, table
 from stoker.sweeps.jobs import JOB, STATUSES, SWEEP, Job, SweepRecord
@@ -41,7 +41,7 @@ class SweepCallback(Callback):
             self.begin(config)
         except (UserError, OSError) as error:
             self.refused = True
-            raise SystemExit(cli.report(error)) from None
+            raise SystemExit(exit_codes.report(error)) from None
 
     def begin(self, config: DictConfig) -> None:
         """Check the sweep, and announce a grid; a search does that itself, once it knows its keys."""
@@ -70,12 +70,14 @@ class SweepCallback(Callback):
             return
         ended = jobs.read_jobs(folder) if jobs.announced else []
         if ended:
-            cli.codes += [job.code for job in ended if job.code and job.is_within(self.planned)]
+            exit_codes.codes += [
+                job.code for job in ended if job.code and job.is_within(self.planned)
+            ]
             print()
             try:
                 report(folder, ended, draws=config.get("report") is not False)
             except Exception as error:
-                cli.report(error)
+                exit_codes.report(error)
         elif {path.name for path in folder.glob("*")} <= {"multirun.yaml", SWEEP}:
             # No job has begun: a mistake leaves nothing behind.
             (folder / "multirun.yaml").unlink(missing_ok=True)
@@ -232,7 +234,7 @@ def show(folder: Path) -> None:
 def main(arguments: list[str]) -> int:
     """Run `python -m stoker.sweeps.sweep DIR` and return the exit code."""
     usage = "python -m stoker.sweeps.sweep DIR, the directory of a sweep, or a folder of runs."
-    return cli.with_folder(arguments, usage, lambda folder: bool(jobs.read_jobs(folder)), show)
+    return subcommand.run(arguments, usage, lambda folder: bool(jobs.read_jobs(folder)), show)
 
 
 if __name__ == "__main__":

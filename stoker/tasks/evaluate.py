@@ -1,0 +1,62 @@
+"""task=evaluate: test the best weights of a run on its own data, or on what is typed."""
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from stoker.command import arguments
+from stoker.runs import resume, saved_config
+from stoker.tasks.parts import building
+from stoker.trainer.errors import UserError, log
+
+
+def evaluate(cfg: DictConfig) -> None:
+    """Print the numbers of the best weights of the run directory `run`."""
+    config = saved_config.of_this_machine(cfg)
+    from stoker.runs import inference
+
+    if cfg.split == "all":
+        leave_uncut(config)
+    path, state = inference.best(cfg.run)
+    about = inference.description(cfg.run, state)
+    with building(config, state=state, about=about, split=cfg.split) as parts:
+        parts.trainer.load_state_dict(state)
+        part, loader = next(iter(parts.by_split().items()))
+        split = "all" if cfg.split == "all" else part
+        if cfg.split is None:
+            warn_of_other_data(parts.data, state, split)
+        lacking = parts.data.classes_without_samples(part)
+        if lacking:
+            shown = ", ".join(lacking[:10])
+            if len(lacking) > 10:
+                shown += ", ..."
+            log.warning("%s: there are no samples of %s.", parts.data.name, shown)
+        results = parts.trainer.evaluate(loader, split)
+    numbers = [f"{name.removeprefix(f'{split}/')} {value}" for name, value in results.items()]
+    print(f"weights  {path}")
+    print(f"{split:<9}{'  '.join(numbers)}")
+
+
+def leave_uncut(config: DictConfig) -> None:
+    """Take all samples of the data as one part; UserError where a share was typed."""
+    for name in ("val_fraction", "test_fraction"):
+        if name not in config.dataset:
+            continue
+        if f"dataset.{name}" in arguments.typed_keys():
+            raise UserError(
+                f"split=all is not cut, and there is dataset.{name}. Leave out one of them."
+            )
+        config.dataset[name] = 0
+
+
+def warn_of_other_data(data: Any, state: dict[str, Any], split: str) -> None:
+    """Warn where this is not the data that the run was trained on."""
+    from stoker.data.record import fingerprint
+
+    if resume.about(state).get("data") not in (None, fingerprint(data)):
+        log.warning(
+            "%s: this is other data than the run was trained on, or it has changed since, "
+            "and is split again; this is its %s part. All of it: split=all.",
+            data.name,
+            split,
+        )

@@ -1,0 +1,30 @@
+"""task=export: write the best weights of a run, preprocessing included, in a format that other programs read."""
+
+from omegaconf import DictConfig
+
+from stoker.command import settings
+from stoker.command.keys import plain
+from stoker.runs import saved_config
+from stoker.trainer.errors import UserError
+
+
+def export(cfg: DictConfig) -> None:
+    """Write the model of the run directory `run` in `format`, and compare its outputs with PyTorch's."""
+    config = saved_config.of_this_machine(cfg)
+    if cfg.device not in ("auto", "cpu"):
+        raise UserError(f"device={cfg.device}: an export is computed on the CPU. Leave device out.")
+    from stoker.runs import exporting, inference
+
+    exporting.check(cfg.format, cfg.output)
+    model = inference.load(cfg.run)
+    dataset = plain(config.dataset, resolve=True)
+    dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}
+    inputs, whose = exporting.samples(model.about, dataset)
+    path, difference, largest = exporting.export(
+        model, cfg.run, cfg.format, inputs, whose, cfg.output
+    )
+    print(f"export   {path}; {path.name}.md beside it says how to use it")
+    print(
+        f"check    its outputs differ by at most {difference:.2g}, "
+        f"on a scale of {largest:.2g}, from PyTorch's on {whose}"
+    )

@@ -1,0 +1,87 @@
+"""The end of a run: test the best weights, and write result.json, evaluation.json and the model to share."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.runs import directory
+from stoker.runs.provenance import Revision
+from stoker.runs.result import RunResult, of_fit
+from stoker.tasks.job import sweep_name
+from stoker.tasks.parts import Parts
+from stoker.trainer import launch
+
+if TYPE_CHECKING:
+    from stoker.trainer.callbacks import Checkpoint
+
+
+def finish(
+    folder: Path,
+    git: Revision | None,
+    saver: "Checkpoint",
+    parts: Parts,
+    started: float,
+    draws: bool,
+) -> RunResult | None:
+    """Test the best weights, and write the files; return the result, on other ranks than the first None.
+
+    Where there is no test part and a report is drawn (`draws`), the report shows the validation part.
+    """
+    from stoker.diagnostics import doctor, timing
+    from stoker.runs import card, examine
+    from stoker.trainer.metrics import default_metrics
+
+    trainer = parts.trainer
+    data = parts.data
+    result = of_fit(trainer, saver)
+    result = dataclasses.replace(result, **timing.result_of(trainer), **doctor.result_of(trainer))
+    result.git = git
+    result.samples = {name: loader.samples for name, loader in parts.by_split().items()}
+    if not load_best(parts, saver):
+        result.best = None
+    _, val_loader, test_loader = parts.loaders
+    tested: dict[str, Any] = {}
+    evaluation = None
+    examined = True
+    if test_loader is not None:
+        tested, evaluation = examine.evaluate(trainer, test_loader, "test", data)
+    elif val_loader is not None and draws:
+        _, evaluation = examine.evaluate(trainer, val_loader, "val", data)
+    else:
+        examined = False
+    weights = card.weights(trainer)
+    if not launch.is_first():
+        return None
+    result.add_rows(folder / directory.METRICS)
+    result.numbers.update(tested)
+    result.seconds = round(time.perf_counter() - started, 3)
+    result.keep_measurements(RunResult.read(folder))
+    has_usual = default_metrics(data.kind).keys() <= trainer.metrics.keys()
+    understood = evaluation is not None or not examined
+    card.write(folder, weights, trainer.module, data, result, understood and has_usual)
+    if evaluation is not None:
+        examine.write(folder / directory.EVALUATION, evaluation, data)
+    result.write(folder)
+    return result
+
+
+def load_best(parts: Parts, saver: "Checkpoint") -> bool:
+    """Load the best weights; return whether these are they: if their file is damaged, the newest ones are loaded."""
+    from stoker.trainer import checkpoint
+
+    trainer = parts.trainer
+    if not saver.best or saver.best["step"] == trainer.step:
+        return True
+    found = checkpoint.together("best", lambda: checkpoint.best(saver.folder))
+    trainer.load_state_dict(found[1])
+    return bool(trainer.step == saver.best["step"])
+
+
+def efficiency(parts: Parts, result: RunResult) -> dict[str, Any]:
+    """Return what result.json says of FLOPs; {} in a sweep, since it takes 0.2 s."""
+    from stoker.diagnostics import flops
+
+    if sweep_name() or result.peak_flops is not None:
+        return {}
+    return flops.efficiency(parts.trainer, parts.data.in_shape, result.samples_per_second)

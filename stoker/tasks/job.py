@@ -1,0 +1,88 @@
+"""What this process does: its task, the sweep that it is a job of, and its run directory."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from stoker.command import arguments, processes
+from stoker.runs import directory
+from stoker.runs.result import finished
+
+process_start = 0.0  # by time.perf_counter(), set when the command starts
+
+
+def started_at() -> float:
+    """Return the `time.perf_counter()` at which this run began: the process, or now in a job of a sweep."""
+    return time.perf_counter() if in_sweep() else process_start
+
+
+def in_sweep() -> bool:
+    """Return whether this is a job of a sweep, in the process that Hydra runs it in."""
+    return bool(HydraConfig.get().mode.name == "MULTIRUN")
+
+
+def sweep_name() -> str | None:
+    """Return the name of the sweep that this is a job of; None where it is none."""
+    job = processes.job()
+    if job is not None:
+        return Path(job["folder"]).parent.name
+    return Path(HydraConfig.get().sweep.dir).name if in_sweep() else None
+
+
+def task_typed(cfg: DictConfig) -> str:
+    """Return "task=plan" or "overfit=1" as it was typed; "" where this is a run."""
+    if cfg.task != "train":
+        return f"task={cfg.task}"
+    return f"overfit={cfg.overfit}" if cfg.overfit is not None else ""
+
+
+def is_finished(cfg: DictConfig) -> bool:
+    """Return whether this job of a sweep came to its end when the same sweep was started before."""
+    if not in_sweep() or task_typed(cfg) or cfg.resume == "never":
+        return False
+    return finished(HydraConfig.get().runtime.output_dir) is not None
+
+
+def typed_for_run() -> list[str]:
+    """Return what was typed, without the task that was done in place of a run."""
+    return [override for override in arguments.typed() if not override.startswith("task=")]
+
+
+def run_directory(cfg: DictConfig) -> str:
+    """Return `run_dir` if it is given, in a sweep the job's folder, else a new folder below runs/."""
+    if in_sweep():
+        sweep = HydraConfig.get().sweep
+        return f"{sweep.dir}/{sweep.subdir}"
+    return str(cfg.run_dir or directory.claim(*names_of(cfg)))
+
+
+def names_of(cfg: DictConfig) -> tuple[str, str]:
+    """Return the model's and the data set's names, for that of the run directory."""
+    return name_of(cfg, "model"), name_of(cfg, "dataset")
+
+
+def name_of(cfg: DictConfig, group: str) -> str:
+    """Return the option chosen for a group, or the class whose name was typed."""
+    if f"{group}._target_" in arguments.typed_keys():
+        return str(cfg[group]._target_.rpartition(".")[2])
+    return str(HydraConfig.get().runtime.choices[group])
+
+
+def trial_of(cfg: DictConfig) -> list[Any] | None:
+    """Return [storage, study's name, trial's number] of a trial of Optuna's; None for any other run.
+
+    The processes that train a trial are told by the one that started them.
+    """
+    job = processes.job()
+    if job is not None:
+        return list(job["trial"]) if job["trial"] is not None else None
+    if not in_sweep() or "pruner" not in cfg.sweep:
+        return None
+    from stoker.sweeps.optuna_search import place_of
+
+    hydra_config = HydraConfig.get()
+    folder = Path(hydra_config.sweep.dir).resolve()
+    return [*place_of(hydra_config.sweeper, folder), hydra_config.job.num]

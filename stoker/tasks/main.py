@@ -1,0 +1,180 @@
+"""The entry of the command: check the config, choose the task, and leave the reason of a failure in the run directory."""
+
+import contextlib
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from stoker.command import arguments, exit_codes, processes, settings, shell
+from stoker.command.build import retarget
+from stoker.command.check import check_config, keep_texts
+from stoker.command.keys import plain
+from stoker.command.trust import TRUSTED, patterns
+from stoker.runs import resume, saved_config
+from stoker.runs.result import write_failure
+from stoker.sweeps import jobs, launchers
+from stoker.tasks import job
+from stoker.tasks import train as training
+from stoker.tasks.evaluate import evaluate
+from stoker.tasks.export import export
+from stoker.tasks.lr_find import lr_find
+from stoker.tasks.overfit import overfit
+from stoker.tasks.plan import plan
+from stoker.tasks.predict import predict
+from stoker.tasks.report import draw_report, draws_report
+from stoker.trainer import launch, stopping
+from stoker.trainer.errors import TrainingError, UserError
+
+TASKS: dict[str, Callable[[DictConfig], None]] = {
+    "train": training.train,
+    "plan": plan,
+    "evaluate": evaluate,
+    "predict": predict,
+    "export": export,
+    "lr_find": lr_find,
+}
+
+
+def run(start: float) -> None:
+    """Run the command line; `start` is the `time.perf_counter()` at which the process began."""
+    job.process_start = start
+    decorate = hydra.main(
+        config_path="pkg://stoker.configs",
+        config_name="train",
+        execution_whitelist=patterns(TRUSTED, sys.argv[1:]),
+    )
+    exit_codes.run(decorate(main))
+
+
+def main(cfg: DictConfig) -> float | None:
+    """Check the config, which needs no torch, and do its task; Hydra calls this for each job.
+
+    A job of a sweep returns what is monitored at its best, for Hydra's sweepers. One that fails returns nan, which they
+    take for a failed trial, and ends the sweep only with sweep.on_error=stop.
+    """
+    folder = HydraConfig.get().runtime.output_dir  # of a job of a sweep
+    number = HydraConfig.get().job.get("num")
+    try:
+        if job.in_sweep():
+            announce(cfg, number)
+        prepare(cfg)
+        if job.in_sweep() and not job.task_typed(cfg):
+            if job.is_finished(cfg):
+                saved = saved_config.load_config("run_dir", folder)
+                resume.check_same(f"run_dir={folder}", saved, cfg)
+                return jobs.pass_over(folder, number)
+            jobs.begin(folder, number)
+        do(cfg)
+        return jobs.value_of(folder) if job.in_sweep() else None
+    except Exception as error:
+        return failed(cfg, error)
+
+
+def announce(cfg: DictConfig, number: int) -> None:
+    """Print which job of a sweep begins; UserError for a setting that all jobs cannot share."""
+    if not job.is_finished(cfg):
+        print(f"\njob {number}    {' '.join(arguments.typed())}", flush=True)
+    if cfg.run_dir is not None:
+        raise UserError("run_dir names one run. For a sweep, type hydra.sweep.dir=DIR.")
+
+
+def prepare(cfg: DictConfig) -> None:
+    """Check the config, and put into it what follows from debug=true and from typed targets."""
+    keep_texts(cfg)
+    check_config(cfg)
+    if cfg.debug:
+        values = settings.debug_values(plain(cfg), arguments.typed_keys())
+        for key, value in values.items():
+            OmegaConf.update(cfg, key, value)
+    retarget(cfg, keep=settings.LOADER_KEYS)
+    task = job.task_typed(cfg)
+    if task and launch.world_size() > 1:
+        program = " ".join(launch.program())
+        raise UserError(f"{task} is for one process. Type {program}, without torchrun.")
+
+
+def do(cfg: DictConfig) -> None:
+    """Do the task, in several processes if the config asks for them."""
+    several = processes.count(cfg.strategy, cfg.devices, cfg.device)
+    if several > 1:
+        start_processes(several, cfg)
+        return
+    task = TASKS[cfg.task] if cfg.overfit is None else overfit
+    with debugging() if cfg.debug else contextlib.nullcontext():
+        task(cfg)
+
+
+def failed(cfg: DictConfig, error: Exception) -> float:
+    """Report an error; end the process, or for a job of a sweep that goes on return nan."""
+    if exit_codes.is_interruption(error):
+        raise KeyboardInterrupt from None
+    code = exit_codes.report(error, functools.partial(leave_reason, cfg, error))
+    stops = OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart
+    if not job.in_sweep() or isinstance(error, BrokenPipeError) or stops:
+        # Not the error itself: Hydra would print a line of its own above it.
+        raise SystemExit(code) from error
+    return float("nan")
+
+
+@contextlib.contextmanager
+def debugging() -> Iterator[None]:
+    """Raise TrainingError where a gradient is not a number, with the line that it comes from."""
+    import torch
+
+    with torch.autograd.set_detect_anomaly(True):
+        try:
+            yield
+        except RuntimeError as error:
+            if "returned nan values" not in str(error):
+                raise
+            raise TrainingError(
+                f"{str(error).splitlines()[0]}\nThe traceback of the forward call, "
+                "printed above, ends with the line that it comes from."
+            ) from error
+
+
+def start_processes(several: int, cfg: DictConfig) -> None:
+    """Do this run in several processes, which run this program again, each with a rank."""
+    task = job.task_typed(cfg)
+    if task:
+        typed = [one for one in arguments.typed() if re.match("(strategy|devices)=", one)]
+        advice = f"Leave out {' and '.join(typed)}" if typed else "Type strategy=single"
+        raise UserError(f"{task} is for one process. {advice}.")
+    if not job.in_sweep():
+        raise SystemExit(processes.start(several, sys.argv[1:]))
+    folder = job.run_directory(cfg)
+    typed = [*arguments.typed(), shell.setting("run_dir", folder), *arguments.search_path()]
+    code = processes.start(several, typed, {"folder": folder, "trial": job.trial_of(cfg)})
+    if code > 128:
+        stopping.received = code - 128
+        raise KeyboardInterrupt
+    if code:
+        raise processes.JobFailed(
+            f"its {several} processes have ended with exit code {code}.", code
+        )
+
+
+def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
+    """Write into the run directory why a training failed, and draw its report.
+
+    For a job of a sweep also why it has not begun.
+    """
+    folder = training.begun
+    of_sweep = processes.job()
+    if of_sweep or job.in_sweep():
+        folder = Path(of_sweep["folder"] if of_sweep else HydraConfig.get().runtime.output_dir)
+        if code == exit_codes.IN_USE:
+            return
+    elif folder is None or code != exit_codes.FAILED or not (folder / "config.yaml").is_file():
+        return  # nothing has begun, or this is another machine than that of rank 0
+    elif launch.world_size() > 1 and launch.is_lost(error):
+        return  # a run that has lost a process goes on, like one that was killed
+    written = write_failure(folder, error, code)
+    if written and code == exit_codes.FAILED and draws_report(cfg):
+        draw_report(folder)

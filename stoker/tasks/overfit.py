@@ -1,0 +1,15 @@
+"""overfit=N: find out whether the model can learn N batches by heart."""
+
+from omegaconf import DictConfig, open_dict
+
+from stoker.tasks.parts import building
+
+
+def overfit(cfg: DictConfig) -> None:
+    """Print whether the model learns `overfit` batches; TrainingError where it does not. Writes nothing."""
+    from stoker.diagnostics.overfit import learn
+
+    with open_dict(cfg):
+        cfg.dataset.augment = []
+    with building(cfg) as parts:
+        print(f"verdict  {learn(parts.trainer, parts.loaders[0], cfg.overfit, cfg.max_steps)}")

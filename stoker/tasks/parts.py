@@ -1,0 +1,203 @@
+"""Build the parts of a run from its config: data, loaders, model, metrics, callbacks and Trainer."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from stoker.command import settings
+from stoker.command.build import build, check_size, is_on
+from stoker.command.keys import plain
+from stoker.command.trust import locate
+from stoker.sweeps import launchers
+from stoker.trainer import launch
+
+if TYPE_CHECKING:
+    import torch
+
+    from stoker.data.record import Data
+    from stoker.trainer.callbacks import Callback
+    from stoker.trainer.trainer import Trainer
+
+
+@dataclasses.dataclass
+class Parts:
+    """What a run consists of. `loaders` has None where the data has no such split."""
+
+    trainer: "Trainer"
+    data: "Data"
+    loaders: tuple[Any, Any, Any]  # for train, val and test
+
+    def threads(self, cfg: DictConfig) -> contextlib.AbstractContextManager[None]:
+        """Return the context for a fit: one thread where the steps are too small for more."""
+        from stoker.trainer import process
+
+        if "threads" not in cfg.tune or self.trainer.device.type != "cpu":
+            return contextlib.nullcontext()
+        return process.few_threads(self.trainer.module, cfg.batch_size)
+
+    def by_split(self) -> dict[str, Any]:
+        """Return {split: its loader} of the splits that there are."""
+        names = ("train", "val", "test")
+        pairs = zip(names, self.loaders, strict=True)
+        return {name: loader for name, loader in pairs if loader is not None}
+
+
+@contextlib.contextmanager
+def building(
+    cfg: DictConfig,
+    more_callbacks: Sequence["Callback"] = (),
+    *,
+    state: dict[str, Any] | None = None,
+    about: dict[str, Any] | None = None,
+    split: str | None = None,
+) -> Iterator[Parts]:
+    """Build the parts of a config; all is let go of at the end.
+
+    The data comes first, since the model's shapes come from it.
+
+    Args:
+        cfg: The config, checked.
+        more_callbacks: Callbacks beside those of the config.
+        state: A checkpoint's. Other classes and another model are a UserError before they take time and memory, and
+            only the loader that an evaluation needs is made.
+        about: The description of the data that the checkpoint was trained on, as which this data is prepared.
+        split: The split to evaluate.
+    """
+    from stoker.trainer import device as devices
+    from stoker.trainer import parallel, process, summary
+
+    device = devices.choose(launchers.device(cfg.device, devices.available()))
+    process.tune_process(device, list(cfg.tune), cfg.deterministic)
+    parallel.start(cfg.strategy, device, cfg.rank_timeout)
+    data, loading = build_data(cfg, about)
+    only = None
+    if state is not None:
+        prepare(data, state, about)
+        only = data.part_to_evaluate(split)
+    loaders, why = build_loaders(cfg, data, device, only, loading)
+    print(summary.data_line(data, loaders, why, whole=split == "all"))
+
+    devices.seed_generators(device, devices.mix_seed(settings.check("seed", cfg.seed), "model"))
+    model, loss = build_model(cfg, data, state)
+    metrics = build_metrics(cfg, model, loss, data, state)
+    optimizer = build("optimizer", cfg.optimizer)
+    scheduler = build("scheduler", cfg.scheduler)
+    trainer = build(
+        "trainer",
+        cfg.trainer,
+        model=model,
+        loss=loss,
+        metrics=metrics,
+        callbacks=build_callbacks(cfg, more_callbacks),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        device=str(device),
+    )
+    with contextlib.ExitStack() as stack:
+        for loader in loaders:
+            if loader is not None:
+                stack.callback(loader.close)
+        stack.enter_context(trainer)
+        yield Parts(trainer, data, loaders)
+
+
+def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data", dict[str, Any]]:
+    """Return the data set, and the loaders' settings that stand beside its own."""
+    dataset = plain(cfg.dataset, resolve=True)
+    loading = {key: dataset.pop(key) for key in settings.LOADER_KEYS if key in dataset}
+    augmentations = []
+    for item in loading.get("augment") or ():
+        if isinstance(item, dict) and "_target_" in item:  # a function of your own
+            item = build("dataset.augment", item)
+        augmentations.append(item)
+    loading["augment"] = augmentations
+    trained = {"trained": about} if about else {}
+    with launch.one_first("data"):  # it fills the caches that the other processes then use
+        data = build("dataset", dataset, **trained)
+    return data, loading
+
+
+def prepare(data: "Data", state: dict[str, Any], about: Mapping[str, Any] | None) -> None:
+    """Prepare data as a checkpoint's run did; UserError where it has other classes."""
+    from stoker.runs import resume
+
+    if about is None:
+        resume.check_classes(state, data)
+    else:
+        data.prepare_as(about)
+
+
+def build_loaders(
+    cfg: DictConfig,
+    data: "Data",
+    device: "torch.device",
+    only: str | None,
+    loading: Mapping[str, Any],
+) -> tuple[tuple[Any, Any, Any], str]:
+    """Return the (train, val, test) loaders, and why the data lies where it does."""
+    from stoker.data.loader import make_loaders
+
+    return make_loaders(
+        data,
+        batch_size=cfg.batch_size,
+        eval_batch_size=cfg.eval_batch_size,
+        drop_last=cfg.drop_last,
+        device=device,
+        seed=cfg.seed,
+        only=only,
+        **loading,
+    )
+
+
+def build_model(
+    cfg: DictConfig, data: "Data", state: Mapping[str, Any] | None
+) -> tuple["torch.nn.Module", Any]:
+    """Return the model and the loss; UserError where they are far larger than those of a checkpoint."""
+    shapes = {"in_shape": data.in_shape, "num_classes": data.num_classes}
+    if state is not None:
+        check_size("loss", cfg.loss)
+        check_size("model", cfg.model, state["model"], **shapes)
+    model = build("model", cfg.model, **shapes)
+    return model, build("loss", cfg.loss)
+
+
+def build_metrics(
+    cfg: DictConfig,
+    model: "torch.nn.Module",
+    loss: Any,
+    data: "Data",
+    state: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the usual metrics where they mean something, and those of the config."""
+    from stoker.command.compatible import check_fit, has_usual_outputs
+    from stoker.trainer.metrics import default_metrics
+    from stoker.trainer.trainer import Trainer
+
+    # A Trainer with a loss or metrics of its own may mean something else by them.
+    kind = locate("trainer", cfg.trainer._target_)
+    if getattr(kind, "compute_loss", None) is Trainer.compute_loss:
+        check_fit(model, loss, data)
+    metrics: dict[str, Any] = {}
+    counts_as_usual = getattr(kind, "update_metrics", None) is Trainer.update_metrics
+    if counts_as_usual and has_usual_outputs(model, loss, data):
+        metrics.update(default_metrics(data.kind, data.target_scale))
+    for name, node in cfg.metrics.items():
+        key = f"metrics.{name}"
+        if state is not None:
+            check_size(key, node, num_classes=data.num_classes)
+        metrics[name] = build(key, node, num_classes=data.num_classes)
+    return metrics
+
+
+def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callback"]:
+    """Return the callbacks that are on, then the others, then Timing, which is to see what those take."""
+    from stoker.diagnostics.timing import Timing
+
+    callbacks = [
+        build(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if is_on(node)
+    ]
+    callbacks += more
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Timing))

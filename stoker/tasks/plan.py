@@ -1,0 +1,55 @@
+"""task=plan: say what a run would take, by a few real steps of it."""
+
+import math
+import time
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from stoker.command import shell
+from stoker.runs import resume, saved_config
+from stoker.tasks.job import names_of, started_at, typed_for_run
+from stoker.tasks.parts import building
+
+
+def plan(cfg: DictConfig) -> None:
+    """Print what this run would take. Trains nothing, and writes nothing."""
+    began = started_at()
+    from stoker.diagnostics.plan import lines, look
+
+    folder = None if cfg.run_dir is None else Path(cfg.run_dir)
+    if folder is not None and cfg.resume == "auto" and (folder / "config.yaml").exists():
+        resume.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
+    with building(cfg) as parts:
+        startup = time.perf_counter() - began
+        per_epoch = len(parts.loaders[0])
+        evaluates = parts.loaders[1] is not None
+        # Each evaluation may be the best, which is saved.
+        between = [cfg.checkpoint.every, (cfg.checkpoint.epochs or 0) * per_epoch]
+        if evaluates:
+            between.append(cfg.eval_every or per_epoch)
+        every = min((steps for steps in between if steps), default=math.inf)
+        found = look(parts.trainer, *parts.loaders, every=every)
+    begins = newest_step(folder)
+    found.steps = max(0, found.steps - begins)
+    evaluations = math.ceil(found.steps / (cfg.eval_every or per_epoch)) if evaluates else 0
+    saves = 0
+    if cfg.checkpoint.every:
+        saves += found.steps // cfg.checkpoint.every
+    if cfg.checkpoint.epochs:
+        saves += math.ceil(found.steps / (per_epoch * cfg.checkpoint.epochs))
+    text = lines(found, startup, evaluations, saves, cfg.checkpoint.keep, cfg.max_minutes)
+    print("\n".join(text))
+    place = cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
+    if begins:
+        place += f", where it goes on at step {begins:,}"
+    print(f"run      {place}; nothing was written\n         {shell.command(typed_for_run())}")
+
+
+def newest_step(folder: Path | None) -> int:
+    """Return the step of the newest checkpoint in a run directory, 0 where there is none."""
+    from stoker.trainer import checkpoint
+
+    if folder is None:
+        return 0
+    return next(iter(checkpoint.files(folder / "checkpoints")), 0)

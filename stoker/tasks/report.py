@@ -1,0 +1,38 @@
+"""Draw a run's report at its end, if it draws one."""
+
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from stoker.command import shell
+from stoker.tasks.job import sweep_name
+from stoker.trainer import stopping
+from stoker.trainer.errors import cause, log
+
+
+def draws_report(cfg: DictConfig) -> bool:
+    """Return whether this run draws its report: a sweep by default draws that of its best job alone."""
+    return sweep_name() is None if cfg.report == "auto" else bool(cfg.report)
+
+
+def report_command(folder: Path) -> str:
+    """Return the command that draws a run's report."""
+    return shell.command([], start=["python", "-m", "stoker.runs.report", str(folder)])
+
+
+def draw_report(folder: Path) -> None:
+    """Draw the report. The run is complete without it, so an error is a warning."""
+    from stoker.runs import report
+
+    again = report_command(folder)
+    try:
+        print(f"report   {report.write(folder)}")
+    except KeyboardInterrupt:
+        print(
+            f"\ninterrupted; the run has ended before. To draw its report:\n{again}",
+            file=sys.stderr,
+        )
+        raise SystemExit(stopping.exit_code()) from None
+    except Exception as error:
+        log.warning("the report could not be drawn (%s). To try again: %s", cause(error), again)

@@ -1,0 +1,244 @@
+"""task=train: train, test the best weights, and leave all of it in the run directory, which docs/ describe."""
+
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from stoker.command import arguments, keys, processes, settings, shell
+from stoker.command.build import build
+from stoker.command.trust import own_packages
+from stoker.runs import directory, json_files, lock, provenance, resume, saved_config
+from stoker.runs.result import RunResult, closing_lines
+from stoker.tasks import job
+from stoker.tasks.finish import efficiency, finish
+from stoker.tasks.parts import Parts, building
+from stoker.tasks.report import draw_report, draws_report, report_command
+from stoker.trainer import launch, stopping
+
+if TYPE_CHECKING:
+    from stoker.runs.loggers import Logger
+    from stoker.trainer.callbacks import Callback, Checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+begun: Path | None = None  # the run directory in which this process trains, once it does
+
+
+def train(cfg: DictConfig) -> None:
+    """Train in the run directory, which no other process may use meanwhile."""
+    with open_dict(cfg):
+        launch.timeout = cfg.rank_timeout
+        launch.check_alike(
+            {
+                "code": processes.source_files(),
+                "versions": shared_versions(),
+                "config": shared_settings(cfg),
+            }
+        )
+        cfg.run_dir = launch.agreed("run_dir", lambda: job.run_directory(cfg), lasting=True)
+        launch.resume_command = shell.command(
+            arguments.typed(), shell.setting("run_dir", cfg.run_dir), start=launch.command()
+        )
+    folder = Path(cfg.run_dir)
+    with lock.held(folder) if launch.is_first() else contextlib.nullcontext():
+        train_in(folder, cfg)
+
+
+def shared_versions() -> dict[str, Any]:
+    """Return the versions that all processes of a run share: they may be on several machines."""
+    versions = provenance.versions()
+    return {name: number for name, number in versions.items() if name != "platform"}
+
+
+def shared_settings(cfg: DictConfig) -> dict[str, Any]:
+    """Return {key: value} of the settings that all processes of a run share."""
+    values = keys.flat(keys.plain(cfg, resolve=True))
+    return {key: value for key, value in values.items() if not settings.record(key).local}
+
+
+def train_in(folder: Path, cfg: DictConfig) -> None:
+    """Train in a run directory that this process holds."""
+    started = job.started_at()
+    from stoker.trainer import checkpoint, parallel
+
+    revision = provenance.revision(ROOT)
+    begins = checkpoint.together(
+        "resume", lambda: resume.to_resume(folder, cfg.resume, cfg.overwrite, cfg)
+    )
+    _, state, origin = begins or (None, None, None)
+    saver = build_saver(cfg, folder)
+    with building(cfg, [*pruning(cfg), saver, config_file(cfg, folder)]) as parts:
+        git = revision()  # which has ended long ago, and would stay as a defunct process
+        saver.about = describe(cfg, parts, origin)
+        add_profile(cfg, parts, folder)
+        loggers = describe_to_loggers(cfg, parts, folder, git and git.revision)
+        launch.check_alike(
+            {
+                "data": {parts.data.name: saver.about["data"]},
+                "code": processes.source_files(own_packages(arguments.typed())),
+            }
+        )
+        if state is not None:
+            resume.check_data(state, saver.about["data"])
+        begin(folder)
+        try:
+            with ended_after_failure(loggers):
+                fit(cfg, parts, state)
+                result = finish(folder, git, saver, parts, started, draws_report(cfg))
+            if result is not None:
+                print_result(folder, parts, result)
+        except KeyboardInterrupt:
+            say_interrupted(cfg, folder, saver)
+            raise SystemExit(stopping.exit_code()) from None
+    if launch.is_first() and draws_report(cfg):
+        draw_report(folder)
+    if result is not None:
+        finish_loggers(folder, loggers, result)
+    parallel.leave()
+
+
+def begin(folder: Path) -> None:
+    """Remember the run directory: from here on, a failure is written into it."""
+    global begun
+    begun = folder
+
+
+def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
+    """Return the callback that writes the checkpoints."""
+    node = {
+        "_target_": "stoker.trainer.callbacks.Checkpoint",
+        "folder": str(folder / "checkpoints"),
+        "monitor": cfg.monitor,
+        "mode": cfg.monitor_mode,
+        "overwrite": cfg.overwrite,
+        **cfg.checkpoint,
+    }
+    saver: Checkpoint = build("checkpoint", node)
+    return saver
+
+
+def config_file(cfg: DictConfig, folder: Path) -> "Callback":
+    """Return the callback that writes config.yaml, headed by what was typed."""
+    from stoker.runs.loggers import ConfigFile
+
+    typed = json.dumps(arguments.typed())
+    text = f"{directory.TYPED}{typed}\n{OmegaConf.to_yaml(cfg)}"
+    return ConfigFile(folder / "config.yaml", text, directory.WRITTEN)
+
+
+def saved_values(cfg: DictConfig) -> dict[str, Any]:
+    """Return the config for files: with its interpolations, so that nothing from the environment gets into one."""
+    values = keys.plain(cfg)
+    del values["run_dir"]
+    return values
+
+
+def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any]:
+    """Return what a checkpoint says of its run. `origin` is the hash of the file that the run began with."""
+    from stoker.data.record import fingerprint
+
+    data = parts.data
+    return {
+        "config": saved_values(cfg),
+        "versions": provenance.versions(),
+        "world_size": launch.world_size(),
+        "origin": origin,
+        "data": fingerprint(data),
+        "classes": data.classes and list(data.classes),
+        "inputs": data.description(),
+    }
+
+
+def add_profile(cfg: DictConfig, parts: Parts, folder: Path) -> None:
+    """With profile=true, trace a few steps of the first rank."""
+    if cfg.profile and launch.is_first():
+        from stoker.diagnostics.profiling import Profile
+
+        parts.trainer.callbacks.insert(0, Profile(folder / "profile"))
+
+
+def describe_to_loggers(
+    cfg: DictConfig, parts: Parts, folder: Path, revision: str | None
+) -> list["Logger"]:
+    """Tell the loggers which run this is, and return them."""
+    from stoker.runs.loggers import Logger
+
+    loggers = [callback for callback in parts.trainer.callbacks if isinstance(callback, Logger)]
+    for logger in loggers:
+        values = saved_config.for_reading({**saved_values(cfg), "run_dir": str(folder)})
+        logger.describe(values, job.sweep_name(), revision)
+    return loggers
+
+
+def pruning(cfg: DictConfig) -> list["Callback"]:
+    """Return the callback of a trial, which its search may end early; none in any other run."""
+    trial = job.trial_of(cfg)
+    if trial is None:
+        return []
+    from stoker.sweeps.optuna_search import Pruning
+
+    pruner = build("sweep.pruner", cfg.sweep.pruner)
+    return [Pruning(*trial, pruner, cfg.monitor, cfg.monitor_mode)]
+
+
+def fit(cfg: DictConfig, parts: Parts, state: dict[str, Any] | None) -> None:
+    """Fit the model; stopping.Interrupted where a signal came, to whatever process of the run."""
+    from stoker.trainer import parallel
+
+    trainer = parts.trainer
+    train_loader, val_loader, _ = parts.loaders
+    with stopping.gently(trainer.interrupt), parts.threads(cfg):
+        trainer.fit(train_loader, val_loader, resume=state)
+    if parallel.add_up(int(stopping.received is not None)):
+        if stopping.received is None:  # it came to another process
+            stopping.received = signal.SIGTERM
+        raise stopping.Interrupted
+
+
+@contextlib.contextmanager
+def ended_after_failure(loggers: list["Logger"]) -> Iterator[None]:
+    """Tell the loggers of a failure or an interruption, also of one that comes after the fit's own end."""
+    try:
+        yield
+    except BaseException as error:
+        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
+        for logger in loggers:
+            logger.end_as("stopped" if stopped else "failed")
+        raise
+
+
+def print_result(folder: Path, parts: Parts, result: RunResult) -> None:
+    """Print what the run came to, and complete its result by what takes longer to measure."""
+    packages = own_packages(arguments.typed())
+    print("\n".join(closing_lines(folder, result, packages)), flush=True)
+    more = efficiency(parts, result)
+    if more:
+        dataclasses.replace(result, **more).write(folder)
+
+
+def say_interrupted(cfg: DictConfig, folder: Path, saver: "Checkpoint") -> None:
+    """Print at which step the run stopped, and how to go on."""
+    if not launch.is_first():
+        return
+    text = f"\ninterrupted at step {saver.saved}."
+    if not job.in_sweep():
+        text += f" To go on from there:\n{launch.resume_command}"
+        if draws_report(cfg):
+            text += f"\nTo see it so far: {report_command(folder)}"
+    print(text, file=sys.stderr)
+
+
+def finish_loggers(folder: Path, loggers: list["Logger"], result: RunResult) -> None:
+    """Hand the result to the loggers, which takes longest and so comes last."""
+    if not loggers:
+        return
+    evaluation = json_files.read_json(folder / directory.EVALUATION) or {}
+    outcome = "stopped" if result.stopped_by("time_limit") else "done"
+    for logger in loggers:
+        logger.finish(result.steps, result.final_numbers(), evaluation, outcome)
