@@ -463,8 +463,7 @@ FORKS = """
             os.chdir(folder)
             for stream, name in ((1, ".out"), (2, ".err")):
                 os.dup2(os.open(folder + name, os.O_WRONLY | os.O_CREAT), stream)
-            from stoker.tasks.parts import building
-from stoker.runs import report
+            from stoker.runs import report
             report.html = lambda folder: ""  # half a second of drawing, of which tests/test_report.py has enough
             sys.argv = [train, *arguments]
             try:

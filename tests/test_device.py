@@ -505,7 +505,7 @@ def test_the_sources_are_all_looked_at():
     assert {
         "train.py",
         "trainer/trainer.py",
-        "stoker/command/cli.py",
+        "stoker/command/exit_codes.py",
         "data/loader.py",
         "models/mlp.py",
     } <= names

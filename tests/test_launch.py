@@ -217,7 +217,7 @@ def test_ranks_with_other_code_are_refused(forks, tmp_path):
     script.write_text(
         textwrap.dedent("""
         import os
-        from stoker.command import cli
+        from stoker.command import exit_codes
         from stoker.trainer import launch
         def main():
             own = {"train.py": b"1", "mine.py": os.environ["RANK"].encode()}
