@@ -72,7 +72,7 @@ TABLES = {
     "long line": (b"x" * 5_000_000, "no table that can be read"),
     "open quote": ('a,b,y\n1,"2,3\n' + ROWS, "values for the 3 columns|no table"),
     "escapes in the header": (f'a,"{ESCAPES}",z\n{ROWS}\n', "no such column"),
-    "escapes in a value": (f'a,b,y\n{ROWS}\n"{ESCAPES}",a,no\n', "1 of 61 values is no number"),
+    "escapes in a value": (f'a,b,y\n{ROWS}\n"{ESCAPES}",a,no\n', "1 of 61 values is not a number"),
     "many columns": (
         ",".join(f"c{i}" for i in range(100_000)) + "\n" + ",".join("1" for _ in range(100_000)),
         "no such",

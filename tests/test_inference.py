@@ -539,7 +539,8 @@ class Odd(torch.nn.Module):
 
 def test_an_unknown_category_is_none_of_them(runs, caplog):
     model = package.load(runs / "prices")
-    encode = tables.row_encoder(model.about["table"], ["town", "age", "size"], "x.csv", "error")
+    header = ["town", "age", "size"]
+    encode = tables.RowEncoder(model.about["table"], header, "x.csv", "error").encode
     assert (
         encode(2, ["Rom", "40", "7"]) == [40.0, 0.0, 1.0, 0.0, 7.0]
         and encode(3, ["Oslo", "40", "7"])[1:4] == [0.0] * 3
@@ -552,8 +553,8 @@ def test_an_unknown_category_is_none_of_them(runs, caplog):
 
 WRONG_TABLES = {
     "age,town\n1,Rom\n": "it has no column 'size', on which the run was trained",
-    "age,town,size\n1,Rom,1\n2,Rom,x\n": "line 3: 'x' in the column 'size' is no number",
-    "age,town,size\n1,Rom,inf\n": "line 2: 'inf' in the column 'size' is no number",
+    "age,town,size\n1,Rom,1\n2,Rom,x\n": "line 3: 'x' in the column 'size' is not a number",
+    "age,town,size\n1,Rom,inf\n": "line 2: 'inf' in the column 'size' is not a number",
     "age,town,size\n1,Rom\n": "line 2: 2 values for the 3 columns",
     "age,town,size\n": "there is no row in it",
     "": "is empty",

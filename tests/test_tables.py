@@ -188,7 +188,7 @@ def test_a_row_is_known_by_its_first_line(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text('a,b\n"x\ny",1\n\n2,3\n \t\n,\n"u\n\nv",4,5\n', encoding="utf-8")
     rows = tables.read_rows(str(path), ",")
-    assert [next(rows) for _ in range(3)] == [["a", "b"], (2, ["x\ny", "1"]), (5, ["2", "3"])]
+    assert [next(rows) for _ in range(3)] == [(1, ["a", "b"]), (2, ["x\ny", "1"]), (5, ["2", "3"])]
     assert next(rows) == (7, ["", ""])  # whose values are missing, where a line of blanks is no row
     with pytest.raises(UserError, match="line 8: 3 values"):
         next(rows)
@@ -240,7 +240,7 @@ def test_csv_missing_values(table):
         (
             HEADER + "\n".join(rows()),
             {"target": "city", "kind": "regression"},
-            "100 of 100 values are no numbers, the first 'a' in line 2.\n.*dataset.kind=classification",
+            "100 of 100 values are not numbers, the first 'a' in line 2.\n.*dataset.kind=classification",
         ),
         (HEADER, {}, "is empty"),
         ("", {}, "is empty"),
@@ -354,17 +354,17 @@ def test_a_few_values_that_are_no_numbers_make_no_categories(table, wrong):
         (
             "price",
             [7],
-            r"dataset.target=price: 1 of 400 values is no number, {} in line 9\.\n.*=classification\.$",
+            r"dataset.target=price: 1 of 400 values is not a number, {} in line 9\.\n.*=classification\.$",
         ),
         (
             "price",
             [7, 3],
-            "dataset.target=price: 2 of 400 values are no numbers, the first {} in line 5",
+            "dataset.target=price: 2 of 400 values are not numbers, the first {} in line 5",
         ),
         (
             "rooms",
             [7],
-            r"Column 'rooms' has 31 .* 1 of 400 values is no number, {} in line 9.\n.*categorical=.rooms",
+            r"Column 'rooms' has 31 .* 1 of 400 values is not a number, {} in line 9.\n.*categorical=.rooms",
         ),
     ):
         text = list(lines)
@@ -380,7 +380,9 @@ def test_a_few_values_that_are_no_numbers_make_no_categories(table, wrong):
             text, target="price", val_fraction=0, test_fraction=0, **changes
         ).table  # as it was typed
         about = table("rooms,price\n" + "\n".join(lines), target="price").description()
-        with pytest.raises(UserError, match=f"no numbers?, .*{re.escape(repr(wrong))} in line"):
+        with pytest.raises(
+            UserError, match=f"not a? ?numbers?, .*{re.escape(repr(wrong))} in line"
+        ):
             table(text, target="price", trained=about)
 
 

@@ -288,10 +288,10 @@ def row_batches(path, table, size, missing=None, delimiter=None, key="input"):
     delimiter = table["delimiter"] if delimiter is None else delimiter
     names = [column["name"] for column in table["columns"]]
     alone = names[0] if len(names) == 1 else None
-    rows = tables.read_rows(path, "\t" if delimiter == "tab" else delimiter, key, alone)
-    encode = tables.row_encoder(
-        table, next(rows), path, table["missing"] if missing is None else missing
-    )
+    rows = tables.read_rows(path, delimiter, key, alone)
+    _, header = next(rows)
+    missing = table["missing"] if missing is None else missing
+    encode = tables.RowEncoder(table, header, path, missing).encode
     encoded = ((line, row) for line, values in rows if (row := encode(line, values)) is not None)
     empty = True
     while batch := list(itertools.islice(encoded, size)):
