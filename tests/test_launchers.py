@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from stoker.trainer.errors import UserError
 from test_cli import answers, run
 
-from stoker.runs import rundir
+from stoker.runs import lock
 from stoker.sweeps import launchers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,11 +178,11 @@ def test_a_slot_is_one_process_alone(tmp_path):
             taken[1].communicate()
         assert len(asked) < 50
 
-    before = set(rundir.locks)
+    before = set(lock.locks)
     assert launchers.claim(tmp_path, 0, 2, go_on) in (0, 1) and len(asked) >= 2
     taken[0].communicate()
-    for file in rundir.locks - before:
-        rundir.locks.discard(file)
+    for file in lock.locks - before:
+        lock.locks.discard(file)
         file.close()
 
 
@@ -252,7 +252,7 @@ def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, launcher, number,
         process.send_signal(number)
     done = end(process, tmp_path)
     assert done.code == (-9 if number == signal.SIGKILL else 128 + number), done.err
-    wait(lambda: not any(rundir.is_held(tmp_path / "all" / str(job)) for job in range(4)))
+    wait(lambda: not any(lock.is_held(tmp_path / "all" / str(job)) for job in range(4)))
     begun = [job for job in range(4) if (tmp_path / "all" / str(job) / "checkpoints").exists()]
     assert len(begun) == 2 and all(
         (tmp_path / "all" / f"{job}/checkpoints/step_00000013.ckpt").exists() for job in begun
@@ -308,7 +308,7 @@ def test_a_job_that_submitit_interrupts_is_put_into_the_queue_and_goes_on(tmp_pa
             or glob.glob(f"{tmp_path}/all/0/checkpoints/step_00000010.ckpt")
         )
     )
-    owner = int((tmp_path / "all" / "0" / rundir.LOCK).read_text().split()[1])
+    owner = int((tmp_path / "all" / "0" / lock.LOCK).read_text().split()[1])
     os.kill(owner, signal.SIGUSR2)
     wait(lambda: (tmp_path / "all/0/checkpoints/step_00000013.ckpt").exists())
     (tmp_path / "hold").unlink()

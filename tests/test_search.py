@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 from stoker.trainer.errors import UserError
 
 from stoker.command import arguments, messages
-from stoker.runs import rundir
 from stoker.sweeps import search
 from stoker.sweeps.jobs import read_job, read_jobs
 
@@ -113,13 +112,10 @@ def test_a_trial_ends_where_the_pruner_says_so_and_is_told_so(whole):
         assert not any(pruned[:-1]), "it went on after the pruner's word"
         study.tell(own, state=states[-1], values=None if any(pruned) else trial.value)
 
-        result = rundir.finished(whole / "s" / str(trial.number))
-        rows = [
-            json.loads(line)
-            for line in (whole / "s" / str(trial.number) / "metrics.jsonl")
-            .read_text()
-            .split("\n")[:-1]
-        ]
+        folder = whole / "s" / str(trial.number)
+        result = json.loads((folder / "result.json").read_text())
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
         curve = [row["val/acc"] for row in rows if "val/acc" in row]
         assert curve == list(trial.intermediate_values.values())
         assert result["best"]["value"] == max(curve)

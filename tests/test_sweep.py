@@ -21,8 +21,8 @@ from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
 from stoker.trainer.callbacks import Callback as TrainerCallback
 
-from stoker.command import exit_codes
-from stoker.runs import json_files, rundir
+from stoker.command import exit_codes, shell
+from stoker.runs import directory, json_files, lock
 from stoker.sweeps import jobs, launchers, sweep
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
@@ -490,9 +490,9 @@ def test_the_jobs_of_a_larger_sweep_before_count_for_nothing(forks, tmp_path):
 
 def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
     runs = tmp_path / "runs"
-    rundir.write_json(runs / "one" / "result.json", {"overrides": [], "error": "x", "code": 3})
+    json_files.write_json(runs / "one" / "result.json", {"overrides": [], "error": "x", "code": 3})
     assert sweep.main([str(runs)]) == 2  # it is no run's
-    rundir.write_json(runs / "swept" / "0" / "job.json", {"number": 0, "overrides": []})
+    json_files.write_json(runs / "swept" / "0" / "job.json", {"number": 0, "overrides": []})
     assert sweep.main([str(runs)]) == 2
     assert sweep.main([str(runs / "ones")]) == sweep.main([str(runs / "sweptt")]) == 2
     without, offered, no_hint, hint = capsys.readouterr().err.splitlines()
@@ -506,10 +506,10 @@ def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
         typed = ["optimizer.lr=1e-2"] * (name == "three") + [f"seed={seed}", f"run_dir=runs/{name}"]
         (runs / name).mkdir(exist_ok=True)
         (runs / name / "config.yaml").write_text(
-            f"{rundir.TYPED}{json.dumps(typed)}\nseed: {seed}\n"
+            f"{directory.TYPED}{json.dumps(typed)}\nseed: {seed}\n"
         )
         best = {"name": "val/acc", "mode": "max", "value": 0.5 + i / 4}
-        rundir.write_json(
+        json_files.write_json(
             runs / name / "result.json", {"overrides": typed, "best": best, "seconds": 2.0}
         )
     (runs / "three" / "result.json").unlink()
@@ -549,9 +549,9 @@ def test_of_runs_on_different_data_none_is_the_best(tmp_path, capsys):
             "test/loss": 0.5,
             f"test/{test}": 0.125,
         }
-        rundir.write_json(tmp_path / name / "result.json", result)
+        json_files.write_json(tmp_path / name / "result.json", result)
         (tmp_path / name / "config.yaml").touch()
-    rundir.write_json(
+    json_files.write_json(
         tmp_path / "e" / "result.json",
         {"overrides": [], "error": "it is nan.\nType lr.", "code": 3},
     )
@@ -586,7 +586,7 @@ def test_of_runs_on_different_data_none_is_the_best(tmp_path, capsys):
 
 def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, capsys):
     for job in "012":
-        rundir.write_json(
+        json_files.write_json(
             tmp_path / job / "job.json",
             {"number": int(job), "overrides": [f"seed={job}", "epochs=9"]},
         )
@@ -595,10 +595,10 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
             f'{json.dumps(row)}\n{{"step": 30, "train/loss": 1'
         )
     (tmp_path / "2" / "metrics.jsonl").unlink()
-    rundir.write_json(
+    json_files.write_json(
         tmp_path / "sweep.json", {"typed": ["-m", "seed=0,1,2,3", "epochs=9"], "jobs": 4}
     )
-    with rundir.held(tmp_path / "1"):
+    with lock.held(tmp_path / "1"):
         assert sweep.main([str(tmp_path)]) == 0
     *rows, last = capsys.readouterr().out.splitlines()
     assert [re.split(" {2,}", row)[:2] for row in rows[1:]] == [
@@ -612,21 +612,21 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
     assert "1 running, 2 unfinished, 1 not begun" in last
     assert sweep.main([str(tmp_path)]) == 0  # nobody is at work any more
     go_on = arguments_of(line_of(capsys.readouterr().out, "go on"))
-    assert go_on == ["-m", "seed=0,1,2,3", "epochs=9", rundir.setting("hydra.sweep.dir", tmp_path)]
+    assert go_on == ["-m", "seed=0,1,2,3", "epochs=9", shell.setting("hydra.sweep.dir", tmp_path)]
 
 
-@pytest.mark.parametrize("while_it", ["is_held", "read_result"])
-def test_a_job_that_ends_while_it_is_looked_at(tmp_path, monkeypatch, while_it):
+@pytest.mark.parametrize(("of", "while_it"), [(jobs, "is_held"), (jobs.RunResult, "read")])
+def test_a_job_that_ends_while_it_is_looked_at(tmp_path, monkeypatch, of, while_it):
     result = {"overrides": ["seed=0"], "best": None, "seconds": 1.0}
-    rundir.write_json(tmp_path / "0" / "job.json", {"number": 0, "overrides": ["seed=0"]})
-    ask = getattr(rundir, while_it)
+    json_files.write_json(tmp_path / "0" / "job.json", {"number": 0, "overrides": ["seed=0"]})
+    ask = getattr(of, while_it)
 
     def ends(path):
         found = ask(path)
-        rundir.write_json(tmp_path / "0" / "result.json", result)
+        json_files.write_json(tmp_path / "0" / "result.json", result)
         return found
 
-    monkeypatch.setattr(rundir, while_it, ends)
+    monkeypatch.setattr(of, while_it, ends)
     assert jobs.read_job(tmp_path / "0").status == (
         "done" if while_it == "is_held" else "unfinished"
     )
@@ -671,8 +671,8 @@ def test_a_spreadsheet_runs_nothing_of_the_csv(tmp_path):
             "test/loss": -1.5,
             "best": None,
         }
-        rundir.write_json(tmp_path / str(i) / "result.json", result)
-    rundir.write_json(tmp_path / jobs.SWEEP, {})
+        json_files.write_json(tmp_path / str(i) / "result.json", result)
+    json_files.write_json(tmp_path / jobs.SWEEP, {})
     assert sweep.main([str(tmp_path)]) == 0
     with open(tmp_path / "sweep.csv", newline="", encoding="utf-8") as file:
         header, *rows = csv.reader(file)
@@ -702,8 +702,8 @@ def test_a_pruned_job_has_a_line_of_its_own(tmp_path):
         }
         if i > 1:
             result["stopped"] = {"kind": "pruned", "text": "pruned at evaluation 1"}
-        rundir.write_json(tmp_path / str(i) / "result.json", result)
-    rundir.write_json(tmp_path / jobs.SWEEP, {})
+        json_files.write_json(tmp_path / str(i) / "result.json", result)
+    json_files.write_json(tmp_path / jobs.SWEEP, {})
     assert sweep.main([str(tmp_path)]) == 0
     page = Page((tmp_path / "sweep.html").read_text(encoding="utf-8"))
     assert (
@@ -749,7 +749,7 @@ def test_what_is_typed_in_quotes_is_what_hydra_reads():
         "100%",
     ):
         assert (
-            str(OverridesParser.create().parse_override(rundir.setting("run_dir", value)).value())
+            str(OverridesParser.create().parse_override(shell.setting("run_dir", value)).value())
             == value
         )
 

@@ -9,19 +9,26 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stoker.command import arguments, exit_codes, settings
-from stoker.runs import rundir
+from stoker.command.shell import setting
+from stoker.runs import result as results
+from stoker.runs.directory import CONFIG, METRICS, RESULT
+from stoker.runs.json_files import is_number, read_json, write_json
+from stoker.runs.lock import is_held
+from stoker.runs.result import Best, RunResult, are_overrides
 from stoker.trainer import files, launch, readable
-from stoker.trainer.errors import as_typed, printable
+from stoker.trainer.errors import UserError, as_typed, printable
 
 JOB = "job.json"  # what was typed for a job
 SWEEP = "sweep.json"  # what was typed for the whole sweep
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 PROGRESS_BYTES = 2**16  # read from the end of a metrics.jsonl
+PROGRESS_LETTERS = 1000  # printed of it
 announced = False  # whether this process has checked its sweep against the directory and begun it
 
 
@@ -29,14 +36,14 @@ announced = False  # whether this process has checked its sweep against the dire
 class Job:
     """What the folder of a job says.
 
-    `best` is that of result.json: {"name", "mode", "step", "value"}. `note` says why the job failed or was pruned, or
-    how far it is. `code` is what it adds to the exit code of its sweep.
+    `best` and `test` are those of its result. `note` says why it failed or was pruned, or how far it is. `code` is
+    what it adds to the exit code of its sweep.
     """
 
     name: str
     overrides: list[str]
     status: str = "done"
-    best: dict[str, Any] | None = None
+    best: Best | None = None
     test: dict[str, float] = field(default_factory=dict)
     seconds: float | None = None
     note: str = ""
@@ -44,10 +51,6 @@ class Job:
 
     def __post_init__(self) -> None:
         self.settings = settings_of(self.overrides)
-
-    def is_within(self, planned: int | None) -> bool:
-        """Whether a sweep of `planned` jobs has this one: a larger sweep may have used the directory before."""
-        return planned is None or not self.name.isdecimal() or int(self.name) < planned
 
 
 @dataclass
@@ -63,7 +66,7 @@ class SweepRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "SweepRecord":
-        record = rundir.read_result(folder / SWEEP) or {}
+        record = read_json(folder / SWEEP) or {}
         jobs = record.get("jobs")
         return cls(
             texts(record.get("typed")),
@@ -72,7 +75,7 @@ class SweepRecord:
         )
 
     def write(self, folder: Path) -> None:
-        rundir.write_json(folder / SWEEP, vars(self))
+        write_json(folder / SWEEP, vars(self))
 
 
 def texts(value: object) -> list[str] | None:
@@ -112,25 +115,27 @@ def read_job(folder: Path) -> Job:
     from stoker.runs.report import typed_in
 
     # First of all, since a job that ends from here on has its result by then.
-    is_held = rundir.is_held(folder)
-    result = rundir.read_result(folder / "result.json")
-    begun = rundir.read_result(folder / JOB)
-    record = begun if rundir.is_list(begun) else result
-    overrides = typed_in(folder, record if rundir.is_list(record) else {}) or []
-    job = Job(folder.name, overrides)
-    if rundir.is_finished(result):
-        job.best = result.get("best")
-        job.seconds = result["seconds"]
-        job.test = numbers_in(result, "test/")
-        stopped = rundir.stopped(result)
-        if stopped.kind == "pruned":
+    is_running = is_held(folder)
+    result = RunResult.read(folder)
+    begun = read_json(folder / JOB)
+    overrides = overrides_in(begun)
+    if overrides is None and result is not None:
+        overrides = result.overrides
+    if overrides is None:
+        overrides = typed_in(folder, {})
+    job = Job(folder.name, overrides or [])
+    if result is not None and result.is_finished:
+        job.best = result.best
+        job.seconds = result.seconds
+        job.test = result.tests()
+        if result.stopped_by("pruned"):
             job.status = "pruned"
-            job.note = stopped.text
-    elif is_held:
+            job.note = str(result.stopped)
+    elif is_running:
         job.status = "running"
         job.note = progress(folder)
         job.code = exit_codes.IN_USE
-    elif result is None and (begun is not None or (folder / "config.yaml").is_file()):
+    elif result is None and (begun is not None or (folder / CONFIG).is_file()):
         job.status = "unfinished"
         job.note = progress(folder)
         job.code = 3
@@ -138,25 +143,22 @@ def read_job(folder: Path) -> Job:
         job.status = "failed"
         job.note = "its result.json is not that of a run"
         job.code = 3
-        if rundir.is_whole(result):
-            job.note = result["error"]
-            job.code = result.get("code") if result.get("code") in (1, 2, 3) else 3
+        if result is not None and result.is_whole:
+            job.note = str(result.error)
+            job.code = result.code if result.code in (1, 2, 3) else 3
     return job
 
 
-def numbers_in(row: dict[str, Any], prefix: str) -> dict[str, float]:
-    """The numbers among the entries whose names begin with `prefix`."""
-    return {
-        name: value
-        for name, value in row.items()
-        if name.startswith(prefix) and rundir.is_number(value)
-    }
+def overrides_in(record: dict[str, Any] | None) -> list[str] | None:
+    """What was typed for a job, from its job.json; None if that does not say."""
+    overrides = record.get("overrides") if record else None
+    return overrides if are_overrides(overrides) else None
 
 
 def progress(folder: Path) -> str:
     """'at step 140, loss 0.2546  acc 0.9330', from the last rows of a job's metrics.jsonl."""
     try:
-        with files.open_plain(folder / "metrics.jsonl") as file:
+        with files.open_plain(folder / METRICS) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - PROGRESS_BYTES))
             lines = file.read(PROGRESS_BYTES).splitlines()
     except OSError:
@@ -168,25 +170,24 @@ def progress(folder: Path) -> str:
             row = json.loads(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 step = row["step"]
-                values = readable.numbers(numbers_in(row, "val/")) or values
+                shown = {k: v for k, v in row.items() if k.startswith("val/") and is_number(v)}
+                values = readable.numbers(shown) or values
     text = f"at step {step}, {values}" if values else f"at step {step}"
-    return text[: rundir.MOST_SETTINGS]
+    return text[:PROGRESS_LETTERS]
 
 
 def settings_of(overrides: list[str]) -> dict[str, str]:
     """{key: value as it was typed}, without the keys of the sweep itself."""
-    settings = {}
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if not re.match(r"(sweep|hydra|run_dir)([./]|$)", key):
-            settings[key] = value
-    return settings
+    pairs = (override.lstrip("+").partition("=") for override in overrides)
+    return {
+        key: value for key, _, value in pairs if not re.match(r"(sweep|hydra|run_dir)([./]|$)", key)
+    }
 
 
-def varied(settings: list[dict[str, str]]) -> list[str]:
+def varied(jobs: list[dict[str, str]]) -> list[str]:
     """The keys in which the settings of several jobs differ, in the order typed."""
-    keys = dict.fromkeys(key for job in settings for key in job)
-    return [key for key in keys if len({job.get(key) for job in settings}) > 1]
+    keys = dict.fromkeys(key for job in jobs for key in job)
+    return [key for key in keys if len({job.get(key) for job in jobs}) > 1]
 
 
 def changes_results(key: str) -> bool:
@@ -194,30 +195,40 @@ def changes_results(key: str) -> bool:
     return key in ("eval_every", "max_minutes") or not settings.may_differ(key)
 
 
-def differences(now: dict[str, str], before: dict[str, str]) -> str:
-    """'seed=2 (was 0), ...' for the first three keys in which two jobs' settings differ; '' for none."""
-    keys = [key for key in {**now, **before} if now.get(key) != before.get(key)]
+def differences(
+    now: dict[str, str], before: dict[str, str], compares: Callable[[str], bool]
+) -> str:
+    """'seed=2 (was 0), ...' for the first three keys to compare in which two jobs differ; '' for none."""
+    keys = [key for key in {**now, **before} if compares(key) and now.get(key) != before.get(key)]
     return ", ".join(
         f"{key}={as_typed(now.get(key, '(default)'))} (was {before.get(key, '(default)')})"
         for key in keys[:3]
     )
 
 
-def typed_for(job: Job, keys: list[str]) -> str:
+def typed_for(job: Job, keys: Iterable[str]) -> list[str]:
     """What was typed for a job, of these keys."""
-    parts = []
-    for key in keys:
-        value = job.settings.get(key)
-        if value == "" and key.startswith("~"):
-            parts.append(key)
-        elif value is not None:
-            parts.append(f"{key}={value}")
-    return " ".join(parts)
+    typed = [key for key in keys if key in job.settings]
+    return [
+        key if key.startswith("~") and not job.settings[key] else f"{key}={job.settings[key]}"
+        for key in typed
+    ]
+
+
+def consecutive(numbers: Iterable[int]) -> list[list[int]]:
+    """Cut ascending numbers into runs that count up by one: [0, 1, 2], [5]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def command_to_continue(folder: Path) -> str:
     """The command line of the sweep, which goes on with it."""
-    place = rundir.setting("hydra.sweep.dir", folder)
+    place = setting("hydra.sweep.dir", folder)
     typed = SweepRecord.read(folder).typed
     if typed is None:
         return f"the same command with {place}"
@@ -225,38 +236,35 @@ def command_to_continue(folder: Path) -> str:
     return shlex.join([*launch.program(), *typed, place])
 
 
-def what_to_type(folder: Path) -> str:
-    """What to type where a sweep does not go with the one in its directory."""
-    again = command_to_continue(folder)
-    return f"Type another hydra.sweep.dir, or to go on with that one:\n{again}"
+def of_another_sweep(folder: Path, reason: str) -> UserError:
+    """The error for a sweep that does not go with the one in its directory."""
+    return UserError(
+        f"hydra.sweep.dir={folder}: {reason}.\n"
+        f"Type another hydra.sweep.dir, or to go on with that one:\n{command_to_continue(folder)}"
+    )
 
 
 def begin(folder: str, number: int) -> None:
     """Write what was typed for this process's job into its directory, and remove an earlier failure."""
     path = Path(folder)
-    if rundir.has_failed(path):
-        (path / "result.json").unlink()
+    if results.has_failed(path):
+        (path / RESULT).unlink()
     record = {"number": number, "overrides": arguments.typed()}
-    if rundir.read_result(path / JOB) != record:
-        rundir.write_json(path / JOB, record)
+    if read_json(path / JOB) != record:
+        write_json(path / JOB, record)
 
 
 def pass_over(folder: str, number: int) -> float | None:
     """Say that this process's job was done before, and return its value."""
-    best = best_of(folder)
+    result = results.finished(folder)
     text = f"job {number}    {' '.join(arguments.typed())}: done"
-    if best:
-        text += f", {best['name']} {readable.number(best['value'])}"
+    if result and result.best:
+        text += f", {result.best.name} {readable.number(result.best.value)}"
     print(printable(text), flush=True)
     return value_of(folder)
 
 
 def value_of(folder: str) -> float | None:
     """The number that a job gives to its sweeper: the best of what it monitors, None where it has none."""
-    best = best_of(folder)
-    return best["value"] if best else None
-
-
-def best_of(folder: str) -> dict[str, Any] | None:
-    result = rundir.finished(folder) or {}
-    return result.get("best")
+    result = results.finished(folder)
+    return result.best.value if result and result.best else None

@@ -1,20 +1,24 @@
 """Jobs of a sweep in processes of their own: what Hydra's launchers leave open about devices, threads and signals."""
 
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import exit_codes, settings
-from stoker.runs import rundir
-from stoker.sweeps.jobs import read_job, typed_for
+from stoker.runs import lock
+from stoker.runs.directory import RESULT, remove_empty
+from stoker.sweeps.jobs import Job, read_job, typed_for
 from stoker.trainer import stopping
 from stoker.trainer.errors import RunInUse, UserError, check_number, printable
 from stoker.trainer.launch import cores
@@ -27,245 +31,251 @@ EXTRAS = {
     "submitit_slurm": "submitit",
     "ray": "ray",
 }
+SIDE_BY_SIDE = ("joblib", "submitit_local", "ray")  # that run sweep.at_once jobs
+THREADS = "OMP_NUM_THREADS"
 JOBS = "jobs"  # the folder of a sweep for what its jobs print, and for the locks below
 POLL = 0.3  # seconds
-USR2 = getattr(
-    signal, "SIGUSR2", None
-)  # by which submitit tells a job that its time is over, or that it is preempted
+# By which submitit tells a job that its time is over, or that it is preempted; not on Windows.
+USR2: signal.Signals | None = getattr(signal, "SIGUSR2", None)
 
-apart = False  # whether this process has been launched for jobs of a sweep
-slot = None  # which share of the machine this process has
-job = contextlib.ExitStack()  # what is undone when its job has ended
-holding = contextlib.ExitStack()  # in the process of the sweep: what its jobs are to see of it
+apart = False  # whether this process was launched for jobs of a sweep
+slot: int | None = None  # which share of the machine this process has
+job = contextlib.ExitStack()  # what to undo when the job of this process has ended
+holding = contextlib.ExitStack()  # in the process of the sweep: what its jobs can see of it
+failed: list[Job] = []  # the job that ends a sweep with sweep.on_error=stop
 
 
-def check_installed(launcher):
-    """UserError where the plugin of one of our launchers is not there."""
+def check_installed(launcher: str) -> None:
+    """Raise UserError if the plugin of one of our launchers is not installed."""
     extra = EXTRAS.get(launcher)
-    try:
-        there = not extra or importlib.util.find_spec(f"hydra_plugins.hydra_{extra}_launcher")
-    except ModuleNotFoundError:  # no plugin at all
-        there = False
-    if not there:
-        what = f"Type pip install -e '.[{extra}]', or leave this out for one job after the other."
-        raise UserError(f"hydra/launcher={launcher}: its plugin is not installed.\n{what}")
+    plugin = None
+    with contextlib.suppress(ModuleNotFoundError):  # no plugin at all
+        plugin = importlib.util.find_spec(f"hydra_plugins.hydra_{extra}_launcher")
+    if extra and not plugin:
+        raise UserError(
+            f"hydra/launcher={launcher}: its plugin is not installed.\n"
+            f"Type pip install -e '.[{extra}]', or leave this out for one job after the other."
+        )
 
 
-def how_many(at_once, per_gpu, gpus, cores):
-    """(jobs at the same time, threads of each): `auto` is what the GPUs hold, without one a job on each core.
+def how_many(at_once: int | str, per_gpu: int, gpus: int, cores: int) -> tuple[int, int]:
+    """Return (jobs at the same time, threads of each); `auto` is what the GPUs hold, or one job per core.
 
-    The cores are divided among the jobs; each has one at least.
+    The jobs share the cores, and each has at least one.
     """
-    jobs = (gpus * per_gpu or cores) if at_once == "auto" else at_once
+    jobs = (gpus * per_gpu or cores) if at_once == "auto" else int(at_once)
     return jobs, max(1, cores // jobs)
 
 
-def count_gpus(device):
-    """How many GPUs there are for jobs with this `device`."""
+def count_gpus(device: str) -> int:
+    """Return how many GPUs there are for jobs with this `device`."""
     if device not in GPUS:
         return 0
     from stoker.trainer.device import available
 
     names = available()[1:]  # the kind, and each of several by number
-    return 0 if not names or names[0] == "mps" else max(len(names) - 1, 1)
+    if not names or names[0] == "mps":
+        return 0
+    return max(len(names) - 1, 1)
 
 
-# What configs/hydra/launcher/ asks for: a launcher's node of the config has to be whole before its sweep begins.
-OmegaConf.register_resolver(
-    "jobs_at_once",
-    lambda at_once, per_gpu, device: how_many(at_once, per_gpu, count_gpus(device), cores())[0],
-)
-OmegaConf.register_resolver(
-    "gpus_of_a_job", lambda per_gpu, device: 1 / per_gpu if count_gpus(device) else 0
-)
+def jobs_at_once(at_once: int | str, per_gpu: int, device: str) -> int:
+    return how_many(at_once, per_gpu, count_gpus(device), cores())[0]
 
 
-def order(number, slots):
-    """The slots in which job `number` may run, first the one that is its own, number % slots, then those after it."""
+def gpus_of_a_job(per_gpu: int, device: str) -> float:
+    return 1 / per_gpu if count_gpus(device) else 0
+
+
+# For configs/hydra/launcher/: a launcher's node of the config has to be complete before its sweep begins.
+OmegaConf.register_resolver("jobs_at_once", jobs_at_once)
+OmegaConf.register_resolver("gpus_of_a_job", gpus_of_a_job)
+
+
+def order(number: int, slots: int) -> list[int]:
+    """The slots in which job `number` may run: first its own, number % slots, then those after it."""
     return [(number + i) % slots for i in range(slots)]
 
 
-def device(name, names):
-    """What `device=name` is for this process, where `names` are there: of several GPUs, `auto` is that of its slot."""
-    numbered = [each for each in names if ":" in each]
-    return (
-        numbered[slot % len(numbered)] if name == "auto" and slot is not None and numbered else name
-    )
+def device(name: str, names: list[str]) -> str:
+    """What `device=name` is in this process, of the available `names`: `auto` is the GPU of its slot if there are several."""
+    gpus = [each for each in names if ":" in each]
+    if name != "auto" or slot is None or not gpus:
+        return name
+    return gpus[slot % len(gpus)]
 
 
-def claim(folder, number, slots, go_on):
-    """The first of the job's slots that no other process has, which is this process's until its end.
+def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> int:
+    """Return the first of the job's slots that no other process has; it is this process's until its end.
 
-    By the number alone two jobs would share a GPU while another is idle, since they do not end in the order in which
-    they began. Where all are taken it waits for one, while `go_on` says so.
+    By the number alone two jobs would share a GPU while another one is idle, as they do not end in the order in which
+    they began. If all slots are taken, wait for one; `go_on` raises an exception to give up.
     """
     while True:
         for each in order(number, slots):
-            file = open(folder / f"slot_{each}", "a+b")  # noqa: SIM115 (the lock lives as long as the process)
+            # The lock lives as long as the process.
+            file = open(folder / f"slot_{each}", "a+b", buffering=0)  # noqa: SIM115
             try:
-                rundir.lock(file)
+                lock.lock(file)
             except BlockingIOError:
                 file.close()
                 continue
             except OSError:  # a file system without locks
                 return number % slots
-            rundir.locks.add(file)
+            lock.locks.add(file)
             return each
         go_on()
         time.sleep(POLL)
 
 
 class Jobs(Callback):
-    """Hydra's callback for a sweep whose jobs run in processes of their own; does nothing for its basic launcher.
+    """Hydra's callback for a sweep whose jobs run in processes of their own. With Hydra's basic launcher it does nothing.
 
     It is made in the process of the sweep, and each job gets a copy. The sweep holds a lock for as long as its jobs
-    should go on: when it is let go of, by a signal or by the end of the process however it ends, those that run on
-    this machine save their step and stop, and no other one begins.
+    should go on. When the lock is released, by a signal or by the end of the process however it ends, the jobs that
+    run on this machine save their step and stop, and no other one begins.
     """
 
-    def __init__(self, at_once, per_gpu, device, on_error):
-        self.at_once, self.per_gpu, self.device, self.on_error = at_once, per_gpu, device, on_error
-        self.launcher = None
+    launcher: str | None = None  # None where jobs run in this process
 
-    def on_multirun_start(self, config, **_):
-        self.launcher = config.hydra.runtime.choices.get("hydra/launcher")
+    def __init__(self, at_once: int | str, per_gpu: int, device: str, on_error: str) -> None:
+        self.at_once = at_once
+        self.per_gpu = per_gpu
+        self.device = device
+        self.on_error = on_error
+
+    # In the process of the sweep:
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        launcher = config.hydra.runtime.choices.get("hydra/launcher")
         try:
-            self.check()
-            if self.launcher not in EXTRAS:
-                self.launcher = None
+            self.check(launcher)
+            if launcher not in EXTRAS:
                 return
-            self.prepare(config.hydra.launcher)
-            if self.launcher == "joblib" and self.jobs == 1:  # it runs them in this process
-                self.launcher = None
-            else:
-                self.hold(Path(config.hydra.sweep.dir))
-        except Exception as error:  # Hydra would make a warning of it
+            self.prepare(launcher, config.hydra.launcher)
+            if launcher == "joblib" and self.jobs == 1:  # joblib runs them in this process
+                return
+            self.launcher = launcher
+            self.hold(Path(config.hydra.sweep.dir))
+        except Exception as error:  # Hydra would turn it into a warning
             raise SystemExit(exit_codes.report(error)) from None
 
-    def check(self):
-        """UserError for settings that cannot be, or that this launcher does not look at."""
-        for name in ("at_once", "per_gpu"):
-            value = settings.check(f"sweep.{name}", getattr(self, name))
-            if value not in ("auto", 1) and self.launcher not in (
-                "joblib",
-                "submitit_local",
-                "ray",
-            ):
-                what = "hydra/launcher=joblib for jobs side by side on this machine"
-                if self.launcher == "submitit_slurm":
-                    what = "hydra.launcher.array_parallelism= for jobs at the same time"
-                raise UserError(
-                    f"sweep.{name}={value}: hydra/launcher={self.launcher} has no use for it. Type {what}."
-                )
-        check_installed(self.launcher)
+    def check(self, launcher: str) -> None:
+        """Raise UserError for settings that are out of range, or that this launcher does not use."""
+        for key, value in (("sweep.at_once", self.at_once), ("sweep.per_gpu", self.per_gpu)):
+            settings.check(key, value)
+            if value in ("auto", 1) or launcher in SIDE_BY_SIDE:
+                continue
+            hint = "hydra/launcher=joblib for jobs side by side on this machine"
+            if launcher == "submitit_slurm":
+                hint = "hydra.launcher.array_parallelism= for jobs at the same time"
+            raise UserError(
+                f"{key}={value}: hydra/launcher={launcher} has no use for it. Type {hint}."
+            )
+        check_installed(launcher)
 
-    def prepare(self, node):
-        """What a job is to find, by the launcher's `node` of the config: its share of the machine, and its place."""
-        if self.launcher == "joblib":
+    def prepare(self, launcher: str, node: DictConfig) -> None:
+        """Set what a job finds: its share of the machine, its folder and its packages."""
+        if launcher == "joblib":
             check_number("hydra.launcher.n_jobs", node.n_jobs, whole=True, least=-1)
             if node.n_jobs == 0:
                 raise UserError(
                     "hydra.launcher.n_jobs=0: give a whole number at least 1, or -1 for one on each core."
                 )
             self.at_once = cores() if node.n_jobs == -1 else node.n_jobs
-        gpus = count_gpus(self.device) if self.launcher != "submitit_slurm" else 0
+        gpus = 0 if launcher == "submitit_slurm" else count_gpus(self.device)
         self.jobs, self.threads = how_many(self.at_once, self.per_gpu, gpus, cores())
-        self.environ = {name: os.environ.get(name) for name in (VISIBLE_GPUS, "OMP_NUM_THREADS")}
-        # Where another process finds train.py's packages, and those beside it.
+        self.environ = {name: os.environ.get(name) for name in (VISIBLE_GPUS, THREADS)}
+        # Another process finds train.py's packages, and those beside it, by this.
         path = [str(Path(sys.argv[0]).resolve().parent), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-        self.argv, self.cwd = sys.argv, os.getcwd()
-        if self.launcher == "ray":
-            self.start_ray(OmegaConf.to_container(node.ray, resolve=True))
+        self.argv = sys.argv
+        self.cwd = os.getcwd()
+        if launcher == "ray":
+            self.start_ray(node)
 
-    def start_ray(self, node):
-        """Starts Ray, or finds the cluster at `address`; it has answers of its own to signals, which are taken back."""
+    def start_ray(self, node: DictConfig) -> None:
+        """Start Ray, or find the cluster at `address`, and take the signals back that it answers."""
         import ray
 
-        if node["init"]["address"] is None:
-            node["init"].setdefault("num_cpus", self.jobs)
-        else:  # the machines are others
-            self.threads = node["remote"]["num_cpus"]
-        ray.init(**node["init"])
+        init: Any = OmegaConf.to_container(node.ray.init, resolve=True)
+        if init["address"] is None:
+            init.setdefault("num_cpus", self.jobs)
+        else:  # other machines
+            self.threads = node.ray.remote.num_cpus
+        ray.init(**init)
         stopping.listen()
 
-    def hold(self, folder):
-        """Takes the lock of the sweep, and says from now on what becomes of its jobs."""
-        self.sweep, self.folder = folder.resolve(), folder.resolve() / JOBS
+    def hold(self, folder: Path) -> None:
+        """Take the lock of the sweep, and say from now on how its jobs end."""
+        self.sweep = folder.resolve()
+        self.folder = self.sweep / JOBS
         try:
-            holding.enter_context(rundir.held(self.folder))
+            holding.enter_context(lock.held(self.folder))
         except RunInUse:
             raise RunInUse(
                 f"hydra.sweep.dir={folder} is in use by another process. Wait until it has ended."
             ) from None
-        self.locks = (
-            rundir.is_held(self.folder) and self.launcher != "submitit_slurm"
-        )  # its nodes are other machines
+        is_local = self.launcher != "submitit_slurm"
+        self.locks = is_local and lock.is_held(self.folder)
         self.owner = self.read_owner()
         stopping.gentle = self.stop
-        self.watch()
-        said = f"what they print is in {folder / JOBS}"
-        if self.launcher != "submitit_slurm":
+        times = {path: path.stat().st_mtime_ns for path in self.results()}
+        look = functools.partial(self.look_for_ends, times)
+        holding.callback(look)
+        poll(look, holding)
+        text = f"what they print is in {folder / JOBS}"
+        if is_local:
             threads = f"{self.threads} threads" if self.threads > 1 else "a thread"
-            said = f"{self.jobs} at once, with {threads} each; {said}"
-        print(f"jobs     {said}", flush=True)
+            text = f"{self.jobs} at once, with {threads} each; {text}"
+        print(f"jobs     {text}", flush=True)
 
-    def watch(self):
-        """Has a thread print a line for each job that ends; a signal is raised where one has failed that should not."""
-        before = {path: path.stat().st_mtime_ns for path in self.sweep.glob("*/result.json")}
-        ended, on_error = threading.Event(), self.on_error
+    def results(self) -> list[Path]:
+        return sorted(self.sweep.glob(f"*/{RESULT}"))
 
-        def look():
-            for path in sorted(self.sweep.glob("*/result.json")):
-                with contextlib.suppress(OSError):  # it may be replaced at this moment
-                    if (when := path.stat().st_mtime_ns) != before.get(path):
-                        before[path] = when
-                        done = read_job(path.parent)
-                        print(line(done), flush=True)
-                        if done.status == "failed" and on_error == "stop" and not failed:
-                            failed.append(done)
-                            signal.raise_signal(signal.SIGTERM)
+    def look_for_ends(self, times: dict[Path, int]) -> bool:
+        """Print a line for each job that has ended since `times`. A failed one raises a signal if the sweep should stop."""
+        for path in self.results():
+            with contextlib.suppress(OSError):  # it may be replaced at this moment
+                time_ns = path.stat().st_mtime_ns
+                if time_ns == times.get(path):
+                    continue
+                times[path] = time_ns
+                ended = read_job(path.parent)
+                print(line(ended), flush=True)
+                stops = ended.status == "failed" and self.on_error == "stop"
+                if stops and not failed:
+                    failed.append(ended)
+                    signal.raise_signal(signal.SIGTERM)
+        return False
 
-        def keep_looking():
-            while not ended.wait(POLL):
-                look()
-            look()
-
-        thread = threading.Thread(target=keep_looking, daemon=True)
-        thread.start()
-        holding.callback(thread.join)
-        holding.callback(ended.set)
-
-    def stop(self, _):
-        """The answer to a signal: the jobs save their step and end, none is begun any more, and so the sweep ends."""
+    def stop(self, _: str) -> None:
+        """Answer a signal: the jobs save their step and end, no other one begins, and so the sweep ends."""
         why = f"job {failed[0].name} failed, and sweep.on_error=stop" if failed else "stopping"
-        others = "each job saves its step"
+        then = "each job saves its step"
         if self.launcher == "submitit_slurm":
-            others = (
-                "the jobs that are in Slurm's queue stay there (scancel --name=stoker ends them)"
-            )
-        print(f"\n{why}: {others}", file=sys.stderr, flush=True)
+            then = "the jobs that are in Slurm's queue stay there (scancel --name=stoker ends them)"
+        print(f"\n{why}: {then}", file=sys.stderr, flush=True)
         holding.close()
-        while self.locks and any(
-            rundir.is_held(path.parent) for path in self.sweep.glob(f"*/{rundir.LOCK}")
-        ):
+        while self.locks and any(map(lock.is_held, self.sweep.glob("*/"))):
             time.sleep(POLL)
         stopping.code = failed[0].code if failed else None
         raise stopping.Interrupted
 
-    def on_multirun_end(self, config, **_):
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         if self.launcher is None:
             return
         stopping.gentle = None
         holding.close()
         folder = Path(config.hydra.sweep.dir) / JOBS
-        if not any(folder.glob("*.txt")):  # nothing was run
+        if not any(folder.glob("*.txt")):  # no job was run
             for path in folder.glob("slot_*"):
                 path.unlink()
-            rundir.remove_empty([folder])
+            remove_empty([folder])
 
-    def on_job_start(self, config, **_):
-        """In the process of the job, which the launcher may have used for one before."""
+    # In the process of a job, which the launcher may have used for others before:
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
         global apart, slot
         if self.launcher is None:
             return
@@ -278,54 +288,56 @@ class Jobs(Callback):
         job.enter_context(contextlib.redirect_stdout(file))
         job.enter_context(contextlib.redirect_stderr(file))
         if self.launcher in ("joblib", "submitit_local"):
-            put_environ(VISIBLE_GPUS, self.environ)  # which submitit empties
+            self.restore(VISIBLE_GPUS)  # which submitit empties
             if slot is None:
                 slot = claim(self.folder, config.hydra.job.num, self.jobs, self.go_on)
-        if self.launcher != "submitit_slurm" and self.environ["OMP_NUM_THREADS"] is None:
+        if self.launcher != "submitit_slurm" and self.environ[THREADS] is None:
             import torch
 
             torch.set_num_threads(self.threads)
-            # The launchers set it; by it a run would know that its user has asked for so many.
-            put_environ("OMP_NUM_THREADS", self.environ)
+            self.restore(THREADS)  # set by the launchers; a run takes it for the user's word
         self.listen()
 
-    def listen(self):
-        """A job answers its launcher's signals as a run does those of a terminal; Ctrl-C is for the sweep alone."""
+    def restore(self, name: str) -> None:
+        """Give an environment variable the value that it has in the process of the sweep."""
+        value = self.environ[name]
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+    def listen(self) -> None:
+        """Answer the launcher's signals as a run answers those of a terminal; Ctrl-C is for the sweep alone."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, stopping.hear)
-        if self.launcher.startswith("submitit") and USR2:
+        if str(self.launcher).startswith("submitit") and USR2:
             job.callback(hand_back, signal.signal(USR2, stopping.hear))
         stopping.ready = True
         job.callback(setattr, stopping, "ready", False)
-        ended = threading.Event()
-        thread = threading.Thread(target=self.look, args=(ended,), daemon=True)
-        thread.start()
-        job.callback(thread.join)
-        job.callback(ended.set)
+        poll(self.stop_with_sweep, job)
 
-    def look(self, ended):
-        """Stops the job when the sweep has let go of its lock."""
-        while not ended.wait(POLL):
-            if self.is_over():
-                signal.raise_signal(signal.SIGTERM)
-                return
+    def stop_with_sweep(self) -> bool:
+        """Stop the job if the sweep has released its lock; return whether it has."""
+        is_over = self.is_over()
+        if is_over:
+            signal.raise_signal(signal.SIGTERM)
+        return is_over
 
-    def is_over(self):
-        """Whether the sweep has ended, also where another one has begun in its folder."""
-        return self.locks and not (rundir.is_held(self.folder) and self.read_owner() == self.owner)
+    def is_over(self) -> bool:
+        """Whether the sweep has ended, even if another one has begun in its folder."""
+        return self.locks and not (lock.is_held(self.folder) and self.read_owner() == self.owner)
 
-    def read_owner(self):
+    def read_owner(self) -> bytes | None:
         try:
-            return (self.folder / rundir.LOCK).read_bytes()
-        except OSError:  # Windows lets nobody read it
+            return (self.folder / lock.LOCK).read_bytes()
+        except OSError:  # nobody can read it on Windows
             return None
 
-    def go_on(self):
-        """Ends a job that was to begin when the sweep was over."""
+    def go_on(self) -> None:
+        """End a job that was to begin when the sweep was over."""
         if stopping.received is not None or self.is_over():
             raise KeyboardInterrupt
 
-    def on_job_end(self, config, **_):
+    def on_job_end(self, config: DictConfig, job_return: Any, **_: Any) -> None:
         if not apart:
             return
         job.close()
@@ -335,28 +347,35 @@ class Jobs(Callback):
             raise KeyboardInterrupt  # Ray would take a SystemExit for the loss of the process
 
 
-def put_environ(name, environ):
-    os.environ.pop(name, None)
-    if environ[name] is not None:
-        os.environ[name] = environ[name]
+def poll(look: Callable[[], bool], stack: contextlib.ExitStack) -> None:
+    """Call `look` every POLL seconds in a thread, until it returns True or the stack is closed."""
+    closed = threading.Event()
+
+    def keep_looking() -> None:
+        while not closed.wait(POLL) and not look():
+            pass
+
+    thread = threading.Thread(target=keep_looking, daemon=True)
+    thread.start()
+    stack.callback(thread.join)
+    stack.callback(closed.set)
 
 
-def hand_back(before):
-    """After a job that submitit's signal has stopped: what submitit does then, which is to put it into the queue."""
+def hand_back(before: Any) -> None:
+    """Let submitit answer the signal that has stopped a job: it puts the job into the queue."""
+    assert USR2 is not None
     signal.signal(USR2, before)
     if stopping.received == USR2:
         before(USR2, None)
 
 
-failed = []  # the job that ends a sweep with sweep.on_error=stop
-
-
-def line(done):
-    """What is said of a job that has ended."""
-    said = f"failed, {done.note.partition(chr(10))[0]}"
-    if done.status == "done":
-        best = f", {done.best['name']} {number(done.best['value'])}" if done.best else ""
-        said = f"done{best}, {done.seconds:.1f} s"
-    elif done.status == "pruned":
-        said = done.note
-    return printable(f"job {done.name}    {typed_for(done, list(done.settings))}: {said}")
+def line(ended: Job) -> str:
+    """What to print for a job that has ended."""
+    text = f"failed, {ended.note.partition(chr(10))[0]}"
+    if ended.status == "done":
+        best = f", {ended.best.name} {number(ended.best.value)}" if ended.best else ""
+        text = f"done{best}, {ended.seconds:.1f} s"
+    elif ended.status == "pruned":
+        text = ended.note
+    typed = " ".join(typed_for(ended, ended.settings))
+    return printable(f"job {ended.name}    {typed}: {text}")

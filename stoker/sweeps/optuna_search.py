@@ -15,7 +15,9 @@ from omegaconf import DictConfig
 from optuna.distributions import BaseDistribution, check_distribution_compatibility
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
-from optuna.storages import BaseStorage
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from stoker.sweeps.search import Search, Trials, check_mode
@@ -43,15 +45,11 @@ class OptunaSearch(Search):
     def __init__(
         self,
         sampler: DictConfig,
-        storage: str | None,
-        study_name: str | None,
         custom_search_space: str | None,
         params: DictConfig | None,
         **_: Any,
     ) -> None:
         self.sampler = sampler
-        self.storage = storage
-        self.study_name = study_name
         self.keys = params or {}
         self.extend: Callable[[DictConfig, optuna.Trial], None] | None = None
         if custom_search_space:
@@ -115,7 +113,7 @@ class OptunaSearch(Search):
 
     def open_study(self) -> optuna.Study:
         """Return the study in the storage, a new one if there is none; UserError if it is another search's."""
-        direction = "maximize" if self.maximize else "minimize"
+        direction = StudyDirection.MAXIMIZE if self.maximize else StudyDirection.MINIMIZE
         try:
             place, name = place_of(self.config.hydra.sweeper, self.folder)
             study = optuna.create_study(
@@ -124,7 +122,7 @@ class OptunaSearch(Search):
                 direction=direction,
                 load_if_exists=True,
             )
-            before = study.direction.name.lower()
+            before = study.direction
         except Exception as error:  # of SQLAlchemy, of a driver that is not installed, of Optuna
             reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"hydra.sweeper.storage: it cannot be opened ({reason}).") from None
@@ -163,8 +161,7 @@ def open_storage(place: str) -> BaseStorage:
     """The storage of an SQLAlchemy URL, or of `journal:FILE`: a file that several machines may share by NFS."""
     kind, _, path = place.partition(":")
     if kind == "journal":
-        journal = optuna.storages.journal
-        return journal.JournalStorage(journal.JournalFileBackend(path))
+        return JournalStorage(JournalFileBackend(path))
     return optuna.storages.RDBStorage(place)
 
 
@@ -199,7 +196,7 @@ class Pruning(Callback):
         if launch.is_first():
             study.set_user_attr("monitor", name)
             study.set_user_attr("mode", mode)
-        check_mode(study.direction.name == "MAXIMIZE", name, mode)
+        check_mode(study.direction == StudyDirection.MAXIMIZE, name, mode)
         study_id = storage.get_study_id_from_name(self.study_name)
         trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, self.number)
         self.trial = optuna.Trial(study, trial_id)

@@ -62,7 +62,7 @@ def of_groups(sweep):
         if sweep.swept:
             rows.append([*first, *(group[0].settings.get(key, "") for key in keys), *others, names])
         else:
-            rows.append([names, *first, typed_for(group[0], keys), *others])
+            rows.append([names, *first, " ".join(typed_for(group[0], keys)), *others])
     header = [
         *decides,
         *["n"] * grouped,
@@ -89,14 +89,14 @@ def of_jobs(sweep):
     tests, rows, noted = tests_of(sweep), [], any(job.note for job in sweep.jobs)
     numbers = [sweep.name or "best", *tests, "seconds"]
     for job in sweep.jobs:
-        best = "" if not job.best else number(job.best["value"])
-        other = job.best["name"] if job.best and sweep.value(job) is None else ""
+        best = "" if not job.best else number(job.best.value)
+        other = job.best.name if job.best and sweep.value(job) is None else ""
         tested = [number(job.test[name]) if name in job.test else "" for name in tests]
         seconds = "" if job.seconds is None else f"{job.seconds:.1f}"
         settings = (
             [job.settings.get(key, "") for key in keys]
             if sweep.swept
-            else [typed_for(job, sweep.keys)]
+            else [" ".join(typed_for(job, sweep.keys))]
         )
         note = [" ".join(job.note.split())] * noted
         rows.append(

@@ -1,8 +1,6 @@
 """The half that all searches share: the loop that proposes trials, runs their jobs and tells what became of them."""
 
 import abc
-import itertools
-import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import settings
 from stoker.command.build import locate
-from stoker.runs import rundir
+from stoker.runs.lock import held
+from stoker.runs.result import Best, RunResult
 from stoker.sweeps import jobs, launchers
 from stoker.trainer import launch
 from stoker.trainer.errors import UserError
@@ -48,6 +47,7 @@ class Search(Sweeper, abc.ABC):
     """
 
     name: str
+    config: DictConfig
     keys: Mapping[str, Any] = {}  # of Hydra's own settings that say what is searched
 
     def setup(
@@ -94,7 +94,7 @@ class Search(Sweeper, abc.ABC):
         # A key that does not exist is an error before anything is written.
         self.validate_batch_is_legal([[*example, *self.fixed]])
         keys = sorted(jobs.settings_of(example))
-        with rundir.held(self.folder):
+        with held(self.folder):
             check_goes_on(self.folder, self.fixed, keys)
             begun = self.open()
             jobs.announce(self.folder, jobs.SweepRecord(sys.argv[1:], self.trials, keys))
@@ -110,8 +110,7 @@ class Search(Sweeper, abc.ABC):
             if typed is not None and outcome(self.folder / str(number)) is None
         }
         # A launcher counts the jobs up from a number: one launch for those that follow one another.
-        for _, group in itertools.groupby(enumerate(todo), key=lambda pair: pair[1] - pair[0]):
-            numbers = [number for _, number in group]
+        for numbers in jobs.consecutive(todo):
             batch = [todo[number] for number in numbers]
             self.launcher.launch(batch, initial_job_idx=numbers[0])
         for number in trials:
@@ -119,8 +118,8 @@ class Search(Sweeper, abc.ABC):
             if best is None:
                 self.tell(number, state, None)
             else:
-                check_mode(self.maximize, best["name"], best.get("mode"))
-                self.tell(number, state, best["value"])
+                check_mode(self.maximize, best.name, best.mode)
+                self.tell(number, state, best.value)
 
 
 def trials_of(cfg: DictConfig) -> int:
@@ -205,37 +204,25 @@ def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
     """Raise UserError if the search in the folder is over other keys, or its trials have other settings beside those."""
     before = jobs.SweepRecord.read(folder).searched
     if before is not None and before != searched:
-        now = ", ".join(searched)
-        raise UserError(
-            f"hydra.sweep.dir={folder}: this search is over {now}, that one over "
-            f"{', '.join(before) or 'nothing'}.\n{jobs.what_to_type(folder)}"
-        )
-
-    def compared(typed: dict[str, str]) -> dict[str, str]:
-        return {
-            key: value
-            for key, value in typed.items()
-            if key not in searched and jobs.changes_results(key)
-        }
-
-    now_fixed = compared(jobs.settings_of(fixed))
+        keys = ", ".join(before) or "nothing"
+        reason = f"this search is over {', '.join(searched)}, that one over {keys}"
+        raise jobs.of_another_sweep(folder, reason)
     for job in jobs.read_jobs(folder):
-        different = jobs.differences(now_fixed, compared(job.settings))
+        different = jobs.differences(
+            jobs.settings_of(fixed),
+            job.settings,
+            lambda key: key not in searched and jobs.changes_results(key),
+        )
         if different:
-            raise UserError(
-                f"hydra.sweep.dir={folder}: its trials have other settings: {different}.\n"
-                + jobs.what_to_type(folder)
-            )
+            reason = f"its trials have other settings: {different}"
+            raise jobs.of_another_sweep(folder, reason)
 
 
-def outcome(folder: Path) -> tuple[str, dict[str, Any] | None] | None:
-    """What became of a trial: ("complete" or "pruned", its best), or ("failed", None); None if it has no result.
-
-    The best is that of result.json: {"name", "mode", "step", "value"}.
-    """
-    if rundir.read_result(folder / "result.json") is None:
+def outcome(folder: Path) -> tuple[str, Best | None] | None:
+    """What became of a trial: ("complete" or "pruned", its best), or ("failed", None); None if it has no result."""
+    result = RunResult.read(folder)
+    if result is None:
         return None
-    job = jobs.read_job(folder)
-    if not job.best or not math.isfinite(job.best["value"]):
+    if not result.is_finished or result.best is None:
         return "failed", None
-    return "pruned" if job.status == "pruned" else "complete", job.best
+    return "pruned" if result.stopped_by("pruned") else "complete", result.best

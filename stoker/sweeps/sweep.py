@@ -6,7 +6,6 @@ prints the table and writes sweep.csv and sweep.html.
 
 import importlib
 import itertools
-import re
 import sys
 import warnings
 from collections import Counter
@@ -21,9 +20,11 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import exit_codes, settings, subcommand
-from stoker.runs import rundir
+from stoker.command.shell import command
+from stoker.runs.directory import CONFIG, make
+from stoker.runs.json_files import read_json
 from stoker.sweeps import jobs, table
-from stoker.sweeps.jobs import JOB, STATUSES, SWEEP, Job, SweepRecord
+from stoker.sweeps.jobs import JOB, STATUSES, SWEEP, SweepRecord
 from stoker.sweeps.table import Sweep
 from stoker.trainer import files, launch
 from stoker.trainer.errors import UserError, cause, log, printable
@@ -32,9 +33,7 @@ from stoker.trainer.errors import UserError, cause, log, printable
 class SweepCallback(Callback):
     """Hydra's callback for a sweep. It ends one by a SystemExit: Hydra turns any Exception into a warning."""
 
-    def __init__(self) -> None:
-        self.refused = False
-        self.planned: int | None = None
+    refused = False
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         try:
@@ -54,34 +53,31 @@ class SweepCallback(Callback):
         folder = Path(config.hydra.sweep.dir)
         planned = jobs_of_grid(config)
         check_goes_on(folder, planned or [])
-        if planned:
-            self.planned = len(planned)
-        rundir.make(folder, "hydra.sweep.dir")
+        make(folder, "hydra.sweep.dir")
         sweeper = str(config.hydra.sweeper.get("_target_"))
         if sweeper.startswith("stoker."):
             register(sweeper)
         else:
-            count = self.planned or config.sweep.get("trials")
+            count = len(planned) if planned else config.sweep.get("trials")
             jobs.announce(folder, SweepRecord(sys.argv[1:], count))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
         if self.refused:
             return
-        ended = jobs.read_jobs(folder) if jobs.announced else []
-        if ended:
-            exit_codes.codes += [
-                job.code for job in ended if job.code and job.is_within(self.planned)
-            ]
+        sweep = Sweep(folder)
+        if jobs.announced and sweep.jobs:
+            exit_codes.codes += [job.code for job in sweep.wanted if job.code]
             print()
             try:
-                report(folder, ended, draws=config.get("report") is not False)
+                report(sweep, draws=config.get("report") is not False)
             except Exception as error:
                 exit_codes.report(error)
-        elif {path.name for path in folder.glob("*")} <= {"multirun.yaml", SWEEP}:
-            # No job has begun: a mistake leaves nothing behind.
-            (folder / "multirun.yaml").unlink(missing_ok=True)
-            (folder / SWEEP).unlink(missing_ok=True)
+            return
+        records = [folder / "multirun.yaml", folder / SWEEP]
+        if set(folder.glob("*")) <= set(records):  # no job has begun: a mistake leaves nothing
+            for path in records:
+                path.unlink(missing_ok=True)
 
 
 def register(sweeper: str) -> None:
@@ -100,15 +96,15 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
 
     Also None where the jobs' directories are not named by their numbers.
     """
-    sweep = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    sweep: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
     is_grid = config.hydra.runtime.choices["hydra/sweeper"] == "basic"
     if not is_grid or sweep["subdir"] != "${hydra.job.num}":
         return None
-    typed = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    typed += OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    task: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    more = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     choices = {}
-    for override in parser.parse_overrides(typed):
+    for override in parser.parse_overrides([*more, *task]):
         key = override.get_key_element()
         if override.is_discrete_sweep():
             choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
@@ -124,33 +120,26 @@ def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
     themselves differ in them.
     """
     varied = jobs.varied([jobs.settings_of(typed) for typed in planned])
-
-    def compared(typed: list[str]) -> dict[str, str]:
-        return {
-            key: value
-            for key, value in jobs.settings_of(typed).items()
-            if key in varied or jobs.changes_results(key)
-        }
-
     for name, typed in enumerate(planned):
         place = folder / str(name)
-        before = rundir.read_result(place / JOB)
-        has_begun = (place / "config.yaml").exists() or (place / "checkpoints").exists()
-        if not has_begun or not rundir.is_list(before):
+        before = jobs.overrides_in(read_json(place / JOB))
+        has_begun = (place / CONFIG).exists() or (place / "checkpoints").exists()
+        if before is None or not has_begun:
             continue
-        different = jobs.differences(compared(typed), compared(before["overrides"]))
+        different = jobs.differences(
+            jobs.settings_of(typed),
+            jobs.settings_of(before),
+            lambda key: key in varied or jobs.changes_results(key),
+        )
         if different:
-            raise UserError(
-                f"hydra.sweep.dir={folder}: job {name} in it has other settings: {different}.\n"
-                + jobs.what_to_type(folder)
-            )
+            reason = f"job {name} in it has other settings: {different}"
+            raise jobs.of_another_sweep(folder, reason)
 
 
-def report(folder: Path, ended: list[Job], draws: bool = True) -> None:
+def report(sweep: Sweep, draws: bool = True) -> None:
     """Print the lines that end a sweep; write sweep.csv, sweep.html and the report of the best job."""
     from stoker.sweeps import page
 
-    sweep = Sweep(folder, ended)
     summary = summary_of(sweep)
     best = best_command(sweep)
     again = command_for_the_rest(sweep)
@@ -158,13 +147,14 @@ def report(folder: Path, ended: list[Job], draws: bool = True) -> None:
     if best:
         lines.append(f"best     {best}")
     kind = "sweep" if sweep.swept else "runs"
-    lines.append(f"{kind:<9}{folder}: {summary}; also in sweep.csv, and drawn in sweep.html")
+    lines.append(f"{kind:<9}{sweep.folder}: {summary}; also in sweep.csv, and drawn in sweep.html")
     if again:
         lines.append(f"go on    {again}")
     print("\n".join(map(printable, lines)), flush=True)
-    table.write_csv(sweep, folder / "sweep.csv")
+    table.write_csv(sweep, sweep.folder / "sweep.csv")
     drawn = draw_best(sweep) if best and draws and sweep.swept else None
-    files.write_text(folder / "sweep.html", page.of_sweep(sweep, summary, best, again, drawn))
+    html = page.of_sweep(sweep, summary, best, again, drawn)
+    files.write_text(sweep.folder / "sweep.html", html)
 
 
 def summary_of(sweep: Sweep) -> str:
@@ -183,23 +173,19 @@ def best_command(sweep: Sweep) -> str | None:
     best = sweep.groups[0][0] if sweep.groups else None
     if best is None or sweep.value(best) is None or not sweep.compares:
         return None
-    left_out = {"sweep", "run_dir"}
-    if "seed" in sweep.keys:
-        left_out.add("seed")
-    typed = [
-        one for one in best.overrides if re.split(r"[./=]", one.lstrip("+"))[0] not in left_out
-    ]
-    return rundir.command(typed, start=launch.program())
+    left_out = ("run_dir=", "seed=") if "seed" in sweep.keys else ("run_dir=",)
+    typed = [override for override in best.overrides if not override.startswith(left_out)]
+    return command(typed)
 
 
 def command_for_the_rest(sweep: Sweep) -> str | None:
     """The command that runs the jobs that are left; None where none is left, or some are still running."""
     if not sweep.swept or not sweep.to_run or sweep.of("running"):
         return None
-    command = jobs.command_to_continue(sweep.folder)
+    again = jobs.command_to_continue(sweep.folder)
     if sweep.of("failed") and not sweep.is_search:  # or it would stop at the same job again
-        command = command.replace(" sweep.on_error=stop ", " sweep.on_error=continue ")
-    return command
+        again = again.replace(" sweep.on_error=stop ", " sweep.on_error=continue ")
+    return again
 
 
 def draw_best(sweep: Sweep) -> str | None:
@@ -220,15 +206,16 @@ def draw_best(sweep: Sweep) -> str | None:
 
 
 def show(folder: Path) -> None:
-    """Print the table of the sweep, or of the runs, in a folder, and write its files again; UserError if it has none."""
-    ended = jobs.read_jobs(folder)
-    if not ended:
+    """Print the table of a sweep, or of the runs, in a folder, and write its files; UserError if there is nothing."""
+    sweep = Sweep(folder)
+    if not sweep.jobs:
         inside = sorted(filter(jobs.is_sweep, folder.glob("*")))
         example = f", as in {inside[-1]}" if inside else ""
         raise UserError(
-            f"{folder}: there is no job of a sweep in it, and no run. Type the directory of a sweep{example}."
+            f"{folder}: there is no job of a sweep in it, and no run. "
+            f"Type the directory of a sweep{example}."
         )
-    report(folder, ended)
+    report(sweep)
 
 
 def main(arguments: list[str]) -> int:

@@ -10,7 +10,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stoker.sweeps.jobs import STATUSES, Job, SweepRecord, is_sweep, read_jobs, typed_for, varied
+from stoker.sweeps.jobs import (
+    STATUSES,
+    Job,
+    SweepRecord,
+    consecutive,
+    is_sweep,
+    read_jobs,
+    typed_for,
+    varied,
+)
 from stoker.trainer import files
 from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
@@ -41,9 +50,7 @@ class Sweep:
         self.is_search = record.searched is not None
         self.planned = record.jobs
         self.keys = varied([job.settings for job in self.jobs])
-        bests = Counter(
-            (job.best["name"], job.best.get("mode") == "max") for job in self.jobs if job.best
-        )
+        bests = Counter((job.best.name, job.best.mode == "max") for job in self.jobs if job.best)
         self.name, self.high = max(bests, key=lambda best: bests[best], default=("", True))
         groups: dict[tuple[Any, ...], list[Job]] = {}
         for job in self.of("done"):
@@ -56,14 +63,15 @@ class Sweep:
 
     def value(self, job: Job) -> float | None:
         """The number that decides, None where the job has another one or none."""
-        return job.best["value"] if job.best and job.best["name"] == self.name else None
+        return job.best.value if job.best and job.best.name == self.name else None
 
-    def rank(self, group: list[Job]) -> tuple[bool, float]:
-        """The sort key of a group: the best mean first."""
-        mean = mean_of(self.value(job) for job in group)
-        if mean is None:
-            return True, 0.0
-        return False, -mean if self.high else mean
+    def rank(self, group: list[Job]) -> float:
+        """The sort key of a group: the best mean first, no value last."""
+        values = present(map(self.value, group))
+        if not values:
+            return math.inf
+        mean = statistics.fmean(values)
+        return -mean if self.high else mean
 
     @property
     def compares(self) -> bool:
@@ -72,8 +80,12 @@ class Sweep:
 
     @property
     def wanted(self) -> list[Job]:
-        """The jobs of the last command; the trials of a search may have any number."""
-        return [job for job in self.jobs if self.is_search or job.is_within(self.planned)]
+        """The jobs of the last command: a larger sweep may have used the directory before."""
+        if self.planned is None or self.is_search:  # whose trials may have any number
+            return self.jobs
+        return [
+            job for job in self.jobs if not job.name.isdecimal() or int(job.name) < self.planned
+        ]
 
     @property
     def missing(self) -> int:
@@ -91,20 +103,15 @@ def present(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def mean_of(values: Iterable[float | None]) -> float | None:
-    numbers = present(values)
-    return math.fsum(numbers) / len(numbers) if numbers else None
-
-
 def mean_and_deviation(values: Iterable[float | None], sign: str = "+-") -> str:
     """'0.9888 +- 0.0012'; one value alone, '' for none."""
     numbers = present(values)
-    mean = mean_of(numbers)
-    if mean is None:
+    if not numbers:
         return ""
-    if len(numbers) == 1:
-        return number(mean)
-    return f"{number(mean)} {sign} {number(statistics.stdev(numbers))}"
+    text = number(statistics.fmean(numbers))
+    if len(numbers) > 1:
+        text += f" {sign} {number(statistics.stdev(numbers))}"
+    return text
 
 
 def groups(sweep: Sweep, tests: list[str], sign: str = "+-") -> Iterator[list[str]]:
@@ -113,12 +120,13 @@ def groups(sweep: Sweep, tests: list[str], sign: str = "+-") -> Iterator[list[st
         value = mean_and_deviation(map(sweep.value, group), sign)
         best = group[0].best
         if not value and best:
-            others = [job.best["value"] for job in group if job.best]
-            value = f"{best['name']} {mean_and_deviation(others, sign)}"
+            others = [job.best.value for job in group if job.best]
+            value = f"{best.name} {mean_and_deviation(others, sign)}"
         row = [ranges(group), str(len(group)), value]
         for test in tests:
             row.append(mean_and_deviation((job.test.get(test) for job in group), sign))
-        row.append(f"{mean_of(job.seconds for job in group):.1f}")
+        seconds = statistics.fmean(present(job.seconds for job in group))
+        row.append(f"{seconds:.1f}")
         yield row
 
 
@@ -131,9 +139,8 @@ def tests_of(sweep: Sweep) -> list[str]:
 
 def test_name(sweep: Sweep) -> str:
     """The test metric with the name of the number that decides, or else the first one; '' for none."""
-    names = tests_of(sweep)
     same = f"test/{sweep.name.partition('/')[2]}"
-    return same if same in names else next(iter(names), "")
+    return min(tests_of(sweep), key=lambda name: name != same, default="")
 
 
 def lines(sweep: Sweep) -> list[str]:
@@ -147,7 +154,7 @@ def lines(sweep: Sweep) -> list[str]:
     keys = keys or [key for key in sweep.jobs[0].settings if not grouped or key != "seed"]
     rows = [["jobs", "n", sweep.name or "best", test or "test", "seconds", "settings"]]
     for group, row in zip(sweep.groups, groups(sweep, [test]), strict=True):
-        rows.append([*row, typed_for(group[0], keys)])
+        rows.append([*row, " ".join(typed_for(group[0], keys))])
     others = [job for status in STATUSES[1:] for job in sweep.of(status)]
     for job in others:
         rows.append([job.name, "", job.status, "", "", with_note(job, sweep.keys)])
@@ -167,26 +174,21 @@ def lines(sweep: Sweep) -> list[str]:
 def with_note(job: Job, keys: list[str]) -> str:
     """The settings of a job that is not done, and the first line of why."""
     why = job.note.partition("\n")[0]
-    keys = keys or list(job.settings)
-    blamed = [key for key in keys if why.startswith(f"{key}={job.settings.get(key)}: ")]
-    typed = typed_for(job, [key for key in keys if key not in blamed])
-    if blamed:  # `why` begins with that setting
-        return f"{typed} {why}".strip()
-    return f"{typed}: {why}"
+    typed = typed_for(job, keys or job.settings)
+    blamed = why.partition(": ")[0]
+    if blamed in typed:  # say it once
+        typed.remove(blamed)
+        return " ".join([*typed, why])
+    return f"{' '.join(typed)}: {why}"
 
 
 def ranges(jobs: list[Job]) -> str:
     """'0-2,5' for the jobs 0, 1, 2 and 5; 'first +2' for three jobs with other names."""
     names = [job.name for job in jobs]
-    if not all(re.fullmatch("[0-9]{1,9}", name) for name in names):
-        return f"{names[0]} +{len(names) - 1}" if len(names) > 1 else names[0]
-    spans: list[list[int]] = []
-    for i in sorted(map(int, names)):
-        if spans and i == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], i]
-        else:
-            spans.append([i])
-    return ",".join("-".join(map(str, span)) for span in spans)
+    if all(re.fullmatch("[0-9]{1,9}", name) for name in names):
+        runs = consecutive(sorted(map(int, names)))
+        return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
+    return f"{names[0]} +{len(names) - 1}" if names[1:] else names[0]
 
 
 def write_csv(sweep: Sweep, path: Path) -> None:
@@ -202,17 +204,17 @@ def write_csv(sweep: Sweep, path: Path) -> None:
 
 def csv_rows(sweep: Sweep) -> Iterator[list[Any]]:
     """Yield the header of sweep.csv, then a row for each job, in their order."""
-    monitored = list(dict.fromkeys(job.best["name"] for job in sweep.jobs if job.best))
-    tests = list(dict.fromkeys(name for job in sweep.jobs for name in job.test))
-    yield ["job", "status", *sweep.keys, *monitored, *tests, "seconds", "error"]
+    names = dict.fromkeys(name for job in sweep.jobs for name in monitored(job))
+    tests = dict.fromkeys(name for job in sweep.jobs for name in job.test)
+    columns = [*sweep.keys, *names, *tests]
+    yield ["job", "status", *columns, "seconds", "error"]
     for job in sweep.jobs:
-        best = {job.best["name"]: job.best["value"]} if job.best else {}
-        row: list[Any] = [job.name, job.status]
-        row += [job.settings.get(key) for key in sweep.keys]
-        row += [best.get(name) for name in monitored]
-        row += [job.test.get(name) for name in tests]
-        row += [job.seconds, job.note]
-        yield row
+        values = {**job.settings, **monitored(job), **job.test}
+        yield [job.name, job.status, *map(values.get, columns), job.seconds, job.note]
+
+
+def monitored(job: Job) -> dict[str, float]:
+    return {job.best.name: job.best.value} if job.best else {}
 
 
 def safe_cell(value: Any) -> Any:
