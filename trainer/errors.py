@@ -5,70 +5,78 @@ import logging
 import math
 import re
 import traceback
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 log = logging.getLogger("stoker")
 
 
 class UserError(ValueError):
-    """The user's mistake, exit code 2: one to three lines that name the key, file or class, and what to type."""
+    """A mistake of the user, exit code 2.
+
+    The text is one to three lines that name the key, file or class, and what to type.
+    """
 
 
 class RunInUse(UserError):
-    """Another process is at work in this run directory. Exit code 75, as sysexits.h has it for "try again later"."""
+    """Another process works in this run directory.
+
+    Exit code 75, which sysexits.h defines as "try again later".
+    """
 
 
 class TrainingError(RuntimeError):
     """The training failed: a non-finite loss, no memory, no good checkpoint. Exit code 3."""
 
 
-def did_you_mean(name, choices, whole=str):
-    """' Did you mean X?' for the choice nearest to `name`, shown as `whole` gives it, or '' where none is near."""
-    found = nearest(name, choices)
-    return f" Did you mean {whole(found)!r}?" if found is not None else ""
+def did_you_mean(name: Any, choices: Iterable[Any], whole: Callable[[str], str] = str) -> str:
+    """Return " Did you mean 'X'?" for the choice nearest to `name`, or "" if none is near.
 
-
-def nearest(name, choices):
-    """The choice that was most likely meant by `name`, None where none is near.
-
-    One letter too much, too few, another or two swapped is a typo in names of any length; beyond that, difflib's ratio
-    decides, which is harsh on short names.
+    `whole` makes the text that is shown of a choice.
     """
-    name, choices = str(name)[:100], [str(choice) for choice in choices]
-    close = [choice for choice in choices if choice.lower() == name.lower()]
-    close = close or [choice for choice in choices if is_one_slip(name.lower(), choice.lower())]
-    return next(
-        iter(difflib.get_close_matches(name, close or choices, n=1, cutoff=0.0 if close else 0.6)),
-        None,
-    )
+    choice = nearest(name, choices)
+    return "" if choice is None else f" Did you mean {whole(choice)!r}?"
 
 
-def is_one_slip(typed, meant):
-    """Whether one insertion, deletion, replacement or swap of neighbours makes the one of the other."""
-    if abs(len(typed) - len(meant)) > 1:
-        return False
-    start = next(
-        (i for i, (a, b) in enumerate(zip(typed, meant, strict=False)) if a != b),
-        min(len(typed), len(meant)),
-    )
-    a, b = typed[start:], meant[start:]
-    return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[2:] == b[2:] and a[:2] == b[1::-1])
+def nearest(name: Any, choices: Iterable[Any]) -> str | None:
+    """Return the choice that `name` most likely stands for, None if none is near.
+
+    One letter too much, too few, replaced or two swapped is a typo in names of any length. Beyond
+    that difflib's ratio decides, which is strict with short names.
+    """
+    typed = str(name)[:100]
+    names = [str(choice) for choice in choices]
+    close = [choice for choice in names if choice.lower() == typed.lower()]
+    if not close:
+        close = [choice for choice in names if is_one_slip(typed.lower(), choice.lower())]
+    cutoff = 0.0 if close else 0.6
+    return next(iter(difflib.get_close_matches(typed, close or names, n=1, cutoff=cutoff)), None)
 
 
-def as_typed(value):
-    """A value as one types it: null, true, [1,2], {a:1}."""
+def is_one_slip(typed: str, meant: str) -> bool:
+    """Return whether one insertion, deletion, replacement or swap of neighbours is the difference."""
+    start = 0
+    while typed[start : start + 1] == meant[start : start + 1] != "":
+        start += 1
+    a = typed[start:]
+    b = meant[start:]
+    swapped = a[:2] == b[1::-1] and a[2:] == b[2:]
+    return swapped or b in (a[1:], a) or a[1:] == b[1:] or a == b[1:]
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as you type it on the command line: null, true, [1,2], {a:1}."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{as_typed(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(as_typed(item) for item in value) + "]"
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or isinstance(value, bool)
-        else str(value)
-    )
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def check_choice(key, value, choices):
-    """Raises UserError unless `value` is one of `choices`, naming `key` and what there is."""
+def check_choice(key: str, value: Any, choices: Collection[Any]) -> Any:
+    """Return `value` if it is one of `choices`; UserError otherwise, with `key` and the choices."""
     if value not in list(choices):
         names = [as_typed(choice) for choice in choices]
         raise UserError(
@@ -79,50 +87,69 @@ def check_choice(key, value, choices):
 
 
 def check_number(
-    key, value, *, whole=False, least=None, above=None, most=None, optional=False, auto=False
-):
-    """`value`, if it is a number (a whole one) in the range, None where `optional`, or the word auto where `auto`."""
+    key: str,
+    value: Any,
+    *,
+    whole: bool = False,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    optional: bool = False,
+    auto: bool = False,
+) -> Any:
+    """Return `value` if it is a (whole) number in the range.
+
+    None is allowed if `optional`, and the word "auto" if `auto`.
+
+    Raises:
+        UserError: It is anything else; the text says what to give.
+    """
     if (value is None and optional) or (auto and value == "auto"):
         return value
-    kind = "a whole number" if whole else "a number"
-    limits = (
-        [f"at least {least}"] * (least is not None)
-        + [f"above {above}"] * (above is not None)
-        + [f"at most {most}"] * (most is not None)
-        + ["below 2**63"] * (isinstance(value, int) and abs(value) >= 2**63)
-    )
-    ok = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    ok = ok and (abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value))
-    ok = (
-        ok
-        and (least is None or value >= least)
-        and (above is None or value > above)
-        and (most is None or value <= most)
-    )
-    if not ok:
-        what = " ".join([kind, " and ".join(limits)]).strip() + ", or null" * optional
-        hint = ""
-        if auto:
-            what = f"auto, {what}" if optional else f"auto, or {what}"
-            hint = did_you_mean(value, ("auto",))
-        raise UserError(f"{key}={as_typed(value)}: give {what}.{hint}")
-    return value
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    is_huge = isinstance(value, int) and abs(value) >= 2**63
+    limits = []
+    if least is not None:
+        limits.append(f"at least {least}")
+    if above is not None:
+        limits.append(f"above {above}")
+    if most is not None:
+        limits.append(f"at most {most}")
+    if is_huge:
+        limits.append("below 2**63")
+    if is_number and not is_huge and math.isfinite(value):
+        in_range = (
+            (least is None or value >= least)
+            and (above is None or value > above)
+            and (most is None or value <= most)
+        )
+        if in_range:
+            return value
+    wanted = " ".join(["a whole number" if whole else "a number", " and ".join(limits)]).strip()
+    if auto:
+        wanted = f"auto, {wanted}" if optional else f"auto, or {wanted}"
+    if optional:
+        wanted += ", or null"
+    hint = did_you_mean(value, ("auto",)) if auto else ""
+    raise UserError(f"{key}={as_typed(value)}: give {wanted}.{hint}")
 
 
-def printable(text):
-    """The text with escapes for what is no letter, digit, sign or space: a file's name may move a terminal's cursor."""
+def printable(text: object) -> str:
+    """Escape what is not a letter, digit, sign or space: a file name may move the cursor."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
-def cause(error):
-    """What happened and where, in one line: 'KeyError: 'x' (mine.py:12)', the place being the innermost one."""
-    text = str(error)
-    kind, message = type(error).__name__, text.strip().partition("\n")[0]
-    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    if (
-        text.startswith("Caught ") and "Original Traceback" in text
-    ):  # how torch hands an error of a worker on
-        places = re.findall(r'File "(.*)", line (\d+)', text)
-        return printable(f"{text.strip().splitlines()[-1]} ({':'.join(places[-1])})")
-    place = " ({}:{})".format(*places[-1]) if places else ""
-    return printable(f"{kind}{f': {message}' if message else ''}{place}")
+def cause(error: BaseException) -> str:
+    """Return what happened and where in one line: "KeyError: 'x' (mine.py:12)", the innermost."""
+    text = str(error).strip()
+    # How torch passes on an error of a worker.
+    if text.startswith("Caught ") and "Original Traceback" in text:
+        file, line = re.findall(r'File "(.*)", line (\d+)', text)[-1]
+        return printable(f"{text.splitlines()[-1]} ({file}:{line})")
+    description = type(error).__name__
+    if text:
+        description += f": {text.splitlines()[0]}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames:
+        description += f" ({frames[-1].filename}:{frames[-1].lineno})"
+    return printable(description)

@@ -1,49 +1,61 @@
-"""Files that may be anybody's: read if they are regular and small enough, written whole or not at all."""
+"""Files that may be anybody's: read if they are regular and small enough, written whole or not."""
 
 import contextlib
 import errno
 import os
 import stat
 import tempfile
+from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 
-UMASK = os.umask(0o077)  # which can only be read by setting it
+UMASK = os.umask(0o077)  # can only be read by setting it
 os.umask(UMASK)
 
 
-def open_plain(path, flags=os.O_RDONLY, *, links=False):
-    """Opens a regular file without buffer; OSError for a pipe, a device, and a link unless `links`.
+def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, links: bool = False) -> FileIO:
+    """Open a regular file without a buffer; O_RDWR in `flags` opens it for writing too.
 
-    A pipe would wait for ever, a device might never end, and a link leads anywhere; so does a second name of a file
-    that is to be written.
+    Raises:
+        OSError: It is a pipe, which would block, a device, which may never end, or (without
+            `links`) a link, which leads anywhere; so does another name of a file to be written.
     """
-    for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY") + ("O_NOFOLLOW",) * (not links):
+    writes = bool(flags & os.O_RDWR)
+    options = ["O_NONBLOCK", "O_CLOEXEC", "O_BINARY"]
+    if not links:
+        options.append("O_NOFOLLOW")
+    for name in options:
         flags |= getattr(os, name, 0)
     with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(
-            (os.stat if links else os.lstat)(path).st_mode
-        ):  # Windows has no O_NOFOLLOW
-            raise OSError(errno.EINVAL, "no regular file", str(path))
-    file = os.fdopen(os.open(path, flags, 0o666), "r+b" if flags & os.O_RDWR else "rb", buffering=0)
-    status = os.fstat(file.fileno())
-    if not stat.S_ISREG(status.st_mode) or (flags & os.O_RDWR and status.st_nlink > 1):
-        file.close()
-        if stat.S_ISREG(status.st_mode):
+        check_regular(os.stat(path, follow_symlinks=links), path)  # Windows has no O_NOFOLLOW
+    file = FileIO(os.open(path, flags, 0o666), "r+b" if writes else "rb")
+    try:
+        status = os.fstat(file.fileno())
+        check_regular(status, path)
+        if writes and status.st_nlink > 1:
             raise OSError(errno.EMLINK, "a file that has other names (hard links)", str(path))
-        raise OSError(errno.EINVAL, "no regular file", str(path))
+    except OSError:
+        file.close()
+        raise
     return file
 
 
-def read(path, most):
-    """The bytes of a regular file; OSError where there are more than `most`, or it is a link, a pipe and the like."""
+def check_regular(status: os.stat_result, path: str | Path) -> None:
+    """Raise OSError unless this is the status of a regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+
+
+def read(path: str | Path, most: int) -> bytes:
+    """Return the bytes of a regular file; OSError if there are more than `most`."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"more than {most:,} bytes", str(path))
         return file.read(most)
 
 
-def remove_partial(folder, names=("*",)):
-    """Removes what a killed `replacing` of these names has left there, and safetensors' own temporary files."""
+def remove_partial(folder: str | Path, names: Iterable[str] = ("*",)) -> None:
+    """Remove what a killed `replacing` of these names has left, and safetensors' own files."""
     for pattern in [*(f".{name}.*.part" for name in names), ".tmp??????"]:
         for path in Path(folder).glob(pattern):
             with contextlib.suppress(OSError):
@@ -51,11 +63,11 @@ def remove_partial(folder, names=("*",)):
 
 
 @contextlib.contextmanager
-def replacing(path):
-    """Gives a temporary path; what was written there is `path` afterwards, flushed to the disk, or nothing has changed.
+def replacing(path: str | Path) -> Iterator[str]:
+    """Yield a temporary path whose contents become `path`, flushed to the disk, or nothing does.
 
-    The temporary file lies in the same folder, since a rename is atomic only within a file system, and is new, since
-    somebody's link may lie at any name that can be guessed.
+    The temporary file is in the same folder, since a rename is atomic only within a file system,
+    and it is new, since a link may lie at any name that can be guessed.
     """
     path = Path(path)
     try:
@@ -63,7 +75,7 @@ def replacing(path):
             prefix=f".{path.name}.", suffix=".part", dir=path.parent
         )
     except OSError as error:
-        error.filename = str(path)  # of which alone anybody knows
+        error.filename = str(path)  # the only name that the user knows
         raise
     os.close(descriptor)
     try:
@@ -83,7 +95,7 @@ def replacing(path):
             os.close(folder)
 
 
-def write_text(path, text):
-    """Writes a text file in UTF-8, whole or not at all."""
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file in UTF-8, whole or not at all."""
     with replacing(path) as partial:
         Path(partial).write_text(text, encoding="utf-8")

@@ -1,177 +1,219 @@
-"""Learning-rate schedules: pure functions of the step, and the one class that sets the rates by them."""
+"""Learning-rate schedules: pure functions of the step, and the class that sets the rates."""
 
 import inspect
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from stoker.trainer.errors import UserError, check_number
 
+Shape = Callable[[float], float]  # from progress (0 to 1) to a factor
+
 
 class Schedule:
-    """Sets each group's rate to its `initial_lr` times `factor(step)`: what LambdaLR does, in a tenth of its time.
+    """Sets each group's rate to its `initial_lr` times `factor(step)`.
 
-    `description` is for the plan that is shown.
+    What torch's LambdaLR does, in a tenth of its time. `description` is shown in the plan.
     """
 
-    def __init__(self, optimizer, factor, description):
-        self.optimizer, self.factor, self.description = optimizer, factor, description
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], description: str
+    ) -> None:
+        self.optimizer = optimizer
+        self.factor = factor
+        self.description = description
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", float(group["lr"]))
-        self.steps = 0
+        self.steps: int = 0
         self.set_rates()
 
-    def step(self):
+    def step(self) -> None:
         self.steps += 1
         self.set_rates()
 
-    def set_rates(self):
+    def set_rates(self) -> None:
+        """Set the rates of the current step."""
         factor = self.factor(self.steps)
-        self.rates = [group["initial_lr"] * factor for group in self.optimizer.param_groups]
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+        self.rates: list[float] = []
+        for group in self.optimizer.param_groups:
+            rate = group["initial_lr"] * factor
+            self.rates.append(rate)
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)  # a captured step reads this very tensor
+                group["lr"].fill_(rate)  # a captured step reads this tensor
             else:
                 group["lr"] = rate
 
-    def get_last_lr(self):
-        """The rate of each group, a number also where the group holds a tensor."""
+    def get_last_lr(self) -> list[float]:
+        """Return the rate of each group, a number even if the group holds a tensor."""
         return self.rates
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps}
 
-    def load_state_dict(self, state):
-        """The rates are made anew, from those of the optimizer's state, which is loaded before."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state. The initial rates come from the optimizer, loaded before."""
         self.steps = state["steps"]
         self.set_rates()
 
 
-def schedule(name, shape, optimizer, total_steps, warmup=0.0, start=0.0):
-    """A Schedule that multiplies each group's rate by `shape(progress)`.
+def schedule(
+    name: str,
+    shape: Shape,
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    warmup: float = 0.0,
+    start: float = 0.0,
+) -> Schedule:
+    """Return a Schedule that multiplies each group's rate by `shape(progress)`.
 
-    The progress is 0 after the warmup and 1 after the last step. `warmup` is a share of all steps below 1 and a number
-    of steps from 1 on; the rate rises linearly over it, from `start` times the rate.
+    The progress is 0 after the warmup and 1 after the last step. A `warmup` below 1 is a share of
+    all steps, from 1 on a number of steps; the rate rises linearly over it, from `start` times
+    the rate.
     """
     check_number("scheduler.warmup", warmup, least=0)
-    if check_number("scheduler.start", start, least=0) and not warmup:
+    check_number("scheduler.start", start, least=0)
+    if start and not warmup:
         raise UserError(
-            f"scheduler.start={start} is where a warmup begins, and there is none. Type scheduler.warmup=0.1."
+            f"scheduler.start={start} is where a warmup begins, and there is none. "
+            "Type scheduler.warmup=0.1."
         )
     warmup_steps = round(warmup * total_steps) if warmup < 1 else round(warmup)
 
-    def factor(step):
+    def factor(step: int) -> float:
         if step < warmup_steps:
             return start + (1 - start) * (step + 1) / (warmup_steps + 1)
         return shape(min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps)))
 
-    after = (
-        f" after {warmup_steps} step{'s' * (warmup_steps != 1)} of warmup" if warmup_steps else ""
-    )
-    return Schedule(optimizer, factor, name + after)
+    if warmup_steps:
+        name += f" after {warmup_steps} step{'' if warmup_steps == 1 else 's'} of warmup"
+    return Schedule(optimizer, factor, name)
 
 
-def build(factory, optimizer, total_steps):
-    """The scheduler of a factory, called with (optimizer, total_steps=...).
+def build(factory: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+    """Return the scheduler of a factory, called with (optimizer, total_steps=...).
 
-    With the optimizer alone where it has no such argument, as torch's StepLR. UserError where it wants more, or does
-    not step by itself. It begins with the optimizer's own rates, also where another one has been stepped before.
+    A factory without that argument, such as torch's StepLR, is called with the optimizer alone.
+    The scheduler begins with the optimizer's initial rates, even if another one has changed them.
+
+    Raises:
+        UserError: The factory needs more arguments, or its scheduler needs a number at each step.
     """
     for group in optimizer.param_groups:
         rate = group.get("initial_lr", group["lr"])
-        group["lr"] = (
-            torch.full_like(group["lr"], rate) if isinstance(group["lr"], torch.Tensor) else rate
-        )
+        is_tensor = isinstance(group["lr"], torch.Tensor)
+        group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate
     arguments = inspect.signature(factory).parameters
-    own = {"total_steps": total_steps} if "total_steps" in arguments else {}
-    given = {next(iter(arguments), None), *own}
-    for name, argument in arguments.items():
-        if (
-            name not in given
-            and argument.default is argument.empty
-            and argument.kind is argument.POSITIONAL_OR_KEYWORD
-        ):
+    length = {"total_steps": total_steps} if "total_steps" in arguments else {}
+    for name in required(arguments.values())[1:]:
+        if name != "total_steps":
             raise UserError(
                 f"scheduler.{name}: the scheduler needs this argument. Type +scheduler.{name}=..."
             )
-    scheduler = factory(optimizer, **own)
-    if not all(
-        hasattr(scheduler, name)
-        for name in ("step", "get_last_lr", "state_dict", "load_state_dict")
-    ):
+    scheduler = factory(optimizer, **length)
+    kind = type(scheduler).__name__
+    methods = ("step", "get_last_lr", "state_dict", "load_state_dict")
+    if not all(hasattr(scheduler, name) for name in methods):
+        raise UserError(f"scheduler: {kind} is not an LR scheduler. Type scheduler=cosine.")
+    if required(inspect.signature(scheduler.step).parameters.values()):
         raise UserError(
-            f"scheduler: {type(scheduler).__name__} is no LR scheduler. Type scheduler=cosine."
-        )
-    needed = [
-        p for p in inspect.signature(scheduler.step).parameters.values() if p.default is p.empty
-    ]
-    if any(p.kind is p.POSITIONAL_OR_KEYWORD for p in needed):
-        kind = f"{type(scheduler).__name__} wants a number at each step, and a schedule here follows the step alone"
-        own = "one that follows a number is a callback, such as examples.own_callback.Plateau"
-        raise UserError(
-            f"scheduler: {kind}.\nType scheduler=cosine, linear, step or onecycle; {own}."
+            f"scheduler: {kind} wants a number at each step, and a schedule here follows the step "
+            "alone.\nType scheduler=cosine, linear, step or onecycle; one that follows a number is "
+            "a callback, such as examples.own_callback.Plateau."
         )
     return scheduler
 
 
-def constant(optimizer, total_steps, warmup=0.0):
-    """The rate as it is."""
+def required(arguments: Iterable[inspect.Parameter]) -> list[str]:
+    """Return the names of positional arguments without a default."""
+    return [
+        argument.name
+        for argument in arguments
+        if argument.kind is argument.POSITIONAL_OR_KEYWORD and argument.default is argument.empty
+    ]
+
+
+def constant(optimizer: torch.optim.Optimizer, total_steps: int, warmup: float = 0.0) -> Schedule:
+    """Keep the rate as it is."""
     return schedule("constant", lambda progress: 1.0, optimizer, total_steps, warmup)
 
 
-def linear(optimizer, total_steps, warmup=0.0, start=0.0, final=0.0):
-    """Down in a straight line to `final` times the rate; with a warmup, a triangle."""
+def linear(
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    warmup: float = 0.0,
+    start: float = 0.0,
+    final: float = 0.0,
+) -> Schedule:
+    """Go down in a straight line to `final` times the rate; with a warmup, a triangle."""
     check_number("scheduler.final", final, least=0)
-    return schedule(
-        "linear", lambda progress: 1 - (1 - final) * progress, optimizer, total_steps, warmup, start
-    )
+
+    def shape(progress: float) -> float:
+        return 1 - (1 - final) * progress
+
+    return schedule("linear", shape, optimizer, total_steps, warmup, start)
 
 
-def cosine(optimizer, total_steps, warmup=0.0, final=0.0):
-    """Down along half a cosine to `final` times the rate.
+def cosine(
+    optimizer: torch.optim.Optimizer, total_steps: int, warmup: float = 0.0, final: float = 0.0
+) -> Schedule:
+    """Go down along half a cosine to `final` times the rate.
 
     Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5, without restarts.
     """
     check_number("scheduler.final", final, least=0)
-    return schedule(
-        "cosine",
-        lambda progress: final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2,
-        optimizer,
-        total_steps,
-        warmup,
-    )
+
+    def shape(progress: float) -> float:
+        return half_cosine(final, progress)
+
+    return schedule("cosine", shape, optimizer, total_steps, warmup)
 
 
-def step(optimizer, total_steps, warmup=0.0, milestones=(0.5, 0.75), gamma=0.1):
-    """Times `gamma` at each milestone, a share of the steps after the warmup.
+def half_cosine(final: float, progress: float) -> float:
+    """Return the factor on the way from 1 to `final`."""
+    return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def step(
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    warmup: float = 0.0,
+    milestones: Sequence[float] = (0.5, 0.75),
+    gamma: float = 0.1,
+) -> Schedule:
+    """Multiply by `gamma` at each milestone, a share of the steps after the warmup.
 
     He et al. 2016, arXiv 1512.03385, section 4.2.
     """
     for milestone in milestones:
         check_number("scheduler.milestones", milestone, least=0, most=1)
     check_number("scheduler.gamma", gamma, above=0)
-    return schedule(
-        "step",
-        lambda progress: gamma ** sum(progress >= milestone for milestone in milestones),
-        optimizer,
-        total_steps,
-        warmup,
-    )
+
+    def shape(progress: float) -> float:
+        passed = sum(progress >= milestone for milestone in milestones)
+        return float(gamma**passed)
+
+    return schedule("step", shape, optimizer, total_steps, warmup)
 
 
-def onecycle(optimizer, total_steps, peak=0.3, start=0.04, final=0.0):
-    """Up from `start` times the rate over the share `peak` of all steps and down to `final`, along cosines.
+def onecycle(
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    peak: float = 0.3,
+    start: float = 0.04,
+    final: float = 0.0,
+) -> Schedule:
+    """Go up from `start` times the rate over the share `peak` of all steps, then down to `final`.
 
-    Smith and Topin 2019, arXiv 1708.07120.
+    Along cosines: Smith and Topin 2019, arXiv 1708.07120.
     """
     check_number("scheduler.peak", peak, above=0, most=1)
     check_number("scheduler.start", start, least=0)
     check_number("scheduler.final", final, least=0)
 
-    def shape(progress):
+    def shape(progress: float) -> float:
         if progress < peak:
-            low, done = start, 1 - progress / peak
-        else:
-            low, done = final, (progress - peak) / max(1e-12, 1 - peak)
-        return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
+            return half_cosine(start, 1 - progress / peak)
+        return half_cosine(final, (progress - peak) / max(1e-12, 1 - peak))
 
     return schedule("onecycle", shape, optimizer, total_steps)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: before and after a training they end the process at once, within one after its step."""
+"""SIGINT and SIGTERM: they end the process at once, but a training after its current step."""
 
 import contextlib
 import dataclasses
@@ -6,20 +6,23 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-received = None  # the number of the first one
-received_at = 0.0  # when that was
-ready = False  # whether an exception would find somebody who answers it
-code = None  # what the process ends with then, in place of the signal's
-gentle = None  # what is called with its name instead of an exception
+received: int | None = None  # the number of the first signal
+received_at: float = 0.0  # when it came
+ready: bool = False  # whether somebody would handle an exception
+code: int | None = None  # the exit code to use in place of the signal's
+gentle: Callable[[str], object] | None = None  # called with the signal's name, not an exception
 
 
 @dataclasses.dataclass(frozen=True)
 class StopReason:
     """Why a training stopped before its end: `kind` is for programs, `text` for people.
 
-    The kinds are "asked" (`Trainer.stop` with a text), "interrupted", "time_limit", "early_stopping" and "pruned".
+    The kinds are "asked" (`Trainer.stop` with a text), "interrupted", "time_limit",
+    "early_stopping" and "pruned".
     """
 
     kind: str
@@ -30,21 +33,22 @@ class StopReason:
 
 
 class Interrupted(KeyboardInterrupt):
-    """By a signal, where nothing is lost by ending at once; exit code 128 + its number."""
+    """A signal came where nothing is lost by ending at once; exit code 128 + its number."""
 
 
-def listen():
-    """Hears both signals from here on. One that is ignored, as by nohup, stays so."""
+def listen() -> None:
+    """Handle both signals from here on. One that is ignored, as by nohup, stays ignored."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, hear)
     sys.unraisablehook = end_unheard
 
 
-def hear(number, _):
-    """The first signal is gentle where somebody cares for it; a second one ends the process, whatever it is doing.
+def hear(number: int, _: FrameType | None) -> None:
+    """Handle the first signal gently if the program is ready, and end the process at the second.
 
-    Among several ranks the second one within a second is the first one once more: torchrun hands on what all have got.
+    Among several ranks a second signal within a second is the first one again: torchrun passes on
+    what all of them have received.
     """
     global received, received_at
     if received is not None and "RANK" in os.environ and time.monotonic() < received_at + 1:
@@ -52,25 +56,25 @@ def hear(number, _):
     if received is not None or not ready:
         if os.environ.get("RANK", "0") == "0":
             os.write(2, b"ended at once.\n")
-        os._exit(
-            128 + number
-        )  # no clean-up: it may be what takes so long. Files are written whole or not at all
-    received, received_at = number, time.monotonic()
+        # No clean-up: it may be what takes so long. Files are written whole or not at all.
+        os._exit(128 + number)
+    received = number
+    received_at = time.monotonic()
     if gentle is None:
         raise Interrupted
     gentle(signal.Signals(number).name)
 
 
-def end_unheard(unraisable):
-    """Ends the process where Interrupted came up in a finalizer, such as a loader's, which would swallow it."""
+def end_unheard(unraisable: "sys.UnraisableHookArgs") -> None:
+    """End the process if Interrupted came up in a finalizer, which would swallow it."""
     if isinstance(unraisable.exc_value, Interrupted):
         os._exit(exit_code())
     sys.__unraisablehook__(unraisable)
 
 
 @contextlib.contextmanager
-def gently(interrupt):
-    """Within it, a signal calls `interrupt` with its name instead of raising an exception wherever it comes."""
+def gently(interrupt: Callable[[str], object]) -> Iterator[None]:
+    """Call `interrupt` with a signal's name within this context, instead of raising anywhere."""
     global gentle
     gentle = interrupt
     try:
@@ -82,13 +86,14 @@ def gently(interrupt):
 
 
 @contextlib.contextmanager
-def later():
-    """Within it, a signal waits for the end: in the middle of a library's code its exception may be taken for another.
+def later() -> Iterator[None]:
+    """Delay signals until the end of this context.
 
-    A file that was being read would be called damaged, for one.
+    A library may take their exception for another: a file that it reads would be called damaged.
     """
     global gentle
-    outer, waiting = gentle, []
+    outer = gentle
+    waiting: list[str] = []
     gentle = waiting.append
     try:
         yield
@@ -100,6 +105,6 @@ def later():
             outer(name)
 
 
-def exit_code():
-    """130 or 143, by the signal; 130 for a KeyboardInterrupt that came without one."""
+def exit_code() -> int:
+    """Return 130 or 143, by the signal; 130 for a KeyboardInterrupt that came without one."""
     return code or 128 + (received or signal.SIGINT)
