@@ -10,9 +10,10 @@ from stoker.data import datasets
 from stoker.data.loader import DeviceLoader, make_loaders
 from stoker.models.cnn import CNN
 from stoker.models.mlp import MLP
-from stoker.trainer import graph, schedules
+from stoker.trainer import schedules
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError
+from stoker.trainer.steps import GraphStep
 from torch import nn
 
 from stoker.diagnostics.doctor import Doctor, findings
@@ -238,18 +239,18 @@ def test_steps_in_between_have_no_hooks():
 
 
 def test_what_cannot_be_looked_into_is_refused():
-    def begin(strategy, execute):
-        trainer = SimpleNamespace(strategy=strategy, execute=execute, step=0)
+    def begin(strategy, special_step):
+        trainer = SimpleNamespace(strategy=strategy, special_step=special_step, step=0)
         Doctor().on_fit_start(trainer)
 
     with pytest.raises(
         UserError, match="callbacks=doctor: strategy=fsdp has no whole layers.*\nType strategy=ddp"
     ):
-        begin("fsdp", graph.eagerly)
+        begin("fsdp", None)
     with pytest.raises(
         UserError, match="the steps of a graph cannot be looked into. Type compile=false"
     ):
-        begin("single", graph.Captured(None, None))
+        begin("single", GraphStep())
     with pytest.raises(UserError, match="callbacks.doctor.every=0: give a whole number at least 1"):
         Doctor(every=0)
 

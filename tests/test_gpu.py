@@ -125,7 +125,7 @@ def test_captured_steps_are_eager_steps_to_the_bit(precision):
         )  # on both sides: the rate as a float32 tensor
         trainer.fit(*loaders())
         results.append(copy.deepcopy(trainer.state_dict()))
-    assert len(trainer.execute.graphs) == 2
+    assert len(trainer.special_step.captured.graphs) == 2
     for name in ("model", "callbacks", "scheduler", "step"):
         assert_same(results[1][name], results[0][name], name)
 

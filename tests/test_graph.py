@@ -12,6 +12,7 @@ from stoker.trainer import device as devices
 from stoker.trainer import graph, optimizers
 from stoker.trainer.callbacks import EMA, Callback
 from stoker.trainer.errors import UserError
+from stoker.trainer.steps import GraphStep, captures
 
 from stoker import Trainer
 from stoker.diagnostics.lr_find import lr_find
@@ -56,7 +57,7 @@ def fitted(captured, **settings):
     # On both sides: a rate in a tensor is rounded to float32.
     optimizers.make_capturable(trainer.optimizer, trainer.device)
     if captured:
-        trainer.execute = graph.Captured(trainer.optimizer, trainer.device)
+        trainer.special_step = GraphStep()
     data = make_data()
     trainer.fit(DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 8))
     return copy.deepcopy(trainer.state_dict()), trainer
@@ -73,7 +74,7 @@ def test_captured_equals_eager(recorded, optimizer):
     for name in ("model", "callbacks", "scheduler", "step"):
         assert_same(captured[name], eager[name], name)
     # Whole batches with and without the bias, ragged ones without; one of those with it came but once.
-    assert len(recorded) == len(trainer.execute.graphs) == 3 and {
+    assert len(recorded) == len(trainer.special_step.captured.graphs) == 3 and {
         len(batch[0]) for batch in recorded
     } == {8, 4}
 
@@ -82,7 +83,7 @@ def test_more_kinds_than_graphs_run_as_they_are(recorded, monkeypatch):
     monkeypatch.setattr(graph, "MOST", 1)
     (eager, _), (captured, trainer) = (fitted(captured) for captured in (False, True))
     assert_same(captured["model"], eager["model"])
-    assert len(trainer.execute.graphs) == 1
+    assert len(trainer.special_step.captured.graphs) == 1
 
 
 def test_the_rate_that_is_logged_is_a_number_and_the_one_used(recorded):
@@ -93,9 +94,7 @@ def test_the_rate_that_is_logged_is_a_number_and_the_one_used(recorded):
 
 
 def test_where_there_are_no_graphs():
-    with pytest.raises(
-        UserError, match=r"compile=graph: there are no graphs on cpu. Type compile=true"
-    ):
+    with pytest.raises(UserError, match=r"compile=graph: cpu has no graphs. Type compile=true"):
         make_trainer(compile="graph")
 
 
@@ -109,14 +108,18 @@ class Own(Trainer):
     [
         (Trainer, torch.float16, "single", "fp16"),
         (Trainer, None, "dp", "one GPU"),
-        (Own, None, "single", "Own has a train_step of its own"),
+        (Own, None, "single", "Own has its own train_step"),
     ],
 )
 def test_what_cannot_be_captured(monkeypatch, kind, dtype, strategy, words):
     monkeypatch.setattr(devices, "GRAPHS", ("cpu",))
-    graph.check(Trainer, Trainer, torch.device("cpu"), None, "single")
+    graph.check(torch.device("cpu"), None, "single")
+    if dtype is None and strategy == "single":
+        with pytest.raises(UserError, match=words):
+            make_trainer(kind=kind, compile="graph")
+        return
     with pytest.raises(UserError, match=words):
-        graph.check(kind, Trainer, torch.device("cpu"), dtype, strategy)
+        graph.check(torch.device("cpu"), dtype, strategy)
 
 
 def test_an_optimizer_without_a_fused_form_is_refused():
@@ -135,7 +138,7 @@ def test_plain_values_of_a_batch_are_no_part_of_a_graph_and_objects_are_refused(
         2.0,
     ] * 4
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
-    with pytest.raises(UserError, match=r"batch\[0\] is a PackedSequence, no tensor"):
+    with pytest.raises(UserError, match=r"batch\[0\] is a PackedSequence, not a tensor"):
         execute(lambda batch: None, [packed])
 
 
@@ -144,9 +147,9 @@ def test_the_learning_rate_finder_finds_the_same_with_graphs(recorded):
     for captured in (False, True):
         trainer = make_trainer()
         if captured:
-            trainer.execute = graph.Captured(trainer.optimizer, trainer.device)
+            trainer.special_step = GraphStep()
         found.append(
             lr_find(trainer, DeviceLoader(make_data(), "train", 8, shuffle=True), steps=30)
         )
-        assert (trainer.execute is graph.eagerly) != captured
+        assert captures(trainer) == captured
     assert found[0].losses == found[1].losses

@@ -262,8 +262,8 @@ def test_settings_that_cannot_be_are_named(settings, says):
 
 
 def test_a_graph_is_of_one_size():
-    with pytest.raises(UserError, match="compile=graph: a graph is of one size"):
-        graph.check(None, None, torch.device(graph.devices.GRAPHS[0]), None, "single", "auto")
+    with pytest.raises(UserError, match="compile=graph: a graph has one size"):
+        graph.check(torch.device(graph.devices.GRAPHS[0]), None, "single", "auto")
 
 
 def test_one_sample_has_no_statistics():

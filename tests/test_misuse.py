@@ -103,12 +103,12 @@ class TwoAtOnce:
         ({"metrics": [Accuracy()]}, "metrics={'acc': Accuracy()}"),
         (
             {"metrics": {"acc": Accuracy}},
-            "'acc' wants update, compute, reset, as Accuracy() has, and not the class",
+            "'acc' needs update, compute, reset, as Accuracy() has, and not the class",
         ),
-        ({"metrics": {"acc": min}}, "'acc' wants update, compute, reset"),
+        ({"metrics": {"acc": min}}, "'acc' needs update, compute, reset"),
         ({"metrics": {"two": TwoAtOnce()}}, "'two' is several"),
         ({"callbacks": Progress()}, "callbacks=[Progress()], and not a Progress"),
-        ({"callbacks": [print]}, "is no stoker.trainer.callbacks.Callback"),
+        ({"callbacks": [print]}, "is not a stoker.trainer.callbacks.Callback"),
     ],
 )
 def test_a_part_that_is_none_is_refused(settings, words):
@@ -132,9 +132,13 @@ def test_a_part_that_is_none_is_refused(settings, words):
             [(torch.ones(8, 6), torch.ones(8, 6), torch.arange(8) % 3)] * 2,
             "A batch is a tuple of 3",
         ),
-        (LossAlone, loader(), "compute_loss gives the mean loss, a tensor, and the outputs"),
-        (Named, loader(), "compute_loss gives the mean loss, a tensor, and the outputs"),
-        (Stepping, loader(), "train_step gives the mean loss of its batch, a tensor"),
+        (
+            LossAlone,
+            loader(),
+            "compute_loss has to return the mean loss, a tensor, and the outputs",
+        ),
+        (Named, loader(), "compute_loss has to return the mean loss, a tensor, and the outputs"),
+        (Stepping, loader(), "train_step has to return the mean loss of its batch, a tensor"),
         (Trainer, DataLoader(Endless(), 8), "Give its data set, Endless, a __len__"),
         (
             Trainer,
@@ -175,16 +179,16 @@ def test_an_evaluation_is_explained_too():
         make_trainer(kind=OfDicts, metrics={"acc": Accuracy()}).evaluate(of_dicts())
     with pytest.raises(UserError, match="Let it return loss, outputs"):
         make_trainer(kind=LossAlone).evaluate(loader())
-    with pytest.raises(UserError, match="A loss is needed"):
+    with pytest.raises(UserError, match="evaluate needs a loss"):
         make_trainer(loss=None).evaluate(loader())
-    with pytest.raises(UserError, match="The model gives a tuple, .*\nOverride compute_loss"):
+    with pytest.raises(UserError, match="The model returns a tuple, .*\nOverride compute_loss"):
         make_trainer(Pair(*make_model())).evaluate(loader())
 
     class Both(Accuracy):
         def value(self, sums):
             return {"a": 1.0}
 
-    with pytest.raises(UserError, match="val/both is a dict, and no number"):
+    with pytest.raises(UserError, match="val/both is a dict, not a number"):
         make_trainer(metrics={"both": Both()}).evaluate(loader())
 
 
@@ -209,7 +213,7 @@ def test_several_loaders_are_no_loader(several):
         (of_dicts(), "a batch is a dict with 'x', 'y', and all of it was given to the model"),
         (
             [torch.ones(2, 5, 6), torch.ones(2, 4, 6)],
-            "(4, 3) a sample in one batch and (5, 3) in another",
+            "(4, 3) per sample in one batch and (5, 3) in another",
         ),
     ],
 )
@@ -226,7 +230,7 @@ def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplo
     model = Pair(*make_model())
     expected = make_trainer(model).module(make_data().train.inputs)[0]
     torch.testing.assert_close(make_trainer(model, kind=Own).predict(of_dicts()), expected)
-    with pytest.raises(UserError, match="predict: the model gives a tuple, and no tensor"):
+    with pytest.raises(UserError, match="predict: the model returns a tuple, not a tensor"):
         make_trainer(model).predict(loader())
     make_trainer().predict(loader())
     assert not caplog.records

@@ -107,45 +107,53 @@ def test_lean_steps_equal_those_of_torch(kind):
     results = []
     for lean in (True, False):
         groups = parameters()
-        optimizer = optimizers.build(
-            functools.partial(kind, lr=0.1), groups, CPU, compiled=not lean
-        )
-        assert ("step" in vars(optimizer)) == lean
+        optimizer = optimizers.build(functools.partial(kind, lr=0.1), groups, CPU)
+        step = optimizers.lean_step(optimizer) if lean else optimizer.step
+        assert (step == optimizer.step) != lean
         for i in range(4):
             groups[0]["params"][0].grad = torch.tensor([[1.0, -2.0], [0.5, i]])
-            optimizer.step()
-            optimizer.zero_grad()
+            step()
+            optimizers.zero_grad(optimizer)
             assert groups[0]["params"][0].grad is None
         results.append(groups[0]["params"][0].detach())
         assert not results[-1].isnan().any()
     assert torch.equal(*results)
 
 
-def test_a_lean_step_needs_no_graph_takes_a_closure_and_can_zero_gradients():
+def test_a_lean_step_needs_no_graph_and_leaves_the_optimizer_as_it_is():
     groups = parameters()
     weight = groups[0]["params"][0]
     optimizer = optimizers.build(functools.partial(torch.optim.SGD, lr=0.5), groups, CPU)
-
-    def closure():
-        loss = weight.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 4.0 and weight.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    weight.square().sum().backward()
+    optimizers.lean_step(optimizer)()
+    assert weight.tolist() == [[0.0, 0.0], [0.0, 0.0]]
     assert weight.is_leaf and torch.is_grad_enabled()
-    optimizer.zero_grad(set_to_none=False)
-    assert weight.grad.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert "step" not in vars(optimizer) and "zero_grad" not in vars(optimizer)
+    optimizers.zero_grad(optimizer)
+    assert weight.grad is None
+
+
+def test_a_step_that_somebody_has_replaced_is_the_one_that_is_called():
+    """torch's schedules count the steps of their optimizer in this way."""
+    groups, calls = parameters(), []
+    optimizer = optimizers.build(functools.partial(torch.optim.SGD, lr=0.5), groups, CPU)
+    step = optimizers.lean_step(optimizer)
+    optimizer.step = lambda: calls.append("replaced")
+    step()
+    assert calls == ["replaced"]
 
 
 def test_hooks_of_a_lean_step_are_called_and_a_profiler_sees_its_name():
     groups, seen = parameters(), []
     optimizer = optimizers.build(functools.partial(torch.optim.SGD, lr=0.5), groups, CPU)
     groups[0]["params"][0].grad = torch.ones(2, 2)
-    optimizer.step()
+    step = optimizers.lean_step(optimizer)
+    step()
+    assert not seen
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     with torch.profiler.profile() as profile:
-        optimizer.step()
+        step()
     assert seen == ["before", "after"]
     assert any(event.key == "Optimizer.step#SGD.step" for event in profile.key_averages())
 

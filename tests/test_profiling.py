@@ -82,11 +82,11 @@ def test_it_changes_nothing(tmp_path, settings):
 def test_its_own_time_is_none_of_the_trainings(monkeypatch):
     timing = Timing()
     timing.began = 5.0
-    trainer = SimpleNamespace(window_start=3.0, callbacks=[Callback(), timing])
+    trainer = SimpleNamespace(window=SimpleNamespace(start=3.0), callbacks=[Callback(), timing])
     monkeypatch.setattr(profiling.time, "perf_counter", iter([10.0, 10.25]).__next__)
     with profiling.untimed(trainer):
         pass
-    assert (trainer.window_start, timing.began) == (3.25, 5.25)
+    assert (trainer.window.start, timing.began) == (3.25, 5.25)
 
 
 def row(key, cpu, device, count, kind=torch.autograd.DeviceType.CPU):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import assert_same, make_data, make_trainer
 from stoker.data.loader import DeviceLoader
-from stoker.trainer import checkpoint, state
+from stoker.trainer import checkpoint, fitting, state
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead
 from stoker.trainer.errors import TrainingError, UserError
 
@@ -114,7 +114,7 @@ def test_a_wrong_state_is_refused_and_nothing_of_it_loaded(tmp_path, good, chang
     wrong = copy.deepcopy(good)
     change(wrong)
     made = trainer(tmp_path)
-    made.prepare(*loaders(), None)
+    fitting.prepare(made, *loaders(), None)
     before = copy.deepcopy(made.state_dict())
     with pytest.raises((UserError, TrainingError)) as caught:
         made.load_state_dict(wrong)

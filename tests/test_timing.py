@@ -6,6 +6,7 @@ import pytest
 import torch
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import HostLoader, make_loaders
+from stoker.trainer import fitting
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress
 from stoker.trainer.spans import silent_spans
 from stoker.trainer.trainer import Trainer
@@ -217,7 +218,7 @@ def test_the_evaluation_that_a_run_still_owes_is_no_data(tmp_path):
         device="cpu",
         epochs=1,
     )
-    trainer.prepare(Slow(40, Clock()), Slow(60, Clock()), None)
+    fitting.prepare(trainer, Slow(40, Clock()), Slow(60, Clock()), None)
     state = trainer.state_dict() | {"evaluation_due": True}
     trainer.fit(Slow(40, Clock()), Slow(60, Clock()), resume=state)
     total = sum(timing.took.values())

@@ -1,91 +1,101 @@
-"""Whole steps as graphs: what a step does on the device, captured once for each kind of batch and then replayed."""
+"""CUDA graphs: what a step does on the device, captured once for each kind of batch and then replayed."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError
 
-WARMUP = 3  # steps that run as they are, while kernels are chosen and the optimizer makes its state
+WARMUP = 3  # steps without a graph, while kernels are chosen and the optimizer makes its state
 MOST = 4  # graphs, each of which holds the memory of a step
+CHANGES = ("params", "lr", "initial_lr")  # of a parameter group: not a part of the kind of a step
 
-
-def eagerly(work, batch):
-    """Without a graph."""
-    return work(batch)
+Work = Callable[[Any], Any]  # from a batch to tensors
 
 
 class Captured:
-    """`execute(work, batch)` gives what `work(batch)` gives, by a graph from the second time on that such a step comes.
+    """Calls `work(batch)`, by a graph from the second time on that such a step comes.
 
-    A graph repeats its kernels on the memory that they had, so there is one for each kind of step: the batch's shapes
-    and plain values, the parameters that are trained, and the optimizer's settings but for the rate, which is a tensor
-    (so it is rounded to float32). More kinds than MOST run as they are. What is random is drawn from the device's
-    generator as it stands, seeded anew by each step, so a replay draws what the step would have drawn. The tensor that
-    comes back is overwritten by the next replay.
+    A graph repeats its kernels on the memory that they had. So there is one for each kind of step:
+    the batch's shapes and plain values, which parameters are trained, and the optimizer's settings
+    except for the rate, which is a tensor (and so is rounded to float32). More kinds than MOST run
+    without a graph. Random numbers come from the device's generator as it stands, which each step
+    seeds, so a replay draws what the step would have drawn.
     """
 
-    def __init__(self, optimizer, device):
-        self.optimizer, self.device = optimizer, device
-        self.steps, self.seen, self.graphs = 0, set(), {}
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.device = device
+        self.steps: int = 0
+        self.kinds: set[Hashable] = set()
+        self.graphs: dict[Hashable, tuple[Any, Callable[[], Any]]] = {}
 
-    def __call__(self, work, batch):
+    def __call__(self, work: Work, batch: Any) -> Any:
+        """Return `work(batch)`; the next replay overwrites its tensors."""
         kind = self.kind_of(batch)
         if kind not in self.graphs:
             self.steps += 1
-            known = kind in self.seen
-            self.seen.add(kind)
-            if not known or self.steps <= WARMUP or len(self.graphs) == MOST:
+            is_known = kind in self.kinds
+            self.kinds.add(kind)
+            if not is_known or self.steps <= WARMUP or len(self.graphs) == MOST:
                 return devices.beside(work, batch, self.device)
             inputs = batches.walk(lambda _, tensor: tensor.clone(), batch)
-            self.graphs[kind] = inputs, devices.record(work, inputs, self.device)
+            self.graphs[kind] = (inputs, devices.record(work, inputs, self.device))
         inputs, replay = self.graphs[kind]
-        for (_, own), (_, given) in zip(
-            batches.entries(inputs), batches.entries(batch), strict=True
-        ):
-            own.copy_(given)
+        pairs = zip(batches.entries(inputs), batches.entries(batch), strict=True)
+        for (_, recorded), (_, given) in pairs:
+            recorded.copy_(given)
         return replay()
 
-    def kind_of(self, batch):
-        """All that a graph takes for granted: hashable. UserError for what can be neither copied nor compared."""
+    def kind_of(self, batch: Any) -> Hashable:
+        """Return everything that a graph takes for granted.
 
-        def check_tensor(name, leaf):
-            if not isinstance(leaf, torch.Tensor):
-                raise UserError(
-                    f"compile=graph: {name} is a {type(leaf).__name__}, no tensor. Type compile=false."
-                )
+        Raises:
+            UserError: The batch holds an object that can be neither copied nor compared.
+        """
+        structure = repr(batches.walk(without_tensor, batch))  # numbers, names
+        tensors = []
+        for name, tensor in batches.entries(batch):
+            tensors.append((name, tensor.shape, tensor.dtype, tensor.stride()))
+        trained = []
+        settings = []
+        for group in self.optimizer.param_groups:
+            trained += [parameter.requires_grad for parameter in group["params"]]
+            settings += [str(group[key]) for key in group if key not in CHANGES]
+        return tuple(tensors), structure, tuple(trained), tuple(settings)
 
-        rest = repr(
-            batches.walk(check_tensor, batch)
-        )  # with None in place of each tensor: numbers, names
-        tensors = tuple(
-            (name, tensor.shape, tensor.dtype, tensor.stride())
-            for name, tensor in batches.entries(batch)
+
+def without_tensor(name: str, leaf: Any) -> None:
+    """Stand in for a tensor of a batch; raise UserError for another object."""
+    if not isinstance(leaf, torch.Tensor):
+        raise UserError(
+            f"compile=graph: {name} is a {type(leaf).__name__}, not a tensor. Type compile=false."
         )
-        trained = tuple(
-            p.requires_grad for group in self.optimizer.param_groups for p in group["params"]
-        )
-        own = ("params", "lr", "initial_lr")
-        settings = tuple(
-            str(v)
-            for group in self.optimizer.param_groups
-            for k, v in group.items()
-            if k not in own
-        )
-        return tensors, rest, trained, settings
 
 
-def check(trainer_class, usual_class, device, dtype, strategy, micro_batch=None):
-    """UserError where `compile=graph` cannot be had."""
+def check(
+    device: torch.device,
+    dtype: torch.dtype | None,
+    strategy: str,
+    micro_batch: int | str | None = None,
+    custom: str | None = None,
+) -> None:
+    """Raise UserError if `compile=graph` is not possible; `custom` names a class with its own step."""
     reason = None
     if device.type not in devices.GRAPHS:
-        reason = f"there are no graphs on {device.type}. Type compile=true or compile=false."
+        reason = f"{device.type} has no graphs. Type compile=true or compile=false."
     elif dtype is torch.float16:
-        reason = "fp16 has to ask after each step whether it was one. Type precision=bf16 or precision=fp32."
+        reason = (
+            "fp16 has to look after each step whether it was skipped. "
+            "Type precision=bf16 or precision=fp32."
+        )
     elif strategy != "single":
-        reason = "a graph is of one GPU. Type strategy=single."
+        reason = "a graph is for one GPU. Type strategy=single."
     elif micro_batch == "auto":
-        reason = "a graph is of one size. Type micro_batch=N, or compile=true or compile=false."
-    elif trainer_class.train_step is not usual_class.train_step:
-        reason = f"{trainer_class.__name__} has a train_step of its own. Type compile=true or compile=false."
-    if reason:
+        reason = "a graph has one size. Type micro_batch=N, or compile=true or compile=false."
+    elif custom is not None:
+        reason = f"{custom} has its own train_step. Type compile=true or compile=false."
+    if reason is not None:
         raise UserError(f"compile=graph: {reason}")

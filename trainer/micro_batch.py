@@ -1,50 +1,97 @@
-"""Micro-batches: how many samples are worked on at once, and fewer of them where the device's memory is too small."""
+"""Micro-batches: how many samples are worked on at once, and fewer of them when memory runs out."""
 
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
-from stoker.trainer import settings
-from stoker.trainer.errors import TrainingError, check_number, log
+from stoker.trainer import parallel, settings
+from stoker.trainer.errors import TrainingError, UserError, check_number, log
+
+MicroBatches = list[tuple[Any, float]]  # (micro-batch, its share of the samples)
+Shares = tuple[int, int] | None  # the most and the fewest samples that a process has of a batch
+Result = TypeVar("Result")
 
 
 class MicroBatch:
-    """At most `size` samples at once, or `parts` equal parts; "auto" begins with whole batches and halves when it must.
+    """Cuts batches into micro-batches.
 
-    For messages, `what` is done with the batches, whose size is set by `key`.
+    Args:
+        device: Where the work is done, for messages and for freeing memory.
+        size: Most samples at once. "auto" begins with whole batches and halves them when memory
+            runs out. None cuts into `parts`.
+        parts: Number of equal parts.
+        use: What is done with the batches, for messages.
+        key: Setting of the batch size, for messages.
+
+    Raises:
+        UserError: Both `size` and `parts` cut, or one is out of range, or several processes would
+            cut a batch in different ways.
     """
 
-    def __init__(self, device, size=None, parts=1, what="training", key="batch_size"):
+    def __init__(
+        self,
+        device: torch.device,
+        size: int | str | None = None,
+        parts: int = 1,
+        use: str = "training",
+        key: str = "batch_size",
+    ) -> None:
         size = settings.check_micro_batch(size, parts)
-        self.adapts = size == "auto"
-        self.size = None if self.adapts else size
-        self.device, self.parts, self.what, self.key = device, parts, what, key
+        self.adapts: bool = size == "auto"
+        if self.adapts and parallel.ranks() > 1:
+            raise UserError(
+                "micro_batch=auto: several processes have to cut a batch alike. Type micro_batch=N."
+            )
+        self.size: int | None = None if size == "auto" else size
+        self.device = device
+        self.parts = parts
+        self.use = use
+        self.key = key
 
-    def work(self, function, batch, module=None, undo=None, shares=None):
-        """`function` of the list of (micro_batch, share).
+    def for_evaluation(self) -> "MicroBatch":
+        """Return the one for evaluations: whole batches, unless this one adapts to the memory."""
+        size = "auto" if self.adapts else None
+        return MicroBatch(self.device, size, use="evaluation", key="eval_batch_size")
 
-        As many as other processes make of theirs: `shares` are the most and the fewest samples that one has.
-        When that is out of memory under "auto", the size is halved, the buffers of the `module` become what they were,
-        `undo()` is called, and all of the batch is worked through again.
+    def split(self, batch: Any, shares: Shares = None) -> MicroBatches:
+        """Cut a batch; return its micro-batches with their shares, which add up to 1.
+
+        Each process makes as many of its `shares` as the others.
         """
-        most, fewest = shares or (None, None)
-        parts = (
-            self.parts
-            if self.size is None
-            else math.ceil((most or batches.size(batch)) / self.size)
-        )
-        parts = min(parts, fewest or parts)
+        parts = self.parts
+        if self.size is not None:
+            most = shares[0] if shares else batches.size(batch)
+            parts = math.ceil(most / self.size)
+        if shares:
+            parts = min(parts, shares[1])
+        return batches.split(batch, parts) if parts > 1 else [(batch, 1.0)]
+
+    def work(
+        self,
+        function: Callable[[MicroBatches], Result],
+        batch: Any,
+        shares: Shares = None,
+        module: torch.nn.Module | None = None,
+        undo: Callable[[], None] | None = None,
+    ) -> Result:
+        """Return `function` of the micro-batches.
+
+        If that runs out of memory and the size adapts, halve it, restore the buffers of the
+        `module`, call `undo`, and start over with the whole batch.
+        """
         if not self.adapts:
-            return function(batches.split(batch, parts) if parts > 1 else [(batch, 1.0)])
+            return function(self.split(batch, shares))
         buffers = [] if module is None else list(module.buffers())
         before = [buffer.clone() for buffer in buffers]
         while True:
             try:
-                return function(batches.split(batch, parts))
+                return function(self.split(batch, shares))
             except (RuntimeError, MemoryError) as error:
-                parts = self.halve(error, batch)
-            # Not in the except clause: until its end the error keeps the tensors of the frames that it came through.
+                self.halve(error, batch)
+            # Outside of `except`: until it ends, the error keeps the tensors of its frames alive.
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
@@ -52,53 +99,58 @@ class MicroBatch:
                 undo()
             devices.release(self.device)
 
-    def halve(self, error, batch):
-        """Halves the size, says so, and gives the number of parts; raises the error where that cannot help."""
+    def halve(self, error: Exception, batch: Any) -> None:
+        """Halve the size and say so; raise the error if that cannot help."""
         samples = batches.size(batch)
         most = min(self.size or samples, samples)
         if most == 1 or not devices.is_out_of_memory(error):
             raise error
         self.size = most // 2
-        size = f"{self.size} sample{'s' * (self.size != 1)}"
+        unit = "sample" if self.size == 1 else "samples"
         log.warning(
-            "Out of memory with %d samples at once: the %s goes on with %s, same result.",
+            "Out of memory with %d samples at once: the %s goes on with %d %s, same result.",
             most,
-            self.what,
-            size,
+            self.use,
+            self.size,
+            unit,
         )
-        return math.ceil(samples / self.size)
 
-    def explain(self, batch):
-        """The TrainingError for a batch (None where there was none yet) that does not fit all the same."""
-        cut = (
-            f" in micro-batches of {self.size}"
-            if self.size
-            else f" in {self.parts} parts"
-            if self.parts > 1
-            else ""
-        )
-        size = "" if batch is None else f" with a batch of {batches.size(batch)}{cut}"
-        advice = f"micro_batch=auto (the same result in less memory), or a lower {self.key}"
-        if self.size and not self.adapts:
+    def explain(self, batch: Any) -> TrainingError:
+        """Return the error for running out of memory with this batch (None before the first one)."""
+        place = f"{self.device}"
+        if batch is not None:
+            place += f" with a batch of {batches.size(batch)}"
+            if self.size:
+                place += f" in micro-batches of {self.size}"
+            elif self.parts > 1:
+                place += f" in {self.parts} parts"
+        if self.adapts:
+            advice = (
+                "precision=bf16, optimizer=sgd (less state), or a smaller model: "
+                "no micro-batch is small enough"
+            )
+        elif self.size:
             advice = f"a lower micro_batch or {self.key}"
-        elif self.adapts:
-            advice = "precision=bf16, optimizer=sgd (less state), or a smaller model: no micro-batch is small enough"
-        where = f"{self.device}{size}, in the {self.what}"
+        else:
+            advice = f"micro_batch=auto (the same result in less memory), or a lower {self.key}"
+        memory = devices.describe_memory(self.device)
         return TrainingError(
-            f"Out of memory on {where}: {devices.describe_memory(self.device)}.\nType {advice}."
+            f"Out of memory on {place}, in the {self.use}: {memory}.\nType {advice}."
         )
 
-    def description(self):
-        """' in micro-batches of 8' for the plan, '' for whole batches."""
+    def description(self) -> str:
+        """Return ' in micro-batches of 8' for the plan of a run, '' for whole batches."""
         if self.size is not None:
             return f" in micro-batches of {self.size}"
-        return f" in {self.parts} micro-batches" if self.parts > 1 else ""
+        if self.parts > 1:
+            return f" in {self.parts} micro-batches"
+        return ""
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, int | None]:
         return {"size": self.size}
 
-    def load_state_dict(self, state):
-        """The size that was found; one that was set stays."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the size that memory allowed; a size that was set stays."""
         if self.adapts:
             self.size = check_number(
                 "micro_batch", state["size"], whole=True, least=1, optional=True

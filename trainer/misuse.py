@@ -1,26 +1,82 @@
-"""What a script may hand to the Trainer in place of what it takes, each answered by what to give."""
+"""What a script may hand to the Trainer by mistake, each answered by what to give instead."""
 
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from stoker.trainer import launch
+from stoker.trainer import device as devices
+from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, log
 from stoker.trainer.loading import Seekable
 
+if TYPE_CHECKING:
+    from stoker.trainer.micro_batch import MicroBatch
+    from stoker.trainer.trainer import Trainer
+
 HOW = "docs/own.md shows how"
-MADE_OF = ("update", "compute", "reset")  # a metric
+METRIC = ("update", "compute", "reset")
 LOADERS = (torch.utils.data.DataLoader, Seekable)
+NO_LOSS = "give Trainer(loss=torch.nn.CrossEntropyLoss()), or override compute_loss"
+HERE = Path(__file__).parent
+# Functions that call a method of the Trainer, by the file and name that a traceback shows, and what
+# that method has to return. Where they fail by themselves, it returned something else.
+LOSS_AND_OUTPUTS = (
+    "compute_loss has to return the mean loss, a tensor, and the outputs; this one returns "
+    f"something else ({{error}}).\nLet it return loss, outputs; {HOW}."
+)
+CALLERS = {
+    ("trainer.py", "train_step"): LOSS_AND_OUTPUTS,
+    ("steps.py", "accumulate"): LOSS_AND_OUTPUTS,
+    ("evaluation.py", "losses"): LOSS_AND_OUTPUTS,
+    ("evaluation.py", "evaluate"): LOSS_AND_OUTPUTS,
+    ("trainer.py", "fit"): (
+        "train_step has to return the mean loss of its batch, a tensor: let it return loss.detach()."
+    ),
+}
 
 
-def check_parts(model, loss, optimizer, scheduler, metrics, callbacks):
-    """UserError for a part of a Trainer that is a name, a class or an object of another kind."""
+def check_parts(
+    model: Any, loss: Any, optimizer: Any, scheduler: Any, metrics: Any, callbacks: Any
+) -> None:
+    """Raise UserError for a part of a Trainer that is a name, a class or another kind of object."""
     if not isinstance(model, torch.nn.Module):
         raise UserError(f"model: give a torch.nn.Module{instead_of(model)}.")
-    if loss is not None and (isinstance(loss, type) or not callable(loss)):
-        what = "a function of (outputs, targets) that gives their mean, such as torch.nn.MSELoss()"
-        raise UserError(f"loss: give {what}{instead_of(loss)}.")
+    check_loss_function(loss)
+    if optimizer is not None and not callable(optimizer):
+        raise UserError(
+            "optimizer: give a factory, such as functools.partial(torch.optim.AdamW, lr=1e-3); "
+            "the Trainer calls it with the parameters."
+        )
+    if scheduler is not None and not callable(scheduler):
+        raise UserError(
+            "scheduler: give a factory, such as functools.partial(stoker.trainer.schedules.cosine, "
+            "warmup=0.1); the Trainer calls it with the optimizer."
+        )
+    if metrics is not None and not hasattr(metrics, "keys"):
+        raise UserError("metrics: give them by their names, as in metrics={'acc': Accuracy()}.")
+    for name, metric in (metrics or {}).items():
+        check_metric(name, metric)
+    if not isinstance(callbacks, (list, tuple)):
+        raise UserError(
+            f"callbacks: give a list, as in callbacks=[Progress()]{instead_of(callbacks)}."
+        )
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UserError(f"callbacks: {callback!r} is not a stoker.trainer.callbacks.Callback.")
+
+
+def check_loss_function(loss: Any) -> None:
+    """Raise UserError for a loss that the Trainer cannot call, or that would train wrongly."""
+    if loss is None:
+        return
+    if isinstance(loss, type) or not callable(loss):
+        raise UserError(
+            "loss: give a function of (outputs, targets) that returns their mean, "
+            f"such as torch.nn.MSELoss(){instead_of(loss)}."
+        )
     if getattr(loss, "reduction", "mean") != "mean":
         raise UserError(
             f"loss: reduction={loss.reduction!r}; a batch is weighted by its samples, so give 'mean'."
@@ -29,201 +85,259 @@ def check_parts(model, loss, optimizer, scheduler, metrics, callbacks):
         raise UserError(
             f"loss: {type(loss).__name__} has parameters of its own; make it a part of the model."
         )
-    examples = {
-        "optimizer": (optimizer, "torch.optim.AdamW, lr=1e-3", "parameters"),
-        "scheduler": (scheduler, "stoker.trainer.schedules.cosine, warmup=0.1", "optimizer"),
-    }
-    for name, (part, example, argument) in examples.items():
-        if part is not None and not callable(part):
-            what = f"what makes one, such as functools.partial({example}); the Trainer calls it with the {argument}"
-            raise UserError(f"{name}: give {what}.")
-    if metrics is not None and not hasattr(metrics, "keys"):
-        raise UserError("metrics: give them by their names, as in metrics={'acc': Accuracy()}.")
-    for name, metric in (metrics or {}).items():
-        if isinstance(metric, type) or not all(
-            callable(getattr(metric, do, None)) for do in MADE_OF
-        ):
-            raise UserError(
-                f"metrics: {name!r} wants {', '.join(MADE_OF)}, as Accuracy() has{instead_of(metric)}."
-            )
-        if hasattr(metric, "keys"):  # torchmetrics' MetricCollection
-            raise UserError(
-                f"metrics: {name!r} is several. Give each by a name, as in metrics=dict(collection)."
-            )
-    if not isinstance(callbacks, (list, tuple)):
+
+
+def check_metric(name: str, metric: Any) -> None:
+    """Raise UserError for what is not one metric."""
+    methods = [callable(getattr(metric, method, None)) for method in METRIC]
+    if isinstance(metric, type) or not all(methods):
         raise UserError(
-            f"callbacks: give a list, as in callbacks=[Progress()]{instead_of(callbacks)}."
+            f"metrics: {name!r} needs {', '.join(METRIC)}, as Accuracy() has{instead_of(metric)}."
         )
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise UserError(f"callbacks: {callback!r} is no stoker.trainer.callbacks.Callback.")
+    if hasattr(metric, "keys"):  # torchmetrics' MetricCollection
+        raise UserError(
+            f"metrics: {name!r} is several. Give each by a name, as in metrics=dict(collection)."
+        )
 
 
-def instead_of(part):
-    """', and not the class Linear', or what else was given."""
+def instead_of(part: Any) -> str:
+    """Return ', and not the class Linear', or what else was given."""
     if isinstance(part, type):
         return f", and not the class {part.__name__}: {part.__name__}(...) makes one"
-    return (
-        f", and not {part!r}"
-        if isinstance(part, (str, type(None)))
-        else f", and not a {type(part).__name__}"
-    )
+    if isinstance(part, (str, type(None))):
+        return f", and not {part!r}"
+    return f", and not a {type(part).__name__}"
 
 
-def check_loader(trainer, loader, use):
-    """UserError where this is not one loader of batches, or the Trainer is closed; `use` is fit, evaluate or predict.
+def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
+    """Raise UserError if something that `fit` needs is missing."""
+    check_loader(trainer, train_loader, "fit")
+    if val_loader is not None:
+        check_loader(trainer, val_loader, "fit")
+    if trainer.optimizer is None:
+        raise UserError(
+            "fit needs an optimizer: "
+            "Trainer(optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))."
+        )
+    check_loss(trainer, "fit")
 
-    A warning where the outputs would come in a shuffled order.
+
+def check_loss(trainer: "Trainer", use: str) -> None:
+    """Raise UserError if there is neither a loss nor a compute_loss that does without."""
+    if trainer.loss is None and is_usual(trainer, "compute_loss"):
+        raise UserError(f"{use} needs a loss: {NO_LOSS}.")
+
+
+def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
+    """Check what was given to fit, evaluate or predict (the `use`).
+
+    Warn if the outputs would come in a shuffled order.
+
+    Raises:
+        UserError: This is not one loader of batches, or the Trainer is closed.
     """
     if trainer.module is None:
         raise UserError(
-            f"{use}: this Trainer is closed. What it is to do comes before close(), or inside its `with`."
+            f"{use}: this Trainer is closed. Call it before close(), or inside its `with`."
         )
+    kind = type(loader).__name__
     several = isinstance(loader, (list, tuple)) and loader and isinstance(loader[0], LOADERS)
     if several or isinstance(loader, Mapping):
-        what = "Call trainer.evaluate(loader, name) for each of the others, after the fit or in a callback"
         raise UserError(
-            f"{use}: give one loader, and not a {type(loader).__name__} of several.\n{what}."
+            f"{use}: give one loader, and not a {kind} of several.\n"
+            "Call trainer.evaluate(loader, name) for each of the others, after the fit or in a callback."
         )
     if isinstance(loader, torch.Tensor) or not hasattr(loader, "__iter__"):
-        what = f"a loader, that is batches, and not a {type(loader).__name__}"
         raise UserError(
-            f"{use}: give {what}.\nOne batch is [inputs]; DataLoader(..., batch_size=500) cuts a data set."
+            f"{use}: give a loader, that is batches, and not a {kind}.\n"
+            "One batch is [inputs]; DataLoader(..., batch_size=500) cuts a data set."
         )
     shuffles = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
-    if use == "predict" and (shuffles or getattr(loader, "shuffle", False)) and launch.is_first():
+    shuffles = shuffles or getattr(loader, "shuffle", False)
+    if use == "predict" and shuffles and launch.is_first():
         log.warning(
-            "predict: the loader shuffles, and the outputs come in its order. Give one with shuffle=False."
+            "predict: the loader shuffles, and the outputs come in its order. "
+            "Give one with shuffle=False."
         )
 
 
-def inputs_of(batch):
-    """The inputs of a batch that is them, or (inputs, targets)."""
+def check_layout(module: torch.nn.Module, channels_last: bool | str) -> bool:
+    """Return whether `fit` may still take channels_last back, when it knows the images.
+
+    Raises:
+        UserError: `channels_last` was asked for, and the parameters are sharded.
+    """
+    if not any(map(parallel.is_shard, module.parameters())):
+        return channels_last == "auto"
+    if channels_last is True:
+        raise UserError(
+            "channels_last=true: shards have no memory format. "
+            "Type channels_last=auto, or strategy=ddp."
+        )
+    return False
+
+
+def check_epoch(expected: int, batches: int) -> None:
+    """Raise UserError if the training loader gave more or fewer batches than its length."""
+    if batches != expected:
+        raise UserError(
+            f"The training loader's len() is {expected}, and it gave {batches} batches."
+        )
+
+
+def check_outputs(outputs: Any) -> None:
+    """Raise UserError if the loss was called with outputs that are not a tensor."""
+    if not isinstance(outputs, torch.Tensor):
+        raise UserError(
+            f"The model returns a {type(outputs).__name__}, and the loss takes a tensor.\n"
+            f"Override compute_loss; {HOW}."
+        )
+
+
+def inputs_of(batch: Any) -> Any:
+    """Return the inputs of a batch that is inputs, or (inputs, targets)."""
     if not isinstance(batch, (list, tuple)):
         return batch
-    lengths = [len(part) for part in batch if isinstance(part, torch.Tensor) and part.ndim]
-    if len(batch) > 2 or len(set(lengths)) > 1:
-        what = f"a batch is {form(batch)}, and neither inputs nor (inputs, targets)"
+    lengths = {len(part) for part in batch if isinstance(part, torch.Tensor) and part.ndim}
+    if len(batch) > 2 or len(lengths) > 1:
         raise UserError(
-            f"predict: {what}.\nOverride predict_batch, which gives the outputs for a batch; {HOW}."
+            f"predict: a batch is {form(batch)}, and neither inputs nor (inputs, targets).\n"
+            f"Override predict_batch, which returns the outputs for a batch; {HOW}."
         )
     return batch[0]
 
 
-def as_tensor(outputs):
-    """The outputs for a batch, on the CPU."""
+def as_tensor(outputs: Any) -> torch.Tensor:
+    """Return the outputs for a batch, on the CPU."""
     if not isinstance(outputs, torch.Tensor):
-        what = f"predict: the model gives a {type(outputs).__name__}, and no tensor"
-        raise UserError(f"{what}.\nOverride predict_batch to give one; {HOW}.")
+        raise UserError(
+            f"predict: the model returns a {type(outputs).__name__}, not a tensor.\n"
+            f"Override predict_batch to return one; {HOW}."
+        )
     return outputs.cpu()
 
 
-def joined(outputs):
-    """The outputs of all batches as one tensor."""
+def joined(outputs: list[torch.Tensor]) -> torch.Tensor:
+    """Return the outputs of all batches as one tensor."""
     if not outputs:
         raise UserError("predict: the loader gives no samples.")
     shapes = sorted({tuple(part.shape[1:]) for part in outputs})
     if len(shapes) > 1:
-        some = f"{shapes[0]} a sample in one batch and {shapes[-1]} in another"
         raise UserError(
-            f"predict: the outputs are {some}, and are no one tensor.\n"
-            f"Pad all batches alike, or override predict_batch to give what all have alike; {HOW}."
+            f"predict: the outputs are {shapes[0]} per sample in one batch and {shapes[-1]} in "
+            "another, which do not make one tensor.\n"
+            f"Pad all batches alike, or override predict_batch to return equal shapes; {HOW}."
         )
     return torch.cat(outputs)
 
 
-def number(name, value):
-    """One number as a float, which those who show numbers look for; the nested list of a tensor of several."""
+def number(name: str, value: Any) -> Any:
+    """Return one number as a float, which loggers look for; a tensor of several as a nested list."""
     try:
-        value = torch.as_tensor(value)
+        tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        what = f"a {type(value).__name__}, and no number or tensor"
-        raise UserError(f"{name} is {what}. Of several numbers make several metrics.") from None
-    return float(value) if value.numel() == 1 else value.tolist()
+        raise UserError(
+            f"{name} is a {type(value).__name__}, not a number or a tensor. "
+            "Make one metric for each number."
+        ) from None
+    return float(tensor) if tensor.numel() == 1 else tensor.tolist()
 
 
-def warn_of_untrained(trainer):
-    """A warning for weights that want a gradient and that no optimizer has: unfrozen after the Trainer was made."""
-    optimizers = [
-        part for part in trainer.stateful().values() if isinstance(part, torch.optim.Optimizer)
-    ]
-    trained = {
-        id(p)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    left = [
-        name
-        for name, p in trainer.module.named_parameters()
-        if p.requires_grad and id(p) not in trained
-    ]
-    if left and launch.is_first():
-        names = ", ".join(left[:3]) + ", ..." * (len(left) > 3)
+def warn_of_untrained(trainer: "Trainer") -> None:
+    """Warn of weights that require a gradient and that no optimizer has, such as unfrozen ones."""
+    trained = set()
+    for part in trainer.stateful().values():
+        if isinstance(part, torch.optim.Optimizer):
+            for group in part.param_groups:
+                trained.update(map(id, group["params"]))
+    names = []
+    for name, parameter in trainer.module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            names.append(name)
+    if names and launch.is_first():
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         log.warning(
-            "No optimizer has %s: not trained. Unfreeze them before the Trainer is made, or name a second optimizer "
-            "in stateful().",
-            names,
+            "No optimizer has %s: not trained. Unfreeze them before the Trainer is made, or name a "
+            "second optimizer in stateful().",
+            shown,
         )
 
 
-def form(batch):
-    """'a dict with 'x', 'y'' or 'a list of 3'."""
-    with_keys = (
-        f" with {', '.join(map(repr, list(batch)[:5]))}" if isinstance(batch, Mapping) else ""
-    )
-    return f"a {type(batch).__name__}{with_keys}" + f" of {len(batch)}" * isinstance(
-        batch, (list, tuple)
-    )
+def form(batch: Any) -> str:
+    """Return 'a dict with 'x', 'y'' or 'a list of 3'."""
+    text = f"a {type(batch).__name__}"
+    if isinstance(batch, Mapping):
+        text += f" with {', '.join(map(repr, list(batch)[:5]))}"
+    if isinstance(batch, (list, tuple)):
+        text += f" of {len(batch)}"
+    return text
 
 
-def explain(error):
-    """The UserError for an error that came of batches, a compute_loss or a train_step of another form, or None.
+def is_usual(trainer: "Trainer", method: str) -> bool:
+    """Return whether a method is that of Trainer itself, and not of a subclass."""
+    module: str = getattr(type(trainer), method).__module__
+    return module == "stoker.trainer.trainer"
 
-    It is told by where the error was raised, so that no step has to look at anything.
-    """
-    if isinstance(error, UserError):
+
+def explain(
+    trainer: "Trainer", error: BaseException, batch: Any, micro_batch: "MicroBatch"
+) -> None:
+    """Raise the error as the user should see it, if it is a known mistake or too little memory."""
+    if not isinstance(error, Exception) or isinstance(error, UserError):
+        return
+    if devices.is_out_of_memory(error):
+        raise micro_batch.explain(batch) from error
+    text = wrong_batch(trainer, error, batch) or wrong_result(error)
+    if text is not None:
+        raise UserError(text) from error
+    explained = devices.explain(error, trainer.module, batch, trainer.device)
+    explained = explained or parallel.explain(error)
+    if explained is not None:
+        raise explained from error
+
+
+def wrong_batch(trainer: "Trainer", error: Exception, batch: Any) -> str | None:
+    """Return what to do if one of the Trainer's own methods cannot take the batch."""
+    calls = places(error)
+    is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
+    if is_pair or not calls or not isinstance(error, (TypeError, ValueError, AttributeError)):
         return None
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    ours = {
-        frame.f_code.co_name: frame
-        for frame in frames
-        if frame.f_globals.get("__name__") == "stoker.trainer.trainer"
-    }
-    for name in ("compute_loss", "update_metrics"):  # those of the Trainer itself
-        seen = ours[name].f_locals if name in ours else {"targets": None}
-        batch = seen.get("batch")
-        if isinstance(batch, Mapping) or "targets" not in seen:
-            return UserError(
-                f"A batch is {form(batch)}, and {name} takes (inputs, targets).\nOverride {name}; {HOW}."
+    for name in ("compute_loss", "update_metrics"):
+        place = ("trainer.py", name)
+        cannot = calls[-1] == place or (isinstance(batch, Mapping) and place in calls)
+        if cannot and is_usual(trainer, name):
+            return (
+                f"A batch is {form(batch)}, and {name} takes (inputs, targets).\n"
+                f"Override {name}; {HOW}."
             )
-        if "outputs" in seen and name == "compute_loss":
-            if seen["self"].loss is None:
-                return UserError(
-                    "A loss is needed: give Trainer(loss=torch.nn.CrossEntropyLoss()), say."
-                )
-            if not isinstance(seen["outputs"], torch.Tensor):
-                what = f"The model gives a {type(seen['outputs']).__name__}, and the loss takes a tensor"
-                return UserError(f"{what}.\nOverride compute_loss; {HOW}.")
-    if "predict_batch" in ours and isinstance(error, (TypeError, AttributeError)):
-        batch = ours["predict_batch"].f_locals["batch"]
-        if isinstance(batch, Mapping):
-            what = f"predict: a batch is {form(batch)}, and all of it was given to the model"
-            return UserError(f"{what}.\nOverride predict_batch; {HOW}.")
-    # The Mean of the losses, and the unpacking of a tensor, fail where they are handed something else.
-    while frames and frames[-1].f_globals.get("__name__") in (
-        "stoker.trainer.metrics",
-        "torch._tensor",
-    ):
-        frames.pop()
-    place = frames[-1].f_code.co_name if frames else None
-    if not frames or frames[-1] is not ours.get(place):
-        return None
-    if place == "fit":
-        return UserError(
-            "train_step gives the mean loss of its batch, a tensor: let it return loss.detach()."
+    is_given_whole = isinstance(batch, Mapping) and ("trainer.py", "predict_batch") in calls
+    if is_given_whole and is_usual(trainer, "predict_batch"):
+        return (
+            f"predict: a batch is {form(batch)}, and all of it was given to the model.\n"
+            f"Override predict_batch; {HOW}."
         )
-    if place in ("accumulate", "evaluate"):
-        what = f"compute_loss gives the mean loss, a tensor, and the outputs, and this one something else ({error})"
-        return UserError(f"{what}.\nLet it return loss, outputs; {HOW}.")
     return None
+
+
+def wrong_result(error: Exception) -> str | None:
+    """Return what to do if compute_loss or train_step has returned something else than it should."""
+    calls = places(error)
+    # The mean of the losses fails inside, with what it is given.
+    while calls and calls[-1][0] == "metrics.py":
+        calls.pop()
+    text = CALLERS.get(calls[-1]) if calls else None
+    return text and text.format(error=error)
+
+
+def places(error: Exception) -> list[tuple[str, str]]:
+    """Return (file, function) of each call on the way to the error, the innermost last.
+
+    Files of this package have short names. Unpacking a tensor counts for the function that does it.
+    """
+    calls = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        calls.append((path.name if path.parent == HERE else str(path), frame.name))
+    while calls and calls[-1][0].endswith("_tensor.py"):
+        calls.pop()
+    return calls

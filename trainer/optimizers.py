@@ -1,116 +1,154 @@
-"""Optimizers: in their fused form, stepped without what torch.optim wraps around a step; and one that torch has not."""
+"""Build optimizers in their fused form, and step them without the wrappers of torch.optim; decoupled_sgd."""
 
 import inspect
 import re
-import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from stoker.trainer import device as devices
 from stoker.trainer import parallel
 from stoker.trainer.errors import UserError, check_number
+
+# private: the hooks of all optimizers, which a lean step has to look for, torch 2.15
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-OF_MATRICES = (
-    "Muon",
-    "Adafactor",
-)  # of torch's optimizers; what the others do, they do to each number by itself
+# Of torch's optimizers, those that work on whole matrices. The others work on each number by itself.
+OF_MATRICES = ("Muon", "Adafactor")
+NAMES = {"learning": "lr", "epsilon": "eps", "beta": "betas"}  # in torch's messages -> its keys
+
+Groups = list[dict[str, Any]]
 
 
-def build(factory, groups, device, module=None, compiled=False):
-    """`factory(groups)`, in its fused form where there is one and neither `fused` nor `foreach` was chosen.
+def groups(module: torch.nn.Module, decay_all: bool) -> Groups:
+    """Return the trainable parameters, biases and norms (one dimension) in a group without decay."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if decay_all:
+        return [{"params": parameters}]
+    decayed = [p for p in parameters if p.ndim > 1]
+    others = [p for p in parameters if p.ndim <= 1]
+    both = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in both if group["params"]]
 
-    Fused forms are for dense floating-point parameters on some devices. Where the `groups` turn out to have equal
-    settings they become one, since each costs a step of its own.
+
+def build(
+    factory: Callable[..., Any],
+    groups: Groups,
+    device: torch.device,
+    module: torch.nn.Module | None = None,
+) -> Any:
+    """Return `factory(groups)`, in its fused form if there is one and you did not choose another.
+
+    Fused forms are for dense floating-point parameters on some devices. If the two groups have
+    equal settings in the end, they become one, since each costs a step of its own.
+
+    Raises:
+        UserError: The factory refuses a value, or the optimizer does not work in this Trainer.
     """
-    spare_the_compiler(not compiled)
     settings = inspect.signature(factory).parameters
-    open_choice = all(
-        name in settings and settings[name].default is None for name in ("fused", "foreach")
-    )
-    dense = not any(
-        getattr(child, "sparse", False) for child in (module.modules() if module else ())
-    )
-    floating = all(p.is_floating_point() for group in groups for p in group["params"])
-    cut_up = any(parallel.is_shard(p) for group in groups for p in group["params"])
-    plain = dense and floating and not cut_up  # for sharded ones torch has no fused SGD
-    fused = {"fused": True} if open_choice and plain and device.type in devices.FUSED else {}
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    is_sharded = any(map(parallel.is_shard, parameters))
+    options = {}
+    if is_choice_open(settings) and device.type in devices.FUSED and not is_sharded:
+        children = [] if module is None else module.modules()
+        sparse = any(getattr(child, "sparse", False) for child in children)
+        if not sparse and all(p.is_floating_point() for p in parameters):
+            options["fused"] = True
     try:
-        optimizer = factory(groups, **fused)
+        optimizer = factory(groups, **options)
     except UserError:
         raise
-    except (
-        ValueError,
-        TypeError,
-        IndexError,
-    ) as error:  # how torch refuses a rate, a decay, a pair of betas
+    except (ValueError, TypeError, IndexError) as error:  # how torch refuses a value
         raise UserError(refusal(str(error), settings)) from error
+    check(optimizer, is_sharded)
     merge(optimizer.param_groups, groups)
     if isinstance(optimizer, torch.optim.SGD):
-        begin_momentum(optimizer, cut_up)
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise UserError(
-            f"optimizer: {type(optimizer).__name__} evaluates a step many times. Type optimizer=adamw."
-        )
-    kind = type(optimizer)
-    if cut_up and kind.__module__.startswith("torch.optim") and kind.__name__ in OF_MATRICES:
-        what = f"{kind.__name__} looks at whole matrices, and each process has a part of them"
-        raise UserError(f"strategy=fsdp: {what}. Type optimizer=adamw, or strategy=ddp.")
-    is_torchs = kind.__module__.startswith("torch.optim.")
-    if is_torchs and not compiled and not optimizer.defaults.get("differentiable"):
-        make_lean(optimizer)
+        begin_momentum(optimizer, is_sharded)
     return optimizer
 
 
-def refusal(text, keys):
-    """What to say where torch refuses a value, "Invalid beta parameter at index 0: 1.5", of one of these keys."""
-    found = re.match(r"Invalid (\w+)(.*): ", text)
-    if not found:
+def is_choice_open(settings: Mapping[str, inspect.Parameter]) -> bool:
+    """Return whether a factory takes `fused` and `foreach` and neither was chosen."""
+    return all(name in settings and settings[name].default is None for name in ("fused", "foreach"))
+
+
+def check(optimizer: Any, is_sharded: bool) -> None:
+    """Raise UserError for an optimizer that does not work in this Trainer."""
+    kind = type(optimizer)
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UserError(
+            f"optimizer: {kind.__name__} evaluates a step many times. Type optimizer=adamw."
+        )
+    if is_sharded and is_torchs(kind) and kind.__name__ in OF_MATRICES:
+        raise UserError(
+            f"strategy=fsdp: {kind.__name__} needs whole matrices, and each process has a part of "
+            "them. Type optimizer=adamw, or strategy=ddp."
+        )
+
+
+def is_torchs(kind: type) -> bool:
+    """Return whether this is one of torch's own optimizers."""
+    return f"{kind.__module__}.".startswith("torch.optim.")
+
+
+def refusal(text: str, keys: Iterable[str]) -> str:
+    """Return what to say if torch refuses a value, "Invalid beta parameter at index 0: 1.5"."""
+    match = re.match(r"Invalid (\w+)(.*): ", text)
+    if not match:
         return f"optimizer: {text}."
-    names = {"learning": "lr", "epsilon": "eps", "beta": "betas"}
-    key = names.get(found[1], found[1])
-    place = f"optimizer.{key}" if key in keys else "optimizer"
-    return f"{place}: {text}. Type another value for {place if key in keys else 'it'}."
+    key = NAMES.get(match[1], match[1])
+    if key not in keys:
+        return f"optimizer: {text}. Type another value for it."
+    return f"optimizer.{key}: {text}. Type another value for optimizer.{key}."
 
 
-def merge(built, given):
-    """Makes one of the two groups where the factory has taken them as they were given, with the same settings."""
-    if len(built) == len(given) == 2:
-        pairs = [
-            zip(b["params"], g["params"], strict=True) for b, g in zip(built, given, strict=True)
-        ]
-        sizes = [len(b["params"]) == len(g["params"]) for b, g in zip(built, given, strict=True)]
-        as_given = all(sizes) and all(one is other for pair in pairs for one, other in pair)
-        if as_given and all(
-            built[0][name] == built[1].get(name) for name in built[0] if name != "params"
-        ):
-            built[0]["params"] += built.pop()["params"]
-
-
-def begin_momentum(optimizer, cut_up=False):
-    """Gives a fused SGD its momentum, 0 before the first step: the same numbers as torch's, which makes it in the step.
-
-    Where the fp16 scaler skips that step, torch (2.15) takes unwritten memory for the momentum from then on. One of
-    shards has it too, or a fused one could not go on from it where a parameter had no gradient yet.
-    """
-    groups = [group for group in optimizer.param_groups if group["momentum"]]
-    groups = [group for group in groups if group["fused"] or (cut_up and not group["dampening"])]
-    if any(
-        group["dampening"] for group in groups
-    ):  # torch's first step has none, and one from 0 would have it
-        optimizer._step_supports_amp_scaling = False
-        for group in optimizer.param_groups:
-            group["fused"] = False
+def merge(built: Groups, given: Groups) -> None:
+    """Make one of the two groups if the factory took them as given, with the same settings."""
+    if len(built) != 2 or len(given) != 2:
         return
-    for parameter in (parameter for group in groups for parameter in group["params"]):
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    for one, other in zip(built, given, strict=True):
+        if list(map(id, one["params"])) != list(map(id, other["params"])):
+            return
+    first, second = built
+    if all(first[name] == second.get(name) for name in first if name != "params"):
+        first["params"] += second["params"]
+        built.pop()
 
 
-def make_capturable(optimizer, device):
-    """The rates as tensors, which a graph reads anew at each replay, and the count of steps on the device."""
+def begin_momentum(optimizer: torch.optim.SGD, is_sharded: bool) -> None:
+    """Give a fused SGD its momentum, 0 before the first step, which makes the same numbers.
+
+    If the fp16 scaler skips that step, torch (2.15) takes unwritten memory for the momentum from
+    then on. A sharded SGD gets it too, or a fused one could not go on from its state where a
+    parameter had no gradient yet.
+    """
+    for group in optimizer.param_groups:
+        if group["momentum"] and group["dampening"] and group["fused"]:
+            # torch's first step has no dampening, and a step from 0 would have it.
+            unfuse(optimizer)
+            return
+    for group in optimizer.param_groups:
+        if group["momentum"] and (group["fused"] or (is_sharded and not group["dampening"])):
+            for parameter in group["params"]:
+                momentum = torch.zeros_like(parameter)
+                optimizer.state[parameter]["momentum_buffer"] = momentum
+
+
+def unfuse(optimizer: torch.optim.Optimizer) -> None:
+    """Leave the fused form of an optimizer that was just built."""
+    # private: _step_supports_amp_scaling, tells the fp16 scaler who unscales, torch 2.15
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    for group in optimizer.param_groups:
+        group["fused"] = False
+
+
+def make_capturable(optimizer: Any, device: torch.device) -> None:
+    """Make the rates tensors, which a graph reads at each replay, and count steps on the device."""
     if not optimizer.defaults.get("fused") and not optimizer.defaults.get("capturable"):
         raise UserError(
-            f"compile=graph: {type(optimizer).__name__} is not fused. Leave fused out, and type optimizer=adamw or sgd."
+            f"compile=graph: {type(optimizer).__name__} is not fused. "
+            "Leave fused out, and type optimizer=adamw or sgd."
         )
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
@@ -119,85 +157,97 @@ def make_capturable(optimizer, device):
             group["capturable"] = True
 
 
-def make_lean(optimizer):
-    """The same `step` and `zero_grad` without the wrappers of torch.optim, which cost 30 us a step.
+def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
+    """Return `optimizer.step` without the wrappers of torch.optim, which cost 30 us per step.
 
-    They import torch._dynamo, call hooks and record a name for the profiler; the last two remain where someone listens.
+    They import torch's compiler (a second), call hooks, and record a name for the profiler. If
+    anybody listens, or has replaced `step` as torch's schedules do, this is `optimizer.step`.
     """
     kind = type(optimizer)
-    bare = torch.no_grad()(inspect.unwrap(kind.step))
-    full = kind.profile_hook_step(bare)
+    if compiled or not is_torchs(kind) or optimizer.defaults.get("differentiable"):
+        step: Callable[[], Any] = optimizer.step
+        return step
+    bare = inspect.unwrap(kind.step)
 
-    def step(self, closure=None):
-        own = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        hooks = own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        return (full if hooks or torch.autograd._profiler_enabled() else bare)(self, closure)
+    def lean() -> None:
+        if (
+            optimizer._optimizer_step_pre_hooks  # private: the only way to see hooks, torch 2.15
+            or optimizer._optimizer_step_post_hooks  # private: as above
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or torch.autograd._profiler_enabled()  # private: whether one is on, torch 2.15
+            or "step" in vars(optimizer)
+        ):
+            optimizer.step()
+            return
+        with torch.no_grad():
+            bare(optimizer)
 
-    def zero_grad(self, set_to_none=True):
-        if not set_to_none:
-            return kind.zero_grad(self, set_to_none)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    optimizer.step, optimizer.zero_grad = (
-        types.MethodType(step, optimizer),
-        types.MethodType(zero_grad, optimizer),
-    )
+    return lean
 
 
-def spare_the_compiler(spare):
-    """Lets optimizers work without importing torch._dynamo, which takes a second at the start of every run.
+def zero_grad(optimizer: Any) -> None:
+    """Drop the gradients of the optimizer's parameters, without the wrappers of torch.optim."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
-    Their methods import it only to tell the compiler to look away; each is told here that it needs no telling, or, for
-    a module that is compiled, that it does.
+
+def spare_the_compiler() -> None:
+    """Let optimizers be built, saved and loaded without an import of torch's compiler (a second).
+
+    The methods below import it only to tell it to look away. This tells each of them, for the whole
+    process, that it needs no telling: do not compile a function that calls one of them.
     """
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-        known = getattr(
-            method, "__dynamo_disable", None
-        )  # where torch._compile looks before it imports the compiler
-        if spare and known is None:
+        if not hasattr(method, "__dynamo_disable"):
+            # private: __dynamo_disable, where torch._compile looks before the import, torch 2.15
             method.__dynamo_disable = method
-        elif not spare and known is method:
-            del method.__dynamo_disable
 
 
 def decoupled_sgd(
-    params,
-    lr,
-    batch_size,
-    momentum=0.85,
-    weight_decay=0.0153,
-    bias_scale=64.0,
-    fused=None,
-    foreach=None,
-):
-    """A torch.optim.SGD with Nesterov momentum, on parameter groups, of a rate and a decay per 1,024 samples.
+    params: Groups,
+    lr: float,
+    batch_size: int,
+    momentum: float = 0.85,
+    weight_decay: float = 0.0153,
+    bias_scale: float = 64.0,
+    fused: bool | None = None,
+    foreach: bool | None = None,
+) -> torch.optim.SGD:
+    """Build SGD with Nesterov momentum from a rate and a decay per 1,024 samples.
 
-    `lr` is how far 1,024 samples of the same gradient move a weight, and `weight_decay` the share by which they shrink
-    it, whatever the batch size and the momentum are and, for the decay, the rate. Biases and the weights of norms (one
-    dimension) have `bias_scale` times the rate and the same decay. Jordan 2024, arXiv 2404.00498, section 3.4.
+    Source: Jordan 2024, arXiv 2404.00498, section 3.4.
+
+    Args:
+        params: Parameter groups.
+        lr: How far 1,024 samples of the same gradient move a weight, whatever the batch size and
+            the momentum are.
+        batch_size: Samples per step.
+        momentum: Share of the last update in the next one.
+        weight_decay: Share by which 1,024 samples shrink a weight, whatever the rate is.
+        bias_scale: Factor on the rate of biases and the weights of norms (one dimension), which
+            have the same decay.
+        fused: As for torch.optim.SGD.
+        foreach: As for torch.optim.SGD.
     """
     check_number("optimizer.lr", lr, above=0)
     check_number("optimizer.batch_size", batch_size, whole=True, least=1)
     check_number("optimizer.momentum", momentum, above=0, most=0.999)
     check_number("optimizer.weight_decay", weight_decay, least=0)
     check_number("optimizer.bias_scale", bias_scale, above=0)
-    # The loss is a mean over the batch, and momentum repeats its gradient (so much, as the paper counts it).
+    # The loss is a mean over the batch, and momentum repeats its gradient (as the paper counts it).
     per_step = batch_size / 1024 / (1 + 1 / (1 - momentum))
     groups = []
     for group in params:
-        matrices, vectors = (
-            [p for p in group["params"] if (p.ndim > 1) is many] for many in (True, False)
-        )
+        decay = group.get("weight_decay", weight_decay) * per_step
+        matrices = [p for p in group["params"] if p.ndim > 1]
+        vectors = [p for p in group["params"] if p.ndim <= 1]
         for parameters, scale in ((matrices, 1.0), (vectors, bias_scale)):
             if parameters:
-                rate, decay = (
-                    lr * scale * per_step,
-                    group.get("weight_decay", weight_decay) * per_step,
-                )
-                # torch's decay is times the rate.
+                rate = lr * scale * per_step
+                # torch multiplies the decay by the rate.
                 groups.append({"params": parameters, "lr": rate, "weight_decay": decay / rate})
     return torch.optim.SGD(
         groups, lr=lr * per_step, momentum=momentum, nesterov=True, fused=fused, foreach=foreach

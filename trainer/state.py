@@ -1,71 +1,79 @@
-"""What a part of a training can go on from: its state is compared with the part's own before anything is loaded."""
+"""What a training can go on from: a state is compared with what it is for before anything is loaded."""
 
 import collections
 import contextlib
+import copy
 import inspect
 import math
+from typing import Any, NoReturn
 
 import torch
 from stoker.trainer.errors import UserError
 
-# How an optimizer works and not what it computes: a checkpoint of a GPU says other things than the CPU needs.
+# How an optimizer works, not what it computes: a GPU's checkpoint has others than the CPU needs.
 WAYS = ("foreach", "fused", "capturable")
 ANYTHING = object()
-AXES = (2, 3, 5, 7, 11, 13)
+AXES = (2, 3, 5, 7, 11, 13)  # lengths that stand for the axes of a parameter
 
 
-def check(part, state, name):
-    """UserError where `part` cannot go on from `state`: another's, or one that no training has written.
+def check(part: Any, state: Any, name: str) -> None:
+    """Compare the state of a part of a training with the part; change nothing.
 
-    What has a state of its own making (a custom optimizer, a part of one's own) is not looked into.
+    The state of a part that makes its own form of it (a custom optimizer, say) is not looked into.
+
+    Raises:
+        UserError: The state is another part's, or one that no training has written.
     """
     if isinstance(part, torch.optim.Optimizer):
         if has_usual_state(part):
             check_optimizer(part, state, name)
     elif isinstance(part, torch.nn.Module):
-        own = part.state_dict().items()
-        check_like(
-            state,
-            {key: value if isinstance(value, torch.Tensor) else ANYTHING for key, value in own},
-            name,
-        )
+        like = {}
+        for key, value in part.state_dict().items():
+            like[key] = value if isinstance(value, torch.Tensor) else ANYTHING
+        check_like(state, like, name)
     elif isinstance(part, torch.amp.GradScaler):
         if part.is_enabled():
             check_scaler(part, state, name)
     elif name in ("train_loss", "grad_norm"):
-        check_like(
-            state, {"total": math.nan, "samples": 0}, name
-        )  # a mean may be of what is not finite
+        # nan: the mean of a diverged training is not finite.
+        check_like(state, {"total": math.nan, "samples": 0}, name)
     elif name == "scheduler":
         check_scheduler(part, state, name)
     elif name == "micro_batch":
         check_like(state, part.state_dict(), name)
 
 
-def check_like(state, like, name):
-    """UserError unless `state` is of the kind of `like`: the same keys, lengths and shapes, numbers for numbers."""
+def check_like(state: Any, like: Any, name: str) -> None:
+    """Compare a nesting with one of the right form: its keys, lengths and shapes, numbers for numbers.
+
+    Raises:
+        UserError: They differ; it names the place.
+    """
     if isinstance(like, torch.Tensor):
-        same = (
-            isinstance(state, torch.Tensor)
-            and state.is_floating_point() == like.is_floating_point()
-        )
-        if not torch.nn.parameter.is_lazy(like) and not (same and state.shape == like.shape):
+        if not torch.nn.parameter.is_lazy(like) and not is_like_tensor(state, like):
             refuse(state, shown(like), name)
     elif isinstance(like, dict):
         if not isinstance(state, dict):
             refuse(state, "a dict", name)
         for key in [*like, *state]:
-            if key not in state or key not in like:
-                refuse("there" if key in state else "missing", None, f"{name}.{str(key)[:80]}")
-            check_like(state[key], like[key], f"{name}.{key}")
+            place = f"{name}.{str(key)[:80]}"
+            if key not in state:
+                refuse("missing", None, place)
+            if key not in like:
+                refuse("there", None, place)
+            check_like(state[key], like[key], place)
     elif isinstance(like, (list, tuple)):
         if not isinstance(state, (list, tuple)) or len(state) != len(like):
             refuse(state, f"a list of {len(like)}", name)
-        for i, (item, own) in enumerate(zip(state, like, strict=True)):
-            check_like(item, own, f"{name}.{i}")
-    elif isinstance(like, (bool, str)):
-        if type(state) is not type(like):
-            refuse(state, "true or false" if isinstance(like, bool) else "a text", name)
+        for i, (item, like_item) in enumerate(zip(state, like, strict=True)):
+            check_like(item, like_item, f"{name}.{i}")
+    elif isinstance(like, bool):
+        if not isinstance(state, bool):
+            refuse(state, "true or false", name)
+    elif isinstance(like, str):
+        if not isinstance(state, str):
+            refuse(state, "a text", name)
     elif isinstance(like, (int, float)):
         if not is_number(state, finite=math.isfinite(like)):
             refuse(state, "a number", name)
@@ -73,153 +81,172 @@ def check_like(state, like, name):
         refuse(state, "null or a number", name)
 
 
-def check_scheduler(scheduler, state, name):
-    """UserError for the state of another scheduler, or of one with other settings: torch's would have these again."""
-    own, kind = scheduler.state_dict(), type(scheduler).__name__
-    if isinstance(state, dict) and set(state) != set(own):
+def is_like_tensor(state: Any, like: torch.Tensor) -> bool:
+    """Return whether this is a tensor of the same shape, floating-point if the other is."""
+    return (
+        isinstance(state, torch.Tensor)
+        and state.shape == like.shape
+        and state.is_floating_point() == like.is_floating_point()
+    )
+
+
+def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
+    """Raise UserError for the state of another scheduler, or of one of torch's with other settings."""
+    like = scheduler.state_dict()
+    kind = type(scheduler).__name__
+    if isinstance(state, dict) and set(state) != set(like):
         raise UserError(f"The checkpoint was written with another scheduler than {kind}.")
-    check_like(state, own, name)
+    check_like(state, like, name)
     for key in inspect.signature(type(scheduler)).parameters:
-        if key in own and key != "last_epoch" and state[key] != own[key]:
+        if key in like and key != "last_epoch" and state[key] != like[key]:
             raise UserError(
-                f"The checkpoint's {kind} has {key}={state[key]}, and this one {own[key]}: torch's schedules keep what "
-                "they began with.\nType the settings and epochs of then, or begin with scheduler=cosine, "
-                "which can be made longer."
+                f"The checkpoint's {kind} has {key}={state[key]}, and this one {like[key]}: "
+                "torch's schedules keep what they began with.\nType the settings and epochs of "
+                "then, or begin with scheduler=cosine, which can be made longer."
             )
 
 
-def check_scaler(scaler, state, name):
-    own = scaler.state_dict()
-    check_like(state, own, name)
-    for key, value in own.items():
-        if (
-            type(state[key]) is not type(value)
-            or state[key] < 0
-            or not (state[key] or key == "_growth_tracker")
-        ):
-            refuse(state[key], f"a {type(value).__name__} above 0", f"{name}.{key}")
+def check_scaler(scaler: torch.amp.GradScaler, state: Any, name: str) -> None:
+    """Raise UserError for numbers that no scaler has."""
+    like = scaler.state_dict()
+    check_like(state, like, name)
+    for key, value in like.items():
+        number = state[key]
+        may_be_0 = key == "_growth_tracker"
+        if type(number) is not type(value) or number < 0 or (number == 0 and not may_be_0):
+            refuse(number, f"a {type(value).__name__} above 0", f"{name}.{key}")
 
 
-def check_optimizer(optimizer, state, name):
-    """As `check`, for states of torch's own form, of which torch itself compares only how many parameters they have."""
-    own = optimizer.state_dict()
-    check_like(
-        state, {"state": ANYTHING, "param_groups": [ANYTHING] * len(own["param_groups"])}, name
-    )
-    for i, (mine, group) in enumerate(zip(own["param_groups"], state["param_groups"], strict=True)):
-        here = f"{name}.param_groups.{i}"
-        if not isinstance(group, dict):
-            refuse(group, "a dict", here)
-        for key, value in mine.items():
-            if key not in group:
-                refuse("missing", None, f"{here}.{key}")
-            if key in ("params", "param_names") or (
-                isinstance(value, (bool, str)) and key not in WAYS
-            ):
-                if repr(group[key]) != repr(value):
-                    refuse(group[key], value, f"{here}.{key}")
-            elif key not in WAYS:
-                check_like(group[key], loosely(value), f"{here}.{key}")
-    indices = [index for group in own["param_groups"] for index in group["params"]]
+def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, name: str) -> None:
+    """Compare a state of torch's form, of which torch itself compares only the numbers of parameters."""
+    like = optimizer.state_dict()
+    form = {"state": ANYTHING, "param_groups": [ANYTHING] * len(like["param_groups"])}
+    check_like(state, form, name)
+    groups = zip(state["param_groups"], like["param_groups"], strict=True)
+    indices: list[int] = []
+    for i, (group, like_group) in enumerate(groups):
+        check_group(group, like_group, f"{name}.param_groups.{i}")
+        indices += like_group["params"]
     if not isinstance(state["state"], dict):
         refuse(state["state"], "a dict", f"{name}.state")
-    expected = {**expected_moments(optimizer, own), **own["state"]}
+    expected = {**expected_moments(optimizer, like), **like["state"]}
     for index, moments in state["state"].items():
-        here = f"{name}.state.{str(index)[:80]}"
+        place = f"{name}.state.{str(index)[:80]}"
         if index not in indices or isinstance(index, bool) or not isinstance(moments, dict):
-            refuse(moments, f"the state of one of {len(indices)} parameters", here)
+            refuse(moments, f"the state of one of {len(indices)} parameters", place)
         if index in expected:
-            check_like(
-                moments, {key: loosely(value) for key, value in expected[index].items()}, here
-            )
-        if is_number(moments.get("step")) and moments["step"] < 0:
-            refuse(float(moments["step"]), "a number of steps", f"{here}.step")
+            check_like(moments, loosely(expected[index]), place)
+        step = moments.get("step")
+        if is_number(step) and step < 0:
+            refuse(float(step), "a number of steps", f"{place}.step")
 
 
-def expected_moments(optimizer, own):
-    """{index: what the optimizer keeps for this parameter} of one of torch's, as far as it can be known.
+def check_group(group: Any, like: dict[str, Any], place: str) -> None:
+    """Compare one parameter group: the same parameters, switches and texts, numbers for numbers."""
+    if not isinstance(group, dict):
+        refuse(group, "a dict", place)
+    for key, value in like.items():
+        if key not in group:
+            refuse("missing", None, f"{place}.{key}")
+        if key in WAYS:
+            continue
+        if key in ("params", "param_names") or isinstance(value, (bool, str)):
+            if repr(group[key]) != repr(value):
+                refuse(group[key], value, f"{place}.{key}")
+        else:
+            check_like(group[key], loosely(value), f"{place}.{key}")
 
-    It is what torch makes at a first step, here of small parameters. Each axis has a size that stands for it, since
-    some keep sums over an axis. (The meta device would do, and would import sympy: 0.3 s.)
+
+def expected_moments(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """Return {index of a parameter: what one of torch's optimizers keeps for it}, as far as is known.
+
+    It is what a first step makes, here of small parameters on the CPU.
     """
-    kind, found = type(optimizer), {}
-    if not f"{kind.__module__}.".startswith("torch.optim.") or not hasattr(kind, "_init_group"):
-        return found
-    for mine, group in zip(own["param_groups"], optimizer.param_groups, strict=True):
-        small = [
-            torch.nn.Parameter(torch.zeros(AXES[: p.ndim], dtype=p.dtype)) for p in group["params"]
-        ]
-        made = first_moments(optimizer, group, small)
-        for index, parameter, real in zip(mine["params"], small, group["params"], strict=True):
-            if made[parameter] and real.ndim <= len(AXES):
-                found[index] = {
-                    key: enlarged(value, real.shape) for key, value in made[parameter].items()
-                }
-    return found
+    expected: dict[int, dict[str, Any]] = {}
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return expected
+    for like, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        moments = first_moments(optimizer, group)
+        for index, parameter, kept in zip(like["params"], group["params"], moments, strict=True):
+            if kept and parameter.ndim <= len(AXES):
+                expected[index] = {k: enlarged(v, parameter.shape) for k, v in kept.items()}
+    return expected
 
 
-def first_moments(optimizer, group, parameters):
-    """{parameter: what one of torch's optimizers, with the settings of this group, makes for it at a first step}."""
-    kind = type(optimizer)
-    twin = object.__new__(kind)
-    twin.__dict__.update({**vars(optimizer), "state": collections.defaultdict(dict)})
-    for parameter in parameters:
-        parameter.grad = parameter.detach()
-        if kind is torch.optim.SGD and group["momentum"]:  # it makes them in the step itself
-            twin.state[parameter] = {"momentum_buffer": parameter}
-    ways = {way: False for way in WAYS if way in group}
-    for_step = list(inspect.signature(kind._init_group).parameters)[
-        2:
-    ]  # lists that it fills, behind self and group
-    with contextlib.suppress(RuntimeError):  # SparseAdam's, which wants sparse gradients
-        twin._init_group({**group, **ways, "params": parameters}, *([] for _ in for_step))
-    return twin.state
+def first_moments(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what the optimizer keeps for each parameter of a group after a first step.
+
+    A copy of the optimizer takes that step with small parameters, each of whose axes has a length
+    that stands for it: some optimizers keep sums over an axis.
+    """
+    small = []
+    for parameter in group["params"]:
+        stand_in = torch.nn.Parameter(torch.zeros(AXES[: parameter.ndim], dtype=parameter.dtype))
+        stand_in.grad = torch.zeros_like(stand_in)
+        small.append(stand_in)
+    usual = {key: value for key, value in group.items() if key not in WAYS}
+    twin = copy.copy(optimizer)
+    twin.state = collections.defaultdict(dict)
+    twin.param_groups = [{**usual, **dict.fromkeys(WAYS, False), "params": small}]
+    # Without torch's wrappers, which import its compiler: a second.
+    step = inspect.unwrap(type(optimizer).step)
+    with torch.no_grad(), contextlib.suppress(RuntimeError):  # SparseAdam needs sparse gradients
+        step(twin)
+    return [twin.state[parameter] for parameter in small]
 
 
-def enlarged(value, shape):
-    """The small twin's value with each axis as long as that of the real parameter, on the meta device: no memory."""
+def enlarged(value: Any, shape: torch.Size) -> Any:
+    """Return a stand-in's moment with the lengths of the real parameter, on the meta device."""
     if not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     lengths = dict(zip(AXES, shape, strict=False))
     return torch.empty([lengths.get(n, n) for n in value.shape], dtype=value.dtype, device="meta")
 
 
-def has_usual_state(optimizer):
-    """Whether the states of an optimizer are of torch's own form."""
-    kind, usual = type(optimizer), torch.optim.Optimizer
+def has_usual_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the states of an optimizer are of torch's form."""
+    kind = type(optimizer)
+    usual = torch.optim.Optimizer
     return kind.state_dict is usual.state_dict and kind.load_state_dict is usual.load_state_dict
 
 
-def loosely(value):
-    """0.0 for any one number, in a tensor or not, also one of a list: each may stand for the other."""
+def loosely(value: Any) -> Any:
+    """Return 0.0 for each number, in a tensor or not: one may stand for the other."""
+    if isinstance(value, dict):
+        return {key: loosely(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [loosely(item) for item in value]
-    return 0.0 if not isinstance(value, bool) and is_number(value, finite=False) else value
+    if not isinstance(value, bool) and is_number(value, finite=False):
+        return 0.0
+    return value
 
 
-def is_number(value, finite=True):
-    """Whether it is one real number, in a tensor or not, that torch and float() can hold."""
+def is_number(value: Any, finite: bool = True) -> bool:
+    """Return whether this is one real number, in a tensor or not, that torch and float() can hold."""
     if isinstance(value, torch.Tensor):
         if value.ndim or value.is_complex():
             return False
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value) or not finite
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return math.isfinite(value) or not finite
 
 
-def refuse(value, wanted, name):
-    """UserError: what is at `name`, and what was wanted there; None where it should not be, or not be missing."""
-    found = value if wanted is None else f"{shown(value)}, not {wanted}"
-    raise UserError(
-        f"The checkpoint does not fit this {name.partition('.')[0]}: {name} is {found}."
-    )
+def refuse(value: Any, wanted: Any, name: str) -> NoReturn:
+    """Raise UserError for the value at `name`; `wanted` is None if `value` says what is wrong with it."""
+    text = value if wanted is None else f"{shown(value)}, not {wanted}"
+    raise UserError(f"The checkpoint does not fit this {name.partition('.')[0]}: {name} is {text}.")
 
 
-def shown(value):
-    """A value in a few words."""
+def shown(value: Any) -> str:
+    """Return a value in a few words."""
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     if isinstance(value, (dict, list, tuple)):
         return f"a {type(value).__name__} of {len(value)}"
-    return repr(value) if len(repr(value)) < 60 else f"{repr(value)[:60]}..."
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:60]}..."

@@ -1,129 +1,138 @@
-"""What there is to say about a trainer: the plan of a run, where its tensors are, and how much memory they take."""
+"""What there is to say about a Trainer: the plan of a run, where its tensors are, how much memory they take."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer import parallel
 
+if TYPE_CHECKING:
+    from stoker.trainer.trainer import Trainer
+
 MIB = devices.MIB
+PRECISIONS = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def plan(trainer):
-    """The lines that open a run: device, model and plan."""
-    parameters = sum(p.numel() for p in trainer.module.parameters())
-    frozen = sum(p.numel() for p in trainer.module.parameters() if not p.requires_grad)
-    fixed = f", {frozen:,} of them frozen" if frozen else ""
-    epochs = trainer.total_steps / trainer.steps_per_epoch
-    length = (
-        f"{epochs:.4g} epoch{'s' * (epochs != 1)} of {trainer.steps_per_epoch} steps"
-        if epochs >= 1
-        else "a part of an epoch"
-    )
+def plan(trainer: "Trainer") -> Iterator[str]:
+    """Yield the lines that open a run: device, model and plan."""
+    device = devices.describe(trainer.device)
+    yield f"device   {device}, {precision(trainer)} ({trainer.precision_reason})"
+    weights = list(trainer.module.parameters())
+    frozen = sum(p.numel() for p in weights if not p.requires_grad)
+    name = parallel.plain_text(trainer.module).partition("(")[0]
+    line = f"model    {name}, {sum(p.numel() for p in weights):,} parameters"
+    yield line + (f", {frozen:,} of them frozen" if frozen else "")
     batch_size = getattr(trainer.train_loader, "batch_size", None)
     optimizer = trainer.optimizer
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
-    at = f", continued at step {trainer.step}" if trainer.step else ""
-    at += ", its end: there is nothing left to train" if trainer.step >= trainer.total_steps else ""
-    yield f"device   {devices.describe(trainer.device)}, {precision(trainer)} ({trainer.precision_reason})"
-    yield f"model    {parallel.plain_text(trainer.module).partition('(')[0]}, {parameters:,} parameters{fixed}"
-    yield (
-        f"plan     {length} = {trainer.total_steps:,} step{'s' * (trainer.total_steps != 1)}, "
-        f"batch {batch_size or 'as the loader gives it'}{parallel.description(trainer)}"
-        f"{trainer.micro_batch.description()}, "
-        f"{type(optimizer).__name__}{fused} lr {optimizer.param_groups[0].get('initial_lr', 0):g}, "
-        f"{getattr(trainer.scheduler, 'description', type(trainer.scheduler).__name__)}{at}"
+    rate = optimizer.param_groups[0].get("initial_lr", 0)
+    schedule = getattr(trainer.scheduler, "description", type(trainer.scheduler).__name__)
+    line = (
+        f"plan     {length(trainer)}, batch {batch_size or 'as the loader gives it'}"
+        f"{parallel.description(trainer)}{trainer.micro_batch.description()}, "
+        f"{type(optimizer).__name__}{fused} lr {rate:g}, {schedule}"
     )
+    if trainer.step:
+        line += f", continued at step {trainer.step}"
+    if trainer.step >= trainer.total_steps:
+        line += ", its end: there is nothing left to train"
+    yield line
 
 
-def precision(trainer):
-    """'fp32', 'bf16' or 'fp16'."""
-    return {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[trainer.dtype]
+def length(trainer: "Trainer") -> str:
+    """Return '3 epochs of 8 steps = 24 steps'."""
+    steps = "step" if trainer.total_steps == 1 else "steps"
+    total = f"{trainer.total_steps:,} {steps}"
+    epochs = trainer.total_steps / trainer.steps_per_epoch
+    if epochs < 1:
+        return f"a part of an epoch = {total}"
+    unit = "epoch" if epochs == 1 else "epochs"
+    return f"{epochs:.4g} {unit} of {trainer.steps_per_epoch} steps = {total}"
 
 
-def data_line(data, loaders, why, whole=False):
-    """The line that tells what is learnt from; `whole` where the one part is all of it."""
-    names = ("train", "val", "test")
-    counts = [
-        f"{part.samples:,} {name}"
-        for name, part in zip(names, loaders, strict=True)
-        if part is not None
-    ]
-    counts = [f"all {part.samples:,}" for part in loaders if part is not None] if whole else counts
-    inputs = (
-        "x".join(map(str, data.in_shape))
-        if len(data.in_shape) > 1
-        else f"{data.in_shape[0]} numbers"
-    )
-    kinds = {
-        "classification": f"{data.num_classes} classes",
-        "regression": f"{data.num_classes} to predict",
-    }
-    outputs = kinds[data.kind]
-    return f"data     {data.name}: {', '.join(counts)} samples of {inputs}, {outputs}; {why}"
+def precision(trainer: "Trainer") -> str:
+    """Return 'fp32', 'bf16' or 'fp16'."""
+    return PRECISIONS[trainer.dtype]
 
 
-def optimizer_tensors(optimizer):
-    """The list of the tensors of the optimizer's state."""
-    states = optimizer.state.values() if optimizer is not None else ()
-    return [
-        value for state in states for value in state.values() if isinstance(value, torch.Tensor)
-    ]
-
-
-def mib(tensors):
-    """The MiB of tensors, `element_size() * nelement()` each; of shards, what this process has."""
+def data_line(data: Any, loaders: Sequence[Any], why: str, whole: bool = False) -> str:
+    """Return the line on the data that is used; `whole` if the one part is all of it."""
+    counts = []
+    for name, part in zip(("train", "val", "test"), loaders, strict=True):
+        if part is not None:
+            counts.append(f"all {part.samples:,}" if whole else f"{part.samples:,} {name}")
+    inputs = f"{data.in_shape[0]} numbers"
+    if len(data.in_shape) > 1:
+        inputs = "x".join(map(str, data.in_shape))
+    classes = "classes" if data.kind == "classification" else "to predict"
     return (
-        sum(tensor.element_size() * tensor.nelement() for tensor in parallel.local(tensors)) / MIB
+        f"data     {data.name}: {', '.join(counts)} samples of {inputs}, "
+        f"{data.num_classes} {classes}; {why}"
     )
 
 
-def layout(tensors):
-    """'float32 on cpu, int64 on cpu; 0.33 MiB' for a list of tensors."""
+def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
+    """Return the tensors of the optimizer's state."""
+    tensors: list[torch.Tensor] = []
+    if optimizer is not None:
+        for moments in optimizer.state.values():
+            tensors += [value for value in moments.values() if isinstance(value, torch.Tensor)]
+    return tensors
+
+
+def mib(tensors: Iterable[torch.Tensor]) -> float:
+    """Return the MiB of tensors; of shards, those of this process."""
+    parts = parallel.local(tensors)
+    return sum(tensor.element_size() * tensor.nelement() for tensor in parts) / MIB
+
+
+def layout(tensors: Iterable[torch.Tensor]) -> str:
+    """Return 'float32 on cpu, int64 on cpu; 0.33 MiB'."""
     tensors = list(tensors)
     if not tensors:
         return "nothing"
-    places = sorted(
-        {f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}" for tensor in tensors}
-    )
-    return f"{', '.join(places)}; {mib(tensors):.2f} MiB"
+    places = {f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in tensors}
+    return f"{', '.join(sorted(places))}; {mib(tensors):.2f} MiB"
 
 
-def where(trainer, batch=None):
-    """The lines of `Trainer.where`: device, types and MiB of the model, the optimizer's state and a batch.
+def layout_of(batch: Any) -> str:
+    """Return the `layout` of the tensors of a batch."""
+    return layout(tensor for _, tensor in batches.entries(batch))
 
-    The batch is the last one trained on, unless one is given.
-    """
-    seen = (
-        trainer.batch_layout
-        if batch is None
-        else layout(tensor for _, tensor in batches.entries(batch))
-    )
-    yield f"model      {layout([*trainer.module.parameters(), *trainer.module.buffers()])}"
+
+def where(trainer: "Trainer", batch: Any = None) -> Iterator[str]:
+    """Yield the lines of `Trainer.where`, on the batch or else on the last one trained on."""
+    model = [*trainer.module.parameters(), *trainer.module.buffers()]
+    yield f"model      {layout(model)}"
     yield f"optimizer  {layout(optimizer_tensors(trainer.optimizer))}"
-    yield f"batch      {seen}"
+    yield f"batch      {trainer.batch_layout if batch is None else layout_of(batch)}"
 
 
-def not_finite(trainer):
-    """'3 of 4 tensors of the model are not finite, the first being 0.weight', in its order."""
-    state, weights = (
-        trainer.module.state_dict(),
-        dict(trainer.module.named_parameters(remove_duplicate=False)),
-    )
-    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-    # An infinity in a buffer can be meant, as in the mask of an attention.
-    tensors = dict(zip(tensors, parallel.local(tensors.values()), strict=True))
-    finite = {
-        name: ~tensor.isnan() if name not in weights else tensor.isfinite()
-        for name, tensor in tensors.items()
-    }
-    names = [name for name, fine in finite.items() if not fine.all()]
+def not_finite(trainer: "Trainer") -> str:
+    """Return '3 of 4 tensors of the model are not finite, the first being 0.weight'."""
+    weights = dict(trainer.module.named_parameters(remove_duplicate=False))
+    tensors = {}
+    for name, tensor in trainer.module.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            tensors[name] = tensor
+    names = []
+    for name, tensor in zip(tensors, parallel.local(tensors.values()), strict=True):
+        # An infinity in a buffer can be meant, as in the mask of an attention.
+        fine = tensor.isfinite() if name in weights else ~tensor.isnan()
+        if not fine.all():
+            names.append(name)
     if not names:
         return "all weights are finite, so look at the inputs, the targets and the loss"
-    return f"{len(names)} of {len(tensors)} tensors of the model are not finite, the first being {names[0]}"
+    return (
+        f"{len(names)} of {len(tensors)} tensors of the model are not finite, "
+        f"the first being {names[0]}"
+    )
 
 
-def memory_report(trainer):
-    """MiB by what takes them; `peak` is the most that the device (for the CPU and mps: the process) has held."""
+def memory_report(trainer: "Trainer") -> dict[str, float]:
+    """Return MiB by use; `peak` is the most the device (for the CPU and mps: the process) has held."""
     parameters = list(trainer.module.parameters())
     return {
         "parameters": mib(parameters),
@@ -135,8 +144,8 @@ def memory_report(trainer):
     }
 
 
-def memory_of_a_step(trainer):
-    """`memory_report`, with the gradients that a step has: at the end of a fit they are gone."""
-    return memory_report(trainer) | {
-        "gradients": mib(p for p in trainer.module.parameters() if p.requires_grad)
-    }
+def memory_of_a_step(trainer: "Trainer") -> dict[str, float]:
+    """Return `memory_report` with the gradients of a step, which are gone at the end of a fit."""
+    report = memory_report(trainer)
+    report["gradients"] = mib(p for p in trainer.module.parameters() if p.requires_grad)
+    return report

@@ -88,9 +88,9 @@ class Doctor(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Raise a UserError if the steps cannot be looked into."""
-        from stoker.trainer import graph
+        from stoker.trainer.steps import captures
 
-        if trainer.execute is not graph.eagerly:
+        if captures(trainer):
             raise UserError(
                 "callbacks=doctor: the steps of a graph cannot be looked into. Type compile=false."
             )

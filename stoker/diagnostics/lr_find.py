@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.trainer import checkpoint, graph, schedules
+from stoker.trainer import checkpoint, fitting, misuse, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError, check_number
 from stoker.trainer.loading import seekable
 from stoker.trainer.trainer import Trainer
+from stoker.trainer.steps import captures
 
 FEWEST = 10  # steps of a curve
 DIVERGED = 4.0  # times the lowest smoothed loss
@@ -43,40 +44,40 @@ def lr_find(
     check_number("steps", steps, whole=True, least=FEWEST)
     loader = seekable(train_loader, trainer.seed)
     before = copy.deepcopy({name: part.state_dict() for name, part in trainer.stateful().items()})
-    execute = trainer.execute
-    trainer.execute = graph.eagerly  # a captured step would keep its first rate
+    special_step = trainer.special_step
+    if captures(trainer):  # a captured step would keep its first rate
+        trainer.special_step = None
     trainer.scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
     rates: list[float] = []
     losses: list[float] = []
     mean = 0.0
     batch = None
-    trainer.hold()
     trainer.model.train()
-    try:
-        for batch in itertools.islice(endless(loader), steps):
-            rate = lowest * (highest / lowest) ** (len(rates) / (steps - 1))
-            for group in trainer.optimizer.param_groups:
-                group["lr"] = rate
-            seed = devices.mix_seed(trainer.seed, "step", len(rates))
-            devices.seed_generators(trainer.device, seed, trainer.replicas)
-            batch = devices.move(batch, trainer.device)
-            loss = trainer.train_step(batch).item()
-            if not math.isfinite(loss):
-                break
-            mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
-            rates.append(rate)
-            losses.append(mean / (1 - SMOOTHING ** len(rates)))  # the mean began at zero
-            if losses[-1] > DIVERGED * min(losses):
-                break
-    except (RuntimeError, ValueError, MemoryError) as error:
-        trainer.explain(error, batch, trainer.micro_batch)
-        raise
-    finally:
-        trainer.scheduler = None
-        trainer.execute = execute
-        for name, part in trainer.stateful().items():
-            checkpoint.restore(part, before[name])
-        trainer.release()
+    with fitting.cleaned_up(trainer):
+        try:
+            for batch in itertools.islice(endless(loader), steps):
+                rate = lowest * (highest / lowest) ** (len(rates) / (steps - 1))
+                for group in trainer.optimizer.param_groups:
+                    group["lr"] = rate
+                seed = devices.mix_seed(trainer.seed, "step", len(rates))
+                devices.seed_generators(trainer.device, seed, trainer.replicas)
+                batch = devices.move(batch, trainer.device)
+                loss = trainer.train_step(batch).item()
+                if not math.isfinite(loss):
+                    break
+                mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
+                rates.append(rate)
+                losses.append(mean / (1 - SMOOTHING ** len(rates)))  # the mean began at zero
+                if losses[-1] > DIVERGED * min(losses):
+                    break
+        except (RuntimeError, ValueError, MemoryError) as error:
+            misuse.explain(trainer, error, batch, trainer.micro_batch)
+            raise
+        finally:
+            trainer.scheduler = None
+            trainer.special_step = special_step
+            for name, part in trainer.stateful().items():
+                checkpoint.restore(part, before[name])
     if len(rates) < FEWEST:
         reason = "the loader gave no more batches, or the loss was no longer finite"
         raise UserError(f"No curve after {len(rates)} steps: {reason}.")

@@ -9,12 +9,13 @@ import torch
 
 from stoker.diagnostics.doctor import Doctor
 from stoker.trainer import batch as batches
-from stoker.trainer import graph, schedules, summary
+from stoker.trainer import schedules, summary
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import seekable
 from stoker.trainer.readable import number
 from stoker.trainer.trainer import Trainer
+from stoker.trainer.steps import captures
 
 MOST = 1000  # steps
 EVERY = 25  # steps between two evaluations
@@ -81,7 +82,7 @@ def learn(
     doctor = Doctor(EVERY)
     watch = Watch(given)
     trainer.callbacks = [Opening(count), watch]
-    if trainer.execute is graph.eagerly and not trainer.replicas:
+    if not captures(trainer) and not trainer.replicas:
         trainer.callbacks.insert(1, doctor)
     trainer.make_scheduler = schedules.constant
     trainer.epochs = None

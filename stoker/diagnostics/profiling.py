@@ -134,7 +134,7 @@ def untimed(trainer: Trainer) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds = time.perf_counter() - start
-    trainer.window_start += seconds
+    trainer.window.start += seconds
     for callback in trainer.callbacks:
         if isinstance(callback, Timing):
             callback.leave_out(seconds)

@@ -13,9 +13,10 @@ from stoker.data.loader import DeviceLoader, HostLoader, StreamedOnce
 from stoker.runs.loggers import Logger
 from stoker.runs.result import STAGES
 from stoker.trainer import device as devices
-from stoker.trainer import graph, launch
+from stoker.trainer import launch
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress
 from stoker.trainer.spans import NAMES, SILENT, silent_spans
+from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
 MOST_COST = 0.005  # of the time, for the sampling; about as much again for `on_step_end`
@@ -280,7 +281,7 @@ class Timing(Callback):
 
 def is_captured(trainer: Trainer) -> bool:
     """Return whether a step is one CUDA graph."""
-    return trainer.execute is not graph.eagerly
+    return captures(trainer)
 
 
 def reason_to_save(trainer: Trainer) -> tuple[str, float] | None:

@@ -1,0 +1,126 @@
+"""Evaluation and prediction: the loops over a loader, and the mode that the model is in meanwhile."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from stoker.trainer import batch as batches
+from stoker.trainer import device as devices
+from stoker.trainer import misuse, parallel
+from stoker.trainer.errors import UserError
+from stoker.trainer.loading import dealt
+from stoker.trainer.metrics import Mean
+from stoker.trainer.stopping import Interrupted
+
+if TYPE_CHECKING:
+    from stoker.trainer.micro_batch import MicroBatches
+    from stoker.trainer.trainer import Trainer
+
+
+def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
+    """Return {"val/loss": ..., "val/acc": ...} over all samples of the loader.
+
+    Raises:
+        Interrupted: A fit was interrupted in the evaluation of one of its steps.
+    """
+    misuse.check_loader(trainer, loader, "evaluate")
+    misuse.check_loss(trainer, "evaluate")
+    loader = dealt(loader, trainer.seed)
+    loss_mean = Mean()
+    batch = None
+
+    def losses(parts: "MicroBatches") -> list[tuple[Any, torch.Tensor, Any]]:
+        results = []
+        with trainer.autocast:
+            for part, _ in parts:
+                loss, outputs = trainer.compute_loss(part)
+                results.append((part, loss, outputs))
+        return results
+
+    try:
+        reset(trainer)
+        # Not inference_mode: sharded parameters cannot be copied in place under it.
+        with evaluating(trainer), torch.no_grad():
+            trainer.seed_generators(split)
+            for batch in loader:
+                if trainer.evaluation_due and trainer.was_interrupted():
+                    raise Interrupted
+                batch = devices.move(batch, trainer.device)
+                results = trainer.eval_micro_batch.work(losses, batch)
+                if parallel.counts(loader):
+                    for part, loss, outputs in results:
+                        loss_mean.update(loss, batches.size(part))
+                        trainer.update_metrics(outputs, part)
+    except Exception as error:
+        misuse.explain(trainer, error, batch, trainer.eval_micro_batch)
+        raise
+    loss_mean = loss_mean.over_ranks()
+    if not loss_mean.samples:
+        raise UserError(f"The {split} loader gives no samples.")
+    results = {"loss": loss_mean.compute()}
+    for name, metric in trainer.metrics.items():
+        results[name] = metric.compute()
+    return {
+        f"{split}/{name}": misuse.number(f"{split}/{name}", value)
+        for name, value in results.items()
+    }
+
+
+def reset(trainer: "Trainer") -> None:
+    """Reset the metrics."""
+    for metric in trainer.metrics.values():
+        metric.reset()
+        if hasattr(metric, "to"):  # torchmetrics keep their sums on a device of their choice
+            metric.to(trainer.device)
+
+
+def predict(trainer: "Trainer", loader: Any) -> torch.Tensor:
+    """Return the outputs for all samples of the loader, (N, ...) on the CPU."""
+    misuse.check_loader(trainer, loader, "predict")
+    loader = dealt(loader, trainer.seed)
+    outputs: list[torch.Tensor] = []
+    sizes: list[int | None] = []
+    batch = None
+
+    def predictions(parts: "MicroBatches") -> list[torch.Tensor]:
+        with trainer.autocast:
+            return [misuse.as_tensor(trainer.predict_batch(part)) for part, _ in parts]
+
+    try:
+        # Not inference_mode here either: what it leaves in sharded parameters cannot be trained.
+        with evaluating(trainer), torch.no_grad():
+            for batch in loader:
+                sizes.append(getattr(loader, "global_size", None))
+                batch = devices.move(batch, trainer.device)
+                results = trainer.eval_micro_batch.work(predictions, batch)
+                if not parallel.counts(loader):  # a sample that was lent to this process
+                    results = [part[:0] for part in results]
+                outputs += results
+    except Exception as error:
+        misuse.explain(trainer, error, batch, trainer.eval_micro_batch)
+        raise
+    joined = parallel.gather(misuse.joined(outputs), sizes)
+    return joined.float() if joined.dtype in (torch.float16, torch.bfloat16) else joined
+
+
+@contextlib.contextmanager
+def evaluating(trainer: "Trainer") -> Iterator[None]:
+    """Put the model into evaluation mode, between `on_eval_start` and `on_eval_end`; then restore everything."""
+    modes = [(module, module.training) for module in trainer.model.modules()]
+    start = time.perf_counter()
+    within_fit = trainer.train_loader is not None
+    outside = [] if within_fit else devices.random_states(trainer.device)
+    trainer.model.eval()
+    try:
+        trainer.call("on_eval_start")
+        yield
+    finally:
+        trainer.call("on_eval_end")
+        for module, was_training in modes:
+            module.training = was_training
+        trainer.window.start += time.perf_counter() - start  # not a part of the training's time
+        if not within_fit:  # a fit frees memory at its end, and seeds each step
+            devices.set_random_states(outside)
+            devices.release(trainer.device)

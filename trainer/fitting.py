@@ -1,0 +1,59 @@
+"""What surrounds the loop of a fit: its preparation, and the gradients, random states and memory after it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from stoker.trainer import checkpoint, misuse, optimizers, schedules
+from stoker.trainer import device as devices
+from stoker.trainer.errors import UserError
+from stoker.trainer.loading import Seekable, resident_bytes, seekable
+
+if TYPE_CHECKING:
+    from stoker.trainer.trainer import Trainer
+
+
+def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any) -> None:
+    """Check the arguments of a fit, build the scheduler, and go to where the checkpoint `resume` stands."""
+    misuse.check_fit(trainer, train_loader, val_loader)
+    loader = seekable(train_loader, trainer.seed)
+    trainer.steps_per_epoch = len(train_loader)
+    if not trainer.steps_per_epoch:
+        raise UserError(
+            "The training loader gives no batch: it has fewer samples than one batch, or none."
+        )
+    trainer.total_steps = trainer.max_steps or trainer.epochs * trainer.steps_per_epoch
+    trainer.scheduler = schedules.build(
+        trainer.make_scheduler, trainer.optimizer, trainer.total_steps
+    )
+    trainer.step = 0
+    trainer.stop_reason = None
+    trainer.evaluation_due = False
+    trainer.window.clear()
+    trainer.data_bytes = resident_bytes(train_loader, val_loader)
+    if trainer.layout_is_open and hasattr(train_loader, "in_shape"):
+        devices.settle_layout(trainer.module, train_loader.in_shape, trainer.device)
+    if resume is not None:
+        trainer.load_state_dict(checkpoint.to_resume(resume))
+    if trainer.special_step is not None:
+        trainer.special_step.begin(trainer)
+    misuse.warn_of_untrained(trainer)
+    trainer.lr = trainer.scheduler.get_last_lr()[0]
+    if isinstance(loader, Seekable):
+        loader.spans = trainer.spans
+    trainer.train_loader = loader
+    trainer.val_loader = val_loader
+
+
+@contextlib.contextmanager
+def cleaned_up(trainer: "Trainer") -> Iterator[None]:
+    """Begin without gradients; afterwards drop them, free memory and restore the random states of before."""
+    optimizers.zero_grad(trainer.optimizer)
+    outside = devices.random_states(trainer.device)
+    try:
+        yield
+    finally:
+        devices.set_random_states(outside)
+        if trainer.optimizer is not None:  # the Trainer may have been closed
+            optimizers.zero_grad(trainer.optimizer)
+        devices.release(trainer.device)

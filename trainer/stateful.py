@@ -1,0 +1,108 @@
+"""What a checkpoint holds of a Trainer, and how a Trainer goes on from it."""
+
+from typing import Any
+
+import torch
+from stoker.trainer import checkpoint
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.micro_batch import MicroBatch
+from stoker.trainer.state import check, refuse
+from stoker.trainer.window import Window
+
+
+class Stateful:
+    """The part of a Trainer that is saved and loaded."""
+
+    module: torch.nn.Module
+    optimizer: Any
+    scheduler: Any
+    scaler: torch.amp.GradScaler
+    window: Window
+    micro_batch: MicroBatch
+    callbacks: list[Callback]
+    step: int
+    evaluation_due: bool
+
+    def stateful(self) -> dict[str, Any]:
+        """Return {name: object with a state_dict} of what a checkpoint holds; add a second optimizer here."""
+        parts = {
+            "model": self.module,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "train_loss": self.window.loss,
+            "grad_norm": self.window.grad_norm,
+            "micro_batch": self.micro_batch,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the training depends on besides the settings; the tensors are the live ones."""
+        state: dict[str, Any] = {"step": self.step, "evaluation_due": self.evaluation_due}
+        for name, part in self.stateful().items():
+            state[name] = part.state_dict()
+        state["callbacks"] = {}
+        for name, callback in self.named_callbacks().items():
+            state["callbacks"][name] = callback.state_dict()
+        return state
+
+    def load(self, path: Any) -> None:
+        """Load a checkpoint file, or the best one of a folder: weights, step, callbacks, and the rest."""
+        self.load_state_dict(checkpoint.to_load(path))
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load what `state_dict` returned.
+
+        Raises:
+            UserError: The state is that of another model or optimizer. Nothing has been loaded.
+            TrainingError: It was written by another Trainer. Nothing has been loaded.
+        """
+        self.check_state(state)
+        for name, part in self.stateful().items():
+            try:
+                checkpoint.restore(part, state[name])
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                reason = str(error).splitlines()[-1].strip()
+                raise UserError(f"The checkpoint does not fit this {name}: {reason}") from None
+        for name, callback in self.named_callbacks().items():
+            if name in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][name])
+        self.step = state["step"]
+        self.evaluation_due = state["evaluation_due"]
+
+    def check_state(self, state: Any) -> None:
+        """Look at all of a state before any of it is loaded."""
+        parts = self.stateful()
+        kinds: dict[str, type] = {"step": int, "evaluation_due": bool, "callbacks": dict}
+        for name in [*kinds, *parts]:
+            if not isinstance(state, dict) or name not in state:
+                raise TrainingError(
+                    f"The checkpoint has no {name!r}: it was written by another Trainer."
+                )
+        for name, kind in kinds.items():
+            if not isinstance(state[name], kind):
+                refuse(state[name], f"of type {kind.__name__}", name)
+        if isinstance(state["step"], bool) or not 0 <= state["step"] < 2**63:
+            refuse(state["step"], "a number of steps", "step")
+        for name, part in parts.items():
+            check(part, state[name], name)
+        for name, callback in self.named_callbacks().items():
+            if name in state["callbacks"]:
+                callback.check_state(self, state["callbacks"][name], f"callbacks.{name}")
+            elif callback.state_dict():
+                raise UserError(
+                    f"The checkpoint has nothing of {name}: its run had no such callback. "
+                    "Leave it out."
+                )
+
+    def named_callbacks(self) -> dict[str, Callback]:
+        """Return {class name: callback}, the second of a class being "Name.1"."""
+        named: dict[str, Callback] = {}
+        counts: dict[str, int] = {}
+        for callback in self.callbacks:
+            name = type(callback).__name__
+            count = counts.get(name, 0)
+            named[f"{name}.{count}" if count else name] = callback
+            counts[name] = count + 1
+        return named

@@ -1,0 +1,153 @@
+"""Steps that need more than `Trainer.train_step`: the fp16 scaler, `micro_batch=auto`, and CUDA graphs.
+
+The Trainer chooses one when it is built, and `train_step` hands its batches over to it.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from stoker.trainer import graph, optimizers, parallel
+from stoker.trainer.errors import TrainingError
+
+if TYPE_CHECKING:
+    from stoker.trainer.micro_batch import MicroBatches
+    from stoker.trainer.trainer import Trainer
+
+# The fp16 scaler begins at 65,536. Halved this often, that is 6e-5: no gradient overflows because of such a scale.
+MOST_SKIPPED = 30
+
+
+class Step(Protocol):
+    """Does the work of `Trainer.train_step` in another way."""
+
+    captures: (
+        bool  # whether steps are replayed as graphs, without running any Python code of the model
+    )
+
+    def begin(self, trainer: "Trainer") -> None:
+        """Prepare for the steps of a fit, whose optimizer and schedule are ready."""
+
+    def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
+        """Take one optimizer step, and one of the schedule; return the mean loss of the batch."""
+
+
+def choose(compile: bool | str, scaler: torch.amp.GradScaler, adapts: bool) -> Step | None:
+    """Return the step that these settings need, or None if it is the plain one."""
+    if compile == "graph":
+        return GraphStep()
+    if scaler.is_enabled() or adapts:
+        return AdaptiveStep()
+    return None
+
+
+def captures(trainer: "Trainer") -> bool:
+    """Return whether the steps of this Trainer are replayed as graphs."""
+    return trainer.special_step is not None and trainer.special_step.captures
+
+
+class AdaptiveStep:
+    """A step with the fp16 scaler, which may skip it, in micro-batches as large as the memory allows."""
+
+    captures = False
+
+    def __init__(self) -> None:
+        self.skipped: int = 0  # in a row
+
+    def begin(self, trainer: "Trainer") -> None:
+        self.skipped = 0
+
+    def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
+        scaler = trainer.scaler
+        scale = scaler.get_scale()
+        loss = trainer.micro_batch.work(
+            functools.partial(accumulate, trainer),
+            batch,
+            trainer.shares,
+            trainer.module,
+            undo=functools.partial(undo, trainer),
+        )
+        norm = None
+        with trainer.spans["optimizer"]:
+            if trainer.max_grad_norm is not None:
+                scaler.unscale_(trainer.optimizer)
+                norm = clip(trainer)
+            scaler.step(trainer.optimizer)
+            scaler.update()
+            optimizers.zero_grad(trainer.optimizer)
+        if scaler.get_scale() < scale:  # skipped: the schedule does not advance
+            self.note_skipped(trainer, scale)
+            return loss
+        self.skipped = 0
+        finish(trainer, norm)
+        return loss
+
+    def note_skipped(self, trainer: "Trainer", scale: float) -> None:
+        """Raise TrainingError once the scaler has skipped MOST_SKIPPED steps in a row."""
+        self.skipped += 1
+        if self.skipped == MOST_SKIPPED:
+            rate = float(trainer.optimizer.param_groups[0]["lr"])
+            raise TrainingError(
+                f"fp16: the gradients of {self.skipped} steps in a row, up to step {trainer.step + 1}, "
+                f"are not finite, also at a scale of {scale:.3g} (learning rate {rate:.3g}).\n"
+                "Type precision=bf16 or fp32, or a lower optimizer.lr."
+            )
+
+
+class GraphStep:
+    """A step that is captured as a CUDA graph, once for each kind of batch, and then replayed."""
+
+    captures = True
+
+    def begin(self, trainer: "Trainer") -> None:
+        # After a checkpoint was loaded: its rates are numbers, and the optimizer's tensors are new.
+        optimizers.make_capturable(trainer.optimizer, trainer.device)
+        self.captured = graph.Captured(trainer.optimizer, trainer.device)
+
+    def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
+        loss, norm = self.captured(functools.partial(update, trainer), batch)
+        finish(trainer, norm)
+        return loss
+
+
+def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Do the part of a step that a graph holds; return the mean loss, and the norm of a clipped gradient."""
+    loss = accumulate(trainer, trainer.micro_batch.split(batch, trainer.shares))
+    norm = None if trainer.max_grad_norm is None else clip(trainer)
+    trainer.optimizer_step()
+    optimizers.zero_grad(trainer.optimizer)
+    return loss, norm
+
+
+def accumulate(trainer: "Trainer", micro_batches: "MicroBatches") -> torch.Tensor:
+    """Add up the gradients of the micro-batches, as `train_step` does; return their mean loss."""
+    losses = []
+    for i, (micro_batch, share) in enumerate(micro_batches, 1):
+        with parallel.gradient_sync(trainer.model, enabled=i == len(micro_batches)):
+            with trainer.spans["forward"], trainer.autocast:
+                loss, _ = trainer.compute_loss(micro_batch)
+            if share != 1:
+                loss = loss * share
+            with trainer.spans["backward"]:
+                weighted = loss if trainer.weight == 1 else loss * trainer.weight
+                trainer.scaler.scale(weighted).backward()
+        losses.append(loss.detach())
+    return sum(losses[1:], losses[0])
+
+
+def clip(trainer: "Trainer") -> torch.Tensor:
+    """Clip the gradients and return the norm they had."""
+    return torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), trainer.max_grad_norm)
+
+
+def undo(trainer: "Trainer") -> None:
+    """Drop the gradients of a step that is done again, and give it the random numbers it had."""
+    optimizers.zero_grad(trainer.optimizer)
+    trainer.seed_generators("step")
+
+
+def finish(trainer: "Trainer", norm: torch.Tensor | None) -> None:
+    """Advance the schedule and note the norm of the gradient."""
+    trainer.scheduler.step()
+    if norm is not None:
+        trainer.window.add_norm(norm)

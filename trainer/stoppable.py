@@ -1,0 +1,46 @@
+"""Ending a training before its last step: by a callback, a signal or another thread, on one process or all."""
+
+from stoker.trainer import parallel
+from stoker.trainer.stopping import StopReason
+
+
+class Stoppable:
+    """The part of a Trainer that can be stopped."""
+
+    stop_reason: StopReason | None = None  # of the last fit, None if it went on to its end
+    interruption: str | None = None  # asked for by a signal or another thread, not yet heeded
+
+    def __init__(self) -> None:
+        self.agreement = parallel.Agreement()
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the training ends after this step."""
+        return self.stop_reason is not None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the training ends because of `interrupt`, on this process or another."""
+        return self.stop_reason is not None and self.stop_reason.kind == "interrupted"
+
+    def stop(self, reason: str, kind: str = "asked") -> None:
+        """End the training after this step; the reason is shown, and `kind` is for programs.
+
+        In several processes, all have to call it in the same step. If only one knows, use `interrupt`.
+        """
+        self.stop_reason = StopReason(kind, reason)
+
+    def interrupt(self, reason: str) -> None:
+        """End the training after this step, or in the middle of its evaluation.
+
+        Call it from a signal handler or another thread. In several processes, one call is enough:
+        all end after the same step, a little later.
+        """
+        self.interruption = reason
+
+    def was_interrupted(self) -> bool:
+        """Ask whether any process was interrupted, and stop if so; all processes ask equally often."""
+        if self.agreement.is_asked(self.interruption):
+            self.stop(self.interruption or "another process was asked to stop", "interrupted")
+            return True
+        return False

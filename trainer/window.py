@@ -1,0 +1,55 @@
+"""The window of steps since the last logged row: their mean loss, their gradients, and how long they took."""
+
+import time
+
+import torch
+from stoker.trainer import launch, parallel
+from stoker.trainer.metrics import Mean
+
+
+class Window:
+    """Collects the numbers of steps until they are logged.
+
+    Attributes:
+        loss: Mean loss over the samples of the window.
+        grad_norm: Mean norm of the gradient over the steps of the window, if gradients are clipped.
+        start: Clock at the beginning, in seconds. What is no part of the training is added to it.
+    """
+
+    def __init__(self) -> None:
+        self.loss = Mean()
+        self.grad_norm = Mean()
+        self.start: float = 0.0
+
+    def clear(self) -> None:
+        """Forget the steps."""
+        self.loss.reset()
+        self.grad_norm.reset()
+
+    def restart(self) -> None:
+        """Start the clock."""
+        self.start = time.perf_counter()
+
+    def add_norm(self, norm: torch.Tensor) -> None:
+        """Note the norm of a step's gradient, which is that of all processes."""
+        norm = parallel.whole(norm)
+        if launch.is_first():
+            self.grad_norm.update(norm)
+
+    def row(self, lr: float | None) -> dict[str, float]:
+        """Return the numbers of the window, over all processes, and forget its steps.
+
+        This reads the loss from the device, and so waits for it: only then is the clock right.
+        """
+        loss = self.loss.over_ranks()
+        grad_norm = self.grad_norm.over_ranks()
+        row = {
+            "train/loss": loss.compute().item(),
+            "train/lr": lr,
+            "train/samples": loss.samples,
+            "train/seconds": time.perf_counter() - self.start,
+        }
+        if grad_norm.samples:
+            row["train/grad_norm"] = grad_norm.compute().item()
+        self.clear()
+        return row
