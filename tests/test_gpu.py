@@ -13,6 +13,7 @@ import torch
 from conftest import assert_same, make_data, make_model, make_trainer
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.trainer import checkpoint, optimizers
+from stoker.trainer import device as devices
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
 from stoker.trainer.device import choose, move
 from stoker.trainer.errors import TrainingError, UserError
@@ -108,12 +109,12 @@ def test_no_step_waits_for_the_gpu(precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_captured_steps_are_eager_steps_to_the_bit(precision):
     """With dropout, clipping, micro-batches, EMA, a schedule and a ragged last batch in each epoch."""
+    devices.choose_kernels(torch.device("cuda"), deterministic=True)
     results = []
     for compile in (False, "graph"):
         settings = {
             "max_grad_norm": 0.5,
             "grad_accum_steps": 2,
-            "deterministic": True,
             "precision": precision,
         }
         model = make_model(dropout=0.3)
@@ -163,12 +164,13 @@ def test_memory_is_returned_after_an_error():
 
 
 def test_a_resume_is_bit_identical_with_deterministic_kernels(tmp_path):
+    devices.choose_kernels(torch.device("cuda"), deterministic=True)
+
     def trainer(folder):
         callbacks = [EMA(0.9), Checkpoint(folder, every=10, keep=9)]
         return make_trainer(
             make_model(dropout=0.5),
             device="cuda",
-            deterministic=True,
             callbacks=callbacks,
             precision="bf16",
         )

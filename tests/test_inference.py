@@ -191,7 +191,7 @@ def test_what_is_loaded_is_what_was_tested(runs, name):
         runs / name / "model.safetensors"
     )  # those that were tested, the average of the EMA
     assert all(torch.equal(weights[key], value) for key, value in model.module.state_dict().items())
-    with Trainer(model.module, device="cpu", tune=(), channels_last=False) as trainer:
+    with Trainer(model.module, device="cpu", channels_last=False) as trainer:
         expected = trainer.predict(DeviceLoader(data, "test", 512))
     if name == "prices":
         expected = expected.double() * data.target_scale + data.target_mean
@@ -438,7 +438,7 @@ def test_the_rows_of_a_table_get_the_trainers_own_predictions(forks, runs):
         [row["value"] for row in first], rel=1e-7
     )
     parts = split_indices(300, [0.1, 0.2], 0, stratified=False)
-    with Trainer(model.module, device="cpu", tune=(), channels_last=False) as trainer:
+    with Trainer(model.module, device="cpu", channels_last=False) as trainer:
         expected = (
             trainer.predict(DeviceLoader(data, "test", 64)).double() * data.target_scale
             + data.target_mean

@@ -263,7 +263,7 @@ def test_settings_that_cannot_be_are_named(settings, says):
 
 def test_a_graph_is_of_one_size():
     with pytest.raises(UserError, match="compile=graph: a graph has one size"):
-        graph.check(torch.device(graph.devices.GRAPHS[0]), None, "single", "auto")
+        graph.check(torch.device(graph.devices.GRAPHS[0]), None, "single", True)
 
 
 def test_one_sample_has_no_statistics():

@@ -28,6 +28,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     )
     trainer.step = 0
     trainer.stop_reason = None
+    trainer.failed = False
     trainer.evaluation_due = False
     trainer.window.clear()
     trainer.data_bytes = resident_bytes(train_loader, val_loader)

@@ -79,10 +79,18 @@ def check(
     device: torch.device,
     dtype: torch.dtype | None,
     strategy: str,
-    micro_batch: int | str | None = None,
+    adapts: bool = False,
     custom: str | None = None,
 ) -> None:
-    """Raise UserError if `compile=graph` is not possible; `custom` names a class with its own step."""
+    """Raise UserError if `compile=graph` is not possible.
+
+    Args:
+        device: Where the steps run.
+        dtype: Type of autocast.
+        strategy: How many devices there are.
+        adapts: Whether the micro-batches adapt to the memory.
+        custom: Name of the Trainer's class, if it has its own train_step.
+    """
     reason = None
     if device.type not in devices.GRAPHS:
         reason = f"{device.type} has no graphs. Type compile=true or compile=false."
@@ -93,7 +101,7 @@ def check(
         )
     elif strategy != "single":
         reason = "a graph is for one GPU. Type strategy=single."
-    elif micro_batch == "auto":
+    elif adapts:
         reason = "a graph has one size. Type micro_batch=N, or compile=true or compile=false."
     elif custom is not None:
         reason = f"{custom} has its own train_step. Type compile=true or compile=false."

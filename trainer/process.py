@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from stoker.trainer import device as devices
-from stoker.trainer import settings
+from stoker.trainer import optimizers, settings
 
 # Multiply-adds of a forward pass over one batch, below which one thread is enough.
 FEW = 10_000_000
@@ -38,6 +38,7 @@ def tune_process(
     """
     settings.check("tune", parts)
     freeze_imports()
+    optimizers.spare_the_compiler()
     devices.choose_kernels(device, deterministic)
     if device.type == "cpu" and "allocator" in parts:
         keep_pages()

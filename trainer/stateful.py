@@ -21,8 +21,14 @@ class Stateful:
     window: Window
     micro_batch: MicroBatch
     callbacks: list[Callback]
-    step: int
-    evaluation_due: bool
+    step: int = 0  # the only clock: optimizer steps done
+    total_steps: int = 0
+    steps_per_epoch: int = 0
+    evaluation_due: bool = False  # the step is done, except for its evaluation
+
+    def is_time(self, every: int) -> bool:
+        """Return whether something that comes every `every` steps, and after the last, comes now."""
+        return self.step % every == 0 or self.step == self.total_steps
 
     def stateful(self) -> dict[str, Any]:
         """Return {name: object with a state_dict} of what a checkpoint holds; add a second optimizer here."""

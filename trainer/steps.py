@@ -7,7 +7,7 @@ import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from stoker.trainer import graph, optimizers, parallel
+from stoker.trainer import graph, misuse, optimizers, parallel
 from stoker.trainer.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -32,11 +32,18 @@ class Step(Protocol):
         """Take one optimizer step, and one of the schedule; return the mean loss of the batch."""
 
 
-def choose(compile: bool | str, scaler: torch.amp.GradScaler, adapts: bool) -> Step | None:
-    """Return the step that these settings need, or None if it is the plain one."""
+def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
+    """Return the step that the settings of a Trainer need, or None if it is the plain one.
+
+    Raises:
+        UserError: `compile` is "graph", and there can be no graphs.
+    """
     if compile == "graph":
+        custom = None if misuse.is_usual(trainer, "train_step") else type(trainer).__name__
+        adapts = trainer.micro_batch.adapts
+        graph.check(trainer.device, trainer.dtype, trainer.strategy, adapts, custom)
         return GraphStep()
-    if scaler.is_enabled() or adapts:
+    if trainer.scaler.is_enabled() or trainer.micro_batch.adapts:
         return AdaptiveStep()
     return None
 

@@ -9,9 +9,8 @@ class Stoppable:
 
     stop_reason: StopReason | None = None  # of the last fit, None if it went on to its end
     interruption: str | None = None  # asked for by a signal or another thread, not yet heeded
-
-    def __init__(self) -> None:
-        self.agreement = parallel.Agreement()
+    failed: bool = False  # whether an error has ended the fit, for `on_fit_end`
+    agreement: parallel.Agreement
 
     @property
     def should_stop(self) -> bool:

@@ -10,7 +10,6 @@ from stoker.trainer import device as devices
 from stoker.trainer import (
     evaluation,
     fitting,
-    graph,
     launch,
     misuse,
     optimizers,
@@ -18,10 +17,11 @@ from stoker.trainer import (
     schedules,
     settings,
     steps,
-    summary,
 )
 from stoker.trainer.callbacks import Callback
+from stoker.trainer.metrics import check_over_ranks
 from stoker.trainer.micro_batch import MicroBatch
+from stoker.trainer.reporting import Reporting
 from stoker.trainer.spans import Spans, silent_spans
 from stoker.trainer.stateful import Stateful
 from stoker.trainer.stoppable import Stoppable
@@ -29,7 +29,7 @@ from stoker.trainer.stopping import Interrupted
 from stoker.trainer.window import Window
 
 
-class Trainer(Stoppable, Stateful):
+class Trainer(Stoppable, Stateful, Reporting):
     """Trains, evaluates and applies a model.
 
     To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or
@@ -39,8 +39,7 @@ class Trainer(Stoppable, Stateful):
 
     Args:
         model: The module to train. It is moved to the device, in place.
-        loss: Function of (outputs, targets) that returns their mean. Not needed if you override
-            `compute_loss`.
+        loss: Function of (outputs, targets) that returns their mean; None if `compute_loss` has it.
         optimizer: Factory that is called with parameter groups, such as
             `functools.partial(torch.optim.AdamW, lr=1e-3)`. Only `fit` needs one.
         scheduler: Factory that is called with (optimizer, total_steps=...); it advances every step.
@@ -49,15 +48,14 @@ class Trainer(Stoppable, Stateful):
         epochs: Length of the training, in passes over the training loader.
         max_steps: Length of the training in steps, instead of `epochs`.
         device: "cpu", "cuda", "cuda:1", ...; "auto" is the accelerator of the machine, or the CPU.
-        strategy: "single", "dp" (threads), "ddp" or "fsdp" (one process per GPU); "auto" is "ddp" in
-            several processes and "single" in one.
+        strategy: "single", "dp" (threads), "ddp" or "fsdp" (processes); "auto" is "single" in one
+            process and "ddp" in several.
         precision: "fp32", "bf16" or "fp16" autocast; "auto" is what the device is good at.
         compile: True compiles the model; "graph" captures whole steps as CUDA graphs.
-        channels_last: Whether the kernels of 2-D convolutions lie in this memory format; "auto" is
-            True, except on mps or where the model's forward does not work with it.
+        channels_last: Memory format of 2-D convolutions; "auto" is True, except on mps or where the
+            model's forward does not work with it.
         grad_accum_steps: Number of micro-batches that a batch is cut into, for less memory.
-        micro_batch: Most samples in a micro-batch, instead of `grad_accum_steps`; "auto" is as many
-            as the memory holds.
+        micro_batch: Most samples in a micro-batch, in place of that; "auto": what memory holds.
         max_grad_norm: Norm that gradients are clipped to; None does not clip.
         log_every: Steps between two logged rows; the end of an epoch has one too.
         eval_every: Steps between two evaluations; None is once an epoch.
@@ -78,7 +76,6 @@ class Trainer(Stoppable, Stateful):
         micro_batch: int | str | None = None, max_grad_norm: float | None = None,
         log_every: int = 50, eval_every: int | None = None, decay_all: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__()
         misuse.check_parts(model, loss, optimizer, scheduler, metrics, callbacks)
         self.epochs: int | None = settings.check("epochs", epochs, optional=max_steps is not None)
         self.max_steps: int | None = settings.check("max_steps", max_steps)
@@ -96,9 +93,8 @@ class Trainer(Stoppable, Stateful):
         self.scaler = devices.grad_scaler(self.device, self.dtype)
         self.micro_batch = MicroBatch(self.device, micro_batch, grad_accum_steps)
         self.eval_micro_batch = self.micro_batch.for_evaluation()
-        if settings.check("compile", compile) == "graph":
-            custom = None if misuse.is_usual(self, "train_step") else type(self).__name__
-            graph.check(self.device, self.dtype, self.strategy, micro_batch, custom)
+        self.agreement = parallel.Agreement()
+        self.special_step = steps.choose(self, settings.check("compile", compile))
 
         # The module itself, whose state dict has the names that the user gave, and what a step calls.
         self.module: torch.nn.Module = devices.place(model, self.device, channels_last)
@@ -122,24 +118,16 @@ class Trainer(Stoppable, Stateful):
             self.optimizer_step = optimizers.lean_step(self.optimizer, compile is True)
         self.make_scheduler = scheduler or schedules.constant
         self.scheduler: Any = None  # needs the number of steps, which `fit` knows
-        self.special_step = steps.choose(compile, self.scaler, self.micro_batch.adapts)
 
-        self.step: int = 0  # the only clock: optimizer steps done
-        self.total_steps: int = 0
-        self.steps_per_epoch: int = 0
         self.lr: float | None = None  # of the last step
         self.train_loader: Any = None
         self.val_loader: Any = None
-        self.evaluation_due: bool = False  # the step is done, except for its evaluation
         # In several processes: the most and the fewest samples that one has of the batch, and the
         # weight of this one's mean loss. A train_step of your own multiplies its losses by it.
         self.shares: tuple[int, int] | None = None
         self.weight: float = 1.0
         self.window = Window()
         self.spans: Spans = silent_spans()
-        self.failed: bool = False  # whether an error has ended the fit, for `on_fit_end`
-        self.batch_layout: str = "nothing yet"
-        self.data_bytes: int = 0
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> None:
         """Train until `epochs` or `max_steps` are done or a callback stops it.
@@ -273,10 +261,6 @@ class Trainer(Stoppable, Stateful):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def is_time(self, every: int) -> bool:
-        """Return whether something that comes every `every` steps, and after the last, comes now."""
-        return self.step % every == 0 or self.step == self.total_steps
-
     def begin_step(self, batch: Any) -> None:
         """Note the rate and the weights of a step, and seed it: it is a function of (seed, step)."""
         self.lr = self.scheduler.get_last_lr()[0]
@@ -311,33 +295,6 @@ class Trainer(Stoppable, Stateful):
             self.train_loader = self.val_loader = None
             self.interruption = None
 
-    def call(self, hook: str, *args: Any) -> None:
-        """Call one hook of every callback, in the order of the list."""
-        for callback in self.callbacks:
-            getattr(callback, hook)(self, *args)
-
-    def log(self, numbers: Mapping[str, Any]) -> None:
-        """Give a row of numbers to the callbacks."""
-        row = {"step": self.step, "epoch": self.step / self.steps_per_epoch}
-        for name, value in numbers.items():
-            row[name] = misuse.number(name, value) if isinstance(value, torch.Tensor) else value
-        self.call("on_log", row)
-
-    def log_training(self, batch: Any) -> None:
-        """Log the steps since the last row."""
-        parallel.check_same_weights(self.model)
-        self.batch_layout = summary.layout_of(batch)
-        self.log(self.window.row(self.lr))
-        self.window.restart()
-
     def parameter_groups(self, decay_all: bool) -> list[dict[str, Any]]:
         """Return the trainable parameters in groups for the optimizer; override it for rates by layer."""
         return optimizers.groups(self.module, decay_all)
-
-    def where(self, batch: Any = None) -> None:
-        """Print devices, types and MiB of model, optimizer state and the last (or the given) batch."""
-        print("\n".join(summary.where(self, batch)))
-
-    def memory_report(self) -> dict[str, float]:
-        """Return the MiB of parameters, gradients, optimizer state, buffers and data, and the peak."""
-        return summary.memory_report(self)

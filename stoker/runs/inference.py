@@ -197,17 +197,12 @@ def tested(config, state, about):
     for name, node in nodes.items():
         build.check_nested(f"callbacks.{name}", node)
     callbacks = [build.build(f"callbacks.{name}", node) for name, node in nodes.items()]
-    as_it_is = {
-        "tune": (),
-        "channels_last": False,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
     token = parallel.alone.set(
         True
     )  # it only asks the callbacks, whichever of several processes it is
     try:
         with Trainer(
-            module, callbacks=callbacks, device="cpu", strategy="single", **as_it_is
+            module, callbacks=callbacks, device="cpu", strategy="single", channels_last=False
         ) as trainer:
             trainer.load_state_dict(state)
             with trainer.evaluating():  # a copy: other weights may be there for the time of it

@@ -12,4 +12,6 @@ def overfit(cfg: DictConfig) -> None:
     with open_dict(cfg):
         cfg.dataset.augment = []
     with building(cfg) as parts:
-        print(f"verdict  {learn(parts.trainer, parts.loaders[0], cfg.overfit, cfg.max_steps)}")
+        with parts.threads(cfg):
+            verdict = learn(parts.trainer, parts.loaders[0], cfg.overfit, cfg.max_steps)
+        print(f"verdict  {verdict}")

@@ -29,7 +29,8 @@ def plan(cfg: DictConfig) -> None:
         if evaluates:
             between.append(cfg.eval_every or per_epoch)
         every = min((steps for steps in between if steps), default=math.inf)
-        found = look(parts.trainer, *parts.loaders, every=every)
+        with parts.threads(cfg):
+            found = look(parts.trainer, *parts.loaders, every=every)
     begins = newest_step(folder)
     found.steps = max(0, found.steps - begins)
     evaluations = math.ceil(found.steps / (cfg.eval_every or per_epoch)) if evaluates else 0

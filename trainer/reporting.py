@@ -1,0 +1,49 @@
+"""What a Trainer tells others: hooks and rows for its callbacks, and where its tensors are."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from stoker.trainer import misuse, parallel, summary
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.window import Window
+
+
+class Reporting:
+    """The part of a Trainer that reports."""
+
+    model: torch.nn.Module
+    callbacks: list[Callback]
+    window: Window
+    step: int
+    steps_per_epoch: int
+    lr: float | None
+    batch_layout: str = "nothing yet"  # of the last batch that was logged
+    data_bytes: int = 0  # of the data that the loaders hold on the device
+
+    def call(self, hook: str, *args: Any) -> None:
+        """Call one hook of every callback, in the order of the list."""
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *args)
+
+    def log(self, numbers: Mapping[str, Any]) -> None:
+        """Give a row of numbers to the callbacks."""
+        row: dict[str, Any] = {"step": self.step, "epoch": self.step / self.steps_per_epoch}
+        for name, value in numbers.items():
+            row[name] = misuse.number(name, value) if isinstance(value, torch.Tensor) else value
+        self.call("on_log", row)
+
+    def log_training(self, batch: Any) -> None:
+        """Log the steps since the last row, of which this is the last batch."""
+        parallel.check_same_weights(self.model)
+        self.batch_layout = summary.layout_of(batch)
+        self.log(self.window.row(self.lr))
+        self.window.restart()
+
+    def where(self, batch: Any = None) -> None:
+        """Print devices, types and MiB of model, optimizer state and the last (or the given) batch."""
+        print("\n".join(summary.where(self, batch)))
+
+    def memory_report(self) -> dict[str, float]:
+        """Return MiB of parameters, gradients, optimizer state, buffers and data, and the peak."""
+        return summary.memory_report(self)
