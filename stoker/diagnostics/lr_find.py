@@ -12,8 +12,8 @@ from stoker.trainer import checkpoint, fitting, misuse, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError, check_number
 from stoker.trainer.loading import seekable
-from stoker.trainer.trainer import Trainer
 from stoker.trainer.steps import captures
+from stoker.trainer.trainer import Trainer
 
 FEWEST = 10  # steps of a curve
 DIVERGED = 4.0  # times the lowest smoothed loss

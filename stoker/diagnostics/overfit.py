@@ -14,8 +14,8 @@ from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import seekable
 from stoker.trainer.readable import number
-from stoker.trainer.trainer import Trainer
 from stoker.trainer.steps import captures
+from stoker.trainer.trainer import Trainer
 
 MOST = 1000  # steps
 EVERY = 25  # steps between two evaluations
