@@ -1,7 +1,8 @@
 """What the Trainer asks of a loader: batches, a length, and `seek`, which any iterable gets here."""
 
+import contextlib
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -120,7 +121,8 @@ class IterableLoader(Seekable):
             torch.default_generator.set_state(state)
             try:
                 if iterator is None:
-                    iterator = started(self.loader)
+                    with children_do_not_interrupt():
+                        iterator = iter(self.loader)
                 batch = next(iterator, END)
                 state = torch.default_generator.get_state()
             except (UserError, TrainingError, torch.OutOfMemoryError):
@@ -151,15 +153,16 @@ class IterableLoader(Seekable):
                 generator.manual_seed(seed)
 
 
-def started(loader: Iterable[Any]) -> Iterator[Any]:
-    """Return `iter(loader)`, without the handler of SIGCHLD that a DataLoader installs.
+@contextlib.contextmanager
+def children_do_not_interrupt() -> Iterator[None]:
+    """Keep the handler of SIGCHLD while a DataLoader starts its workers.
 
-    That handler raises the death of a worker at whatever line the main thread has come to. Waiting
-    for the next batch notices it as well.
+    The DataLoader's handler raises the death of a worker at whatever line the main thread has come
+    to. Waiting for the next batch notices it as well.
     """
     handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     try:
-        return iter(loader)
+        yield
     finally:
         # None is a handler that Python does not know. Only the main thread sets one, torch too.
         if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
