@@ -27,11 +27,15 @@ from stoker.data import datasets
 from stoker.data.loader import make_loaders, normalizer
 from stoker.data.tables import csv
 from stoker.models.mlp import MLP
+from stoker.trainer import readable
 from stoker.trainer.metrics import Accuracy, default_metrics
 
 from stoker import Trainer
+from stoker.command import keys
 from stoker.runs import examine, plots, report
-from stoker.runs.page import plain, render, safe
+from stoker.runs.page import Column, plain, render
+from stoker.runs.report import curves, evaluation, setup, summary, words
+from stoker.runs.result import RunResult
 from stoker.sweeps import sweep
 from stoker.tasks import report as drawing
 
@@ -167,8 +171,8 @@ def test_the_page_shows_these_numbers(run, tested):
     chance = labels.bincount().max().item() / len(labels)
     [verdict] = shown.all("p", "verdict")
     assert verdict == (
-        f"The model gets {report.percent(share)} of {len(labels)} test samples right, where the most frequent class "
-        f"alone would be {report.percent(chance)}; val/acc rose from {values[0]:.4f} after epoch 1 to {values[1]:.4f} "
+        f"The model gets {words.percent(share)} of {len(labels)} test samples right, where the most frequent class "
+        f"alone would be {words.percent(chance)}; val/acc rose from {values[0]:.4f} after epoch 1 to {values[1]:.4f} "
         "after epoch 2."
     )
     assert shown.all("p", "soft")[0] == (
@@ -311,12 +315,13 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     names = [f" of target {i + 1}" for i in range(3)] if len(true[0]) > 1 else [""]
     points = torch.tensor(seen["points"], dtype=torch.float64)
     off = (points[:, 1] - points[:, 0]).abs().mean(0).tolist() if len(names) > 1 else []
-    assert [plot["off"] for plot in report.regression(seen) if plot["off"]] == [
-        f"{report.number(value)} on average" for value in off
+    figures = evaluation.regression(report.inputs.evaluation_of(seen))
+    assert [figure["note"] for figure in figures if figure["note"]] == [
+        f"{readable.number(value)} on average" for value in off
     ]
     expected = [f"{what}{of}" for of in names for what in ("predicted against true", "errors")]
-    assert [plot["title"] for plot in report.regression(seen)] == expected
-    assert len({plot["svg"] for plot in report.regression(seen)}) == len(expected)
+    assert [figure["title"] for figure in figures] == expected
+    assert len({figure["svg"] for figure in figures}) == len(expected)
     assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == len(expected) + 1
     trainer.close()
 
@@ -374,7 +379,7 @@ def test_images_have_their_files_and_without_a_test_part_the_validation_is_shown
     )
     assert "b" not in [tag for tag, _, text in shown.elements if text == "cats"]
     assert any(
-        text.startswith("There is no test part: the best weights were")
+        text.startswith("There is no test split. These samples were also used")
         for text in shown.all("p", "soft")
     )
     shutil.rmtree(tmp_path / "run")
@@ -396,7 +401,7 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     ] == again
     [verdict] = shown.all("p", "verdict")
     assert verdict.startswith("val/acc rose from ") and verdict.endswith(
-        "has not come to its end, up to step 40."
+        "the run has not finished (step 40)."
     )
     assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -409,7 +414,7 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
         tmp_path / "run" / "checkpoints" / "step_00000045.ckpt"
     ).touch()  # as of one that was interrupted there
     assert page_of(tmp_path / "run").all("p", "verdict") == [
-        verdict.replace("step 40.", "step 45.")
+        verdict.replace("(step 40).", "(step 45).")
     ]
     config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "run" / "config.yaml").write_text(config.partition("\n")[2], encoding="utf-8")
@@ -438,7 +443,7 @@ def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
     assert report.write(tmp_path / "a b").is_file()
     shown = page_of(tmp_path / "a b")
     [verdict] = shown.all("p", "verdict")
-    assert f"up to step {step}" in verdict
+    assert f"step {step}" in verdict
     evaluate, *others = shown.all("pre")[
         2:
     ]  # a callback of one's own is built, so they trust it, and say so
@@ -446,9 +451,7 @@ def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
         all(command.endswith(" 'trusted=[faults]'") for command in [evaluate, *others])
         and len(others) == 2
     )
-    assert any(
-        text.startswith("These commands run the code of faults, ") for text in shown.all("p")
-    )
+    assert any(text.startswith("These commands run code from faults, ") for text in shown.all("p"))
     done = forks.run(tmp_path, *shlex.split(evaluate)[2:])
     assert done.code == 0 and done.out.splitlines()[-1].startswith("test     loss "), done.err
     shutil.rmtree(tmp_path / "a b")
@@ -484,7 +487,7 @@ def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
     assert "doctor" not in read(run[0], "result.json") and "What the doctor found" not in page_of(
         run[0]
     ).all("h2")
-    many = {"doctor": [3, *["a" * 10**4 + "\n" + "b" * 10**4] * 50]}
+    many = ["a" * 10**4 + "\n" + "b" * 10**4] * 50
     assert [tuple(map(len, lines)) for lines in report.warnings(many)] == [
         (report.MOST_WARNING,) * 2
     ] * 20
@@ -502,22 +505,21 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         return [{"epoch": i, "step": i, name: value} for i, value in enumerate(values, 1)]
 
     def best(rows, step, mode="max", name="val/acc"):
-        return report.best_of(
-            {"best": {"name": name, "mode": mode, "step": step, "value": rows[step - 1][name]}},
-            rows,
-        )
+        return {"name": name, "mode": mode, "step": step, "value": rows[step - 1][name]}
 
     even = {
         "kind": "classification",
         "split": "test",
         "confusion": [[5, 5], [5, 5]],
+        "classes": ["a", "b"],
         "chance": 0.5,
         "samples": 20,
     }
     chance = "which is no better than chance: the most frequent class alone would be 50.0 %"
     usual = "where the most frequent class alone would be 50.0 %"
     luck, good = even | {"confusion": [[6, 4], [4, 6]]}, even | {"confusion": [[9, 1], [1, 9]]}
-    half, so_far = "50.0 % of 20 test samples right", "the run has not come to its end, up to step"
+    half = "50.0 % of 20 test samples right"
+    so_far = "the run has not finished"
     went = "val/acc went from 0.5000 after epoch 1 to"
     numbers, then = (
         {"kind": "regression", "split": "test", "samples": 9},
@@ -528,16 +530,22 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
     price = f"{price} would explain none"
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
     for result, these, seen, at, said in [
-        ({}, [], {}, None, "There are no numbers yet."),
-        ({}, [{"epoch": 0, "step": 3}], {}, None, "There is no evaluation yet, up to step 3."),
-        ({}, up[:1], {}, None, f"val/acc is 0.5000 after epoch 1; {so_far} 1."),
-        ({}, [*up, {"epoch": 3, "step": 8}], {}, None, f"{went} 0.7000 after epoch 3; {so_far} 8."),
+        ({}, [], {}, None, "No numbers yet."),
+        ({}, [{"epoch": 0, "step": 3}], {}, None, "No evaluation yet at step 3."),
+        ({}, up[:1], {}, None, f"val/acc was 0.5000 after epoch 1; {so_far} (step 1)."),
+        (
+            {},
+            [*up, {"epoch": 3, "step": 8}],
+            {},
+            None,
+            f"{went} 0.7000 after epoch 3; {so_far} (step 8).",
+        ),
         (
             {},
             down[:1],
             even,
             None,
-            f"The model gets {half}, {chance}; val/loss is 2.0000 after epoch 1; {so_far} 1.",
+            f"The model gets {half}, {chance}; val/loss was 2.0000 after epoch 1; {so_far} (step 1).",
         ),
         ({}, [], even, None, f"The model gets {half}, {chance}."),
         ({}, [], luck, None, f"The model gets 60.0 % of 20 test samples right, {chance}."),
@@ -549,7 +557,7 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             None,
             f"The model gets {half}, {chance}.",
         ),
-        ({"error": "it broke.\nType x."}, up, even, None, "The run has failed: it broke. Type x."),
+        ({"error": "it broke.\nType x."}, up, even, None, "The run failed: it broke. Type x."),
         (
             {"a": 1},
             up,
@@ -579,16 +587,20 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
             f"{price}.",
         ),
     ]:
-        assert report.verdict(result, these, seen, at, report.last_step(tmp_path, these)) == said
+        run = report.inputs.Run(tmp_path, rows=these)
+        if result:
+            run.has_ended = True
+            run.result = RunResult.parse(result | {"best": at})
+        if seen:
+            run.evaluation = report.inputs.evaluation_of(seen)
+        run.config = {"monitor": "none", "monitor_mode": "auto"}
+        assert summary.verdict(run) == said
 
 
 def test_data_of_ones_own_has_its_own_name():
     def about(**dataset):
-        return report.about(
-            {"model": {"_target_": "stoker.models.mlp.MLP"}, "dataset": dataset},
-            {"device": "cpu"},
-            {},
-        )
+        config = {"model": {"_target_": "stoker.models.mlp.MLP"}, "dataset": dataset}
+        return summary.about(report.inputs.Run(Path(), keys.flat(config), RunResult(device="cpu")))
 
     assert about(_target_="stoker.data.datasets.digits") == "MLP on digits, cpu"
     assert about(_target_="stoker.data.tables.csv", path="a/houses.csv") == "MLP on houses.csv, cpu"
@@ -606,20 +618,15 @@ def test_data_of_ones_own_has_its_own_name():
 
 def test_columns_of_numbers_are_told_from_others():
     def sample(name, **columns):
-        return {
-            "name": name,
-            "true": "1,234",
-            "predicted": "-5.5e+07",
-            "probability": "",
-            "columns": columns,
-        }
+        return evaluation.Shown(name, True, "1,234", "-5.5e+07", False, "", "", columns)
 
     rows = [
         sample("line 3", area="145.2 (the mean)", town="Bonn"),
         sample("line 12", area="", town="3"),
     ]
-    assert report.table_of(rows)["numbers"] == ["true", "predicted", "area"]
-    assert not any(map(report.has_number, ["a", "e", "-", "1 2", "3 (x)", "nan"]))
+    columns = evaluation.table_of(rows)
+    assert [column.name for column in columns if column.is_number] == ["true", "predicted", "area"]
+    assert not any(map(evaluation.is_number, ["a", "e", "-", "1 2", "3 (x)", "nan"]))
 
 
 def test_the_best_so_far_is_what_the_monitor_says():
@@ -628,24 +635,19 @@ def test_the_best_so_far_is_what_the_monitor_says():
         {"epoch": i, "val/loss": loss, "val/acc": acc}
         for i, loss, acc in [(1, 2, 0.5), (2, 3, 0.75), (3, 1, 0.7)]
     ]
-    assert report.best_so_far(auto, rows) == {
-        "name": "val/acc",
-        "value": 0.75,
-        "high": True,
-        "epoch": 2,
-    }
-    assert report.best_so_far(auto | {"monitor": "val/loss"}, rows)["epoch"] == 3
-    assert (
-        report.best_so_far(auto | {"monitor": "val/loss", "monitor_mode": "max"}, rows)["epoch"]
-        == 2
-    )
+    assert report.inputs.best_so_far(auto, rows) == report.inputs.Best("val/acc", 0.75, True, 2)
+    assert report.inputs.best_so_far(auto | {"monitor": "val/loss"}, rows).epoch == 3
+    highest = auto | {"monitor": "val/loss", "monitor_mode": "max"}
+    assert report.inputs.best_so_far(highest, rows).epoch == 2
     own = [{"epoch": i, "val/f1": value} for i, value in enumerate([0.5, 0.25], 1)]
-    assert report.best_so_far({"monitor": "val/f1", "monitor_mode": "min"}, own)["value"] == 0.25
     assert (
-        report.best_so_far(auto | {"monitor": "val/f1"}, own) is None
+        report.inputs.best_so_far({"monitor": "val/f1", "monitor_mode": "min"}, own).value == 0.25
+    )
+    assert (
+        report.inputs.best_so_far(auto | {"monitor": "val/f1"}, own) is None
     )  # which way is good, the metric knows
     for config in ({}, {"monitor": [1], "monitor_mode": {}}, {"monitor": 3, "monitor_mode": "max"}):
-        assert report.best_so_far(config, rows) is None
+        assert report.inputs.best_so_far(config, rows) is None
 
 
 def test_shares_in_words():
@@ -657,14 +659,14 @@ def test_shares_in_words():
         0.0: "0 %",
         0.00012: "0.01 %",
     }
-    assert {share: report.percent(share) for share in values} == values
+    assert {share: words.percent(share) for share in values} == values
     numbers = {0.0: "0.0000", 3.2154e-5: "3.215e-05", -0.00051234: "-0.0005123", 0.001: "0.0010"}
-    assert {value: report.number(value) for value in numbers} == numbers
+    assert {value: readable.number(value) for value in numbers} == numbers
     assert (
-        report.number(1e99) == "1e+99"
-        and report.number(-123456789012345.0) == "-123,456,789,012,345"
+        readable.number(1e99) == "1e+99"
+        and readable.number(-123456789012345.0) == "-123,456,789,012,345"
     )
-    assert [report.tile(value) for value in (0.5, 3.2154e-5, 382_218_123.0, -2e6)] == [
+    assert [words.tile(value) for value in (0.5, 3.2154e-5, 382_218_123.0, -2e6)] == [
         "0.5000",
         "3.22e-05",
         "382 M",
@@ -678,22 +680,26 @@ def test_shares_in_words():
         3.41e12: "3.41 T",
         2.5: "2.5",
     }
-    assert {value: report.amount(value) for value in amounts} == amounts
+    assert {value: words.amount(value) for value in amounts} == amounts
 
 
 def test_errors_are_tiles_in_the_units_of_their_target():
     result = {"test/loss": 0.5, "test/r2": 0.75, "test/mae": 300.0, "test/mse": 160000.0}
-    assert report.tiles(result, None, 1) == [
+    seen = {"kind": "regression", "split": "test", "samples": 9, "target": "price"}
+    run = report.inputs.Run(Path(), result=RunResult.parse(result))
+    assert summary.tiles(run) == [
         ("test/r2", "0.7500"),
         ("test/mae", "300.00"),
         ("test/rmse", "400.00"),
     ]
-    assert report.tiles(result, None, 3) == [("test/r2", "0.7500"), ("test/loss", "0.5000")]
+    run.evaluation = report.inputs.evaluation_of(seen | {"points": [[[1, 2, 3], [1, 2, 3]]]})
+    assert summary.tiles(run) == [("test/r2", "0.7500"), ("test/loss", "0.5000")]
     config = {
         "model": {"_target_": "models.MLP"},
         "dataset": {"_target_": "stoker.data.tables.csv", "path": "a.csv"},
     }
-    assert report.about(config, {}, {"target": "price"}) == "MLP on a.csv, target price"
+    run = report.inputs.Run(Path(), keys.flat(config), evaluation=report.inputs.evaluation_of(seen))
+    assert summary.about(run) == "MLP on a.csv, target price"
 
 
 def test_a_thin_curve_keeps_its_ends_and_its_extremes():
@@ -718,6 +724,12 @@ def test_the_axis_of_a_share_ends_at_1(values):
 
 def test_the_train_loss_is_drawn_over_stretches_of_one_size():
     """Of 1,437 samples an epoch, of which the rows every so many steps cut off a piece."""
+
+    def pooled(windows):
+        names = ("epoch", "train/loss", "train/samples")
+        rows = [dict(zip(names, window, strict=True)) for window in windows]
+        return curves.pooled(rows, "train/loss")
+
     generator, windows, means = random.Random(0), [], []
     for epoch in range(1, 8):
         losses = [generator.random() for _ in range(1437)]
@@ -725,11 +737,8 @@ def test_the_train_loss_is_drawn_over_stretches_of_one_size():
         parts = [(epoch - 1 + cut / 1437, losses[:cut]), (epoch, losses[cut:])]
         windows += [(end, sum(part) / len(part), len(part)) for end, part in parts if part]
         means.append((epoch, pytest.approx(sum(losses) / 1437)))
-    assert len(windows) > 7 and report.pooled(windows) == means
-    assert (
-        report.pooled([(1.5, 2.0, 10), (2, 5.0, 20)]) == [(1.5, 2.0), (2, 5.0)]
-        and report.pooled([]) == []
-    )
+    assert len(windows) > 7 and pooled(windows) == means
+    assert pooled([(1.5, 2.0, 10), (2, 5.0, 20)]) == [(1.5, 2.0), (2, 5.0)] and pooled([]) == []
 
 
 def test_time_and_memory_are_shown_as_shares(run, tmp_path):
@@ -753,12 +762,12 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
     ]
     text = " ".join(shown.all("p"))
     assert (
-        "10.0 s of training, evaluations and checkpoints included, in the 12.5 s since the run was last star"
+        "10.0 s of training, including evaluations and checkpoints, out of 12.5 s since the run was last star"
         in text
     )
     assert (
         "the GPU waited 63 % of the time for data" in text
-        and "0123abc, with changes that are not committed" in text
+        and "0123abc, with uncommitted changes" in text
     )
     assert "25.0 % of 1 TFLOP/s" in text and "1.2 M" in text
 
@@ -770,24 +779,27 @@ def test_many_classes_are_a_table_of_those_most_confused():
     seen = {
         "kind": "classification",
         "split": "test",
+        "samples": 500,
         "confusion": counts,
         "classes": [f"c{i}" for i in range(size)],
     }
-    found = report.confusion(seen)
-    assert found["rows"] == [] and found["lists"]["pairs"] == [
-        ("c3", "c7", "8 of 18"),
-        ("c9", "c1", "5 of 15"),
-    ]
-    lowest, others = found["lists"]["lowest"], found["lists"]["others"]
-    assert lowest[:2] == [["c3", "1.000", "0.556", "18"], ["c9", "1.000", "0.667", "15"]]
+    found = evaluation.confusion(report.inputs.evaluation_of(seen))
+
+    def rows(columns):
+        return list(zip(*(column.cells for column in columns), strict=True))
+
+    assert not found.is_drawn and found.has_lists
+    assert rows(found.pairs) == [("c3", "c7", "8 of 18"), ("c9", "c1", "5 of 15")]
+    lowest, others = rows(found.lowest), rows(found.others)
+    assert lowest[:2] == [("c3", "1.000", "0.556", "18"), ("c9", "1.000", "0.667", "15")]
     assert (
         sorted(row[0] for row in lowest + others) == sorted(seen["classes"]) and len(others) == 10
     )
 
 
 def test_a_matrix_that_paper_has_no_room_for_is_printed_as_lists(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "curves", lambda rows, best: [])
-    monkeypatch.setattr(report, "defaults_of", lambda typed: {})
+    monkeypatch.setattr(curves, "frames", lambda rows, best: [])
+    monkeypatch.setattr(setup, "defaults_of", lambda typed: {})
     shutil.copytree(run[0], tmp_path / "run")
     size, seen = 30, read(tmp_path / "run")
     seen["classes"] = [f"lesser_black_backed_gull_{i}" for i in range(size)]
@@ -799,11 +811,7 @@ def test_a_matrix_that_paper_has_no_room_for_is_printed_as_lists(run, tmp_path, 
         for tag, attributes, text in shown.elements
         if tag == "th" and "title" in attributes
     ]
-    assert (
-        heads
-        == 2 * [(name, report.middle(name)) for name in seen["classes"]]
-        == 2 * [(name, f"lesser_bl…{name[-14:]}") for name in seen["classes"]]
-    )
+    assert heads == 2 * [(name, f"lesser_bl…{name[-14:]}") for name in seen["classes"]]
     assert (
         len(shown.all("div", "screen"))
         == len(shown.all("div", "paper"))
@@ -811,11 +819,11 @@ def test_a_matrix_that_paper_has_no_room_for_is_printed_as_lists(run, tmp_path, 
         == 1
     )
     assert (
-        "None of the test samples is." in shown.all("p")
+        "No test sample was misclassified." in shown.all("p")
         and shown.all("td", "right") == ["1,234"] * size
     )
-    few = report.confusion(read(run[0]))
-    assert few["lists"] is None and not few["upright"] and len(few["rows"]) == 10
+    few = evaluation.confusion(report.inputs.evaluation_of(read(run[0])))
+    assert not few.has_lists and not few.is_upright and few.is_drawn and len(few.classes) == 10
 
 
 # Anybody's.
@@ -937,8 +945,8 @@ def test_no_entry_of_another_kind_breaks_the_page(run, tmp_path_factory, data):
             contents = spoilt(contents, data.draw)
         (folder / name).write_text(json.dumps(contents), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "curves", lambda rows, best: [])
-        patch.setattr(report, "defaults_of", lambda typed: {})
+        patch.setattr(curves, "frames", lambda rows, best: [])
+        patch.setattr(setup, "defaults_of", lambda typed: {})
         text = report.html(folder)
     assert "<script" not in text and Page(text).all("h1")
 
@@ -958,11 +966,11 @@ def test_no_entry_of_another_kind_breaks_the_page(run, tmp_path_factory, data):
 )
 def test_only_small_pictures_are_shown(change):
     Image.new("L", (8, 8)).save(stream := io.BytesIO(), "PNG")
-    assert report.is_png(base64.b64encode(stream.getvalue()).decode())
-    assert not report.is_png(base64.b64encode(change(stream.getvalue())).decode())
+    assert report.inputs.is_small_png(base64.b64encode(stream.getvalue()).decode())
+    assert not report.inputs.is_small_png(base64.b64encode(change(stream.getvalue())).decode())
     Image.new("L", (300, 8)).save(stream := io.BytesIO(), "PNG")
-    assert not report.is_png(base64.b64encode(stream.getvalue()).decode())
-    assert not report.is_png("a b") and not report.is_png("é")
+    assert not report.inputs.is_small_png(base64.b64encode(stream.getvalue()).decode())
+    assert not report.inputs.is_small_png("a b") and not report.inputs.is_small_png("é")
 
 
 def test_the_page_stays_below_a_megabyte(run, tmp_path):
@@ -1004,9 +1012,9 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text(
         (row * 10 + evaluation) * 10**5, encoding="utf-8"
     )
-    rows = report.read_rows(tmp_path / "run" / "metrics.jsonl")
+    rows = report.inputs.read_rows(tmp_path / "run" / "metrics.jsonl")
     assert (
-        report.MOST_ROWS < len(rows) <= 2 * report.MOST_ROWS
+        report.inputs.MOST_ROWS < len(rows) <= 2 * report.inputs.MOST_ROWS
         and sum("val/loss" in row for row in rows) == 10**5
     )
 
@@ -1063,10 +1071,11 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys
 
 
 def test_whatever_is_given_to_a_template_is_escaped():
-    assert plain("a\x1b<") == "a\\x1b<" and safe("a\x1b<") == "a\\x1b&lt;"
-    shown = render("sweep.html", swept=True, title="<x>", about="", best="", again="", report=None, picture="<p>",
-                        groups={"rows": []}, jobs={"header": ["<h>"], "rows": [["<c>"]]})  # fmt: skip
-    assert all(f"&lt;{name}&gt;" in shown for name in "xphc")
+    assert plain("a\x1b<") == "a\\x1b<"
+    facts = {"about": "", "best": "", "again": "", "report": None, "figures": [], "groups": []}
+    jobs = [Column("<h>", ["<c>"]), Column("a\x1b<", ["a\x1b<"])]
+    shown = render("sweep.html", swept=True, title="<x>", jobs=jobs, **facts)
+    assert all(f"&lt;{name}&gt;" in shown for name in "xhc") and shown.count("a\\x1b&lt;") == 2
 
 
 def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
@@ -1089,13 +1098,13 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
     trainer.close()
     assert mean in [sample["columns"]["area"] for sample in read(tmp_path)["worst"]]
     assert read(tmp_path)["target"] == "price" and read(tmp_path)["standardised"] is True
-    for sample in read(tmp_path)["worst"]:
-        area, *others, price = lines[sample["line"] - 1].split(",")
-        shown = report.sample_of(sample, seen, 0)
-        assert shown["name"] == f"line {sample['line']}" and shown["true"] == report.number(
-            float(price)
-        )
-        assert list(shown["columns"].values()) == [area.removesuffix(".0") or mean, *others]
+    seen = report.inputs.read_evaluation(tmp_path / "evaluation.json")
+    for sample in seen.worst:
+        area, *others, price = lines[sample.line - 1].split(",")
+        shown = evaluation.shown(sample, seen)
+        assert shown.name == f"line {sample.line}"
+        assert shown.true == readable.number(float(price))
+        assert list(shown.columns.values()) == [area.removesuffix(".0") or mean, *others]
 
 
 @pytest.mark.parametrize("module", [report, sweep])

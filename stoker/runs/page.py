@@ -1,36 +1,44 @@
 """HTML pages that stand alone, from templates/: no script, no network, light and dark."""
 
 import functools
-from html import escape
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from stoker.trainer.errors import printable
 
+if TYPE_CHECKING:
+    import jinja2
 
-def render(template, **facts):
-    """A whole document from a file in templates/: whatever is in the facts is text there, but for what is Markup."""
+
+@dataclass
+class Column:
+    """A column of a table; the cells are texts, or Markup. Numbers are aligned on the right."""
+
+    name: str
+    cells: list[str] = field(default_factory=list)
+    is_number: bool = False
+
+
+def render(template: str, **facts: Any) -> str:
+    """Return the page of a file in templates/. All of the facts are text there, except Markup."""
     return templates().get_template(template).render(facts)
 
 
 @functools.cache
-def templates():
+def templates() -> "jinja2.Environment":
     import jinja2
 
-    loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
-    options = {
-        "autoescape": True,
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-        "undefined": jinja2.StrictUndefined,
-    }
-    return jinja2.Environment(loader=loader, finalize=plain, **options)
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        finalize=plain,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
 
 
-def plain(value):
-    """What becomes of a value in a template before it is escaped: no control characters."""
+def plain(value: Any) -> Any:
+    """Return a value of a template without control characters, before it is escaped."""
     return value if hasattr(value, "__html__") else printable(value)
-
-
-def safe(text):
-    """The text as HTML shows it, whatever is in it."""
-    return escape(printable(text))

@@ -1,150 +1,276 @@
-"""Curves, histograms and scatters as SVG that stands in a page: its colours are the page's, light or dark."""
+"""Curves, histograms and scatter plots as SVG in a page, in the page's own colours, light or dark."""
 
 import io
 import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from stoker.trainer.errors import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Points = Sequence[tuple[float, float]]
+
 MOST_POINTS = 400  # of a curve that is drawn
-MOST_DOTS = 800  # of a scatter
-SIZE = (3.9, 2.5)  # inches: on a telephone nearly as large as it is
-# What matplotlib is told, and what it stands for in the page's style.
+MOST_DOTS = 800  # of a scatter plot
+MOST_TICKS = 8  # texts at an axis
+MOST_LETTERS = 16  # of each
+FAR = 30  # a value so many times another one wants a logarithmic axis
+SIZE = (3.9, 2.5)  # inches: nearly the size it has on a phone
+DASHES = (0, (3, 3))
+# The colours in matplotlib's SVG, each of which stands for a variable of the page's style.
 COLOURS = {
-    "text": "#010101", "soft": "#010102", "line": "#010103", "train": "#010104", "val": "#010105", "back": "#010106",
-}  # fmt: skip
-STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "report", "font.family": "sans-serif", "font.size": 8.5,
-    "text.color": COLOURS["soft"], "axes.labelcolor": COLOURS["soft"], "xtick.labelcolor": COLOURS["soft"],
-    "ytick.labelcolor": COLOURS["soft"], "xtick.color": COLOURS["line"], "ytick.color": COLOURS["line"],
-    "axes.edgecolor": COLOURS["line"], "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "grid.color": COLOURS["line"], "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.6,
+    "text": "#010101",
+    "soft": "#010102",
+    "line": "#010103",
+    "train": "#010104",
+    "val": "#010105",
+    "back": "#010106",
+    "bad": "#010107",
+}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "report",
+    "text.parse_math": False,
+    "font.family": "sans-serif",
+    "font.size": 8.5,
+    "text.color": COLOURS["soft"],
+    "axes.labelcolor": COLOURS["soft"],
+    "xtick.labelcolor": COLOURS["soft"],
+    "ytick.labelcolor": COLOURS["soft"],
+    "xtick.color": COLOURS["line"],
+    "ytick.color": COLOURS["line"],
+    "axes.edgecolor": COLOURS["line"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": COLOURS["line"],
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.6,
     "axes.xmargin": 0.02,
-}  # fmt: skip
-NOTHING = dict.fromkeys(
-    ("Date", "Creator", "Format", "Type")
-)  # the same bytes whenever it is drawn
+}
 
 
-def curves(name, lines, best=None, label="", logarithmic=False):
-    """A frame of {series: [(x, y)]}, x being epochs, with a mark at `best`; `label` says in words what it shows.
+def curves(
+    name: str,
+    lines: Mapping[str, Points],
+    best: tuple[float, float] | None = None,
+    label: str = "",
+    logarithmic: bool = False,
+) -> Markup:
+    """Draw the lines "train" and "val" over the epochs, with a mark at `best`; `label` says in words what it shows.
 
-    `logarithmic`: where the values are far apart.
+    `logarithmic` allows a logarithmic axis, for values that are far apart.
     """
-    from matplotlib.ticker import LogLocator
-
-    with style():
-        figure, axes = frame("epoch")
-        lines = {series: thin(points) for series, points in lines.items() if points}
+    with drawing() as (figure, axes):
+        axes.set_xlabel("epoch")
+        values = []
         for series, points in lines.items():
-            dots = (
-                {"marker": "o", "markersize": 3} if len(points) <= 30 and series != "train" else {}
-            )
-            over = {"zorder": 2 + (series == "val"), "clip_on": False}
-            axes.plot(*zip(*points, strict=True), color=COLOURS[series], **dots, **over)
-        if best is not None:
-            axes.axvline(best[0], color=COLOURS["soft"], linewidth=0.9, linestyle=(0, (3, 3)))
+            if not points:
+                continue
+            drawn = thin(points)
+            values += [y for _, y in drawn]
+            marker = "o" if series != "train" and len(drawn) <= 30 else ""
             axes.plot(
-                *best,
-                "o",
-                markersize=6,
-                color=COLOURS["val"],
-                markeredgecolor=COLOURS["back"],
-                zorder=5,
+                *zip(*drawn, strict=True),
+                color=COLOURS[series],
+                marker=marker,
+                markersize=3,
+                zorder=3 if series == "val" else 2,
                 clip_on=False,
             )
-        values = [y for points in lines.values() for _, y in points]
+        if best is not None:
+            axes.axvline(best[0], color=COLOURS["soft"], linewidth=0.9, linestyle=DASHES)
+            mark(axes, *best)
         if 0.5 < max(values) <= 1 < axes.get_ylim()[1]:
             axes.set_ylim(top=1)  # most of what comes near 1 is a share
-        if logarithmic and min(values) > 0 and max(values) > 30 * min(values):
-            axes.set_yscale("log")
-            axes.minorticks_off()
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=8))
-            axes.yaxis.set_major_formatter(tick)
+        if logarithmic and are_far_apart(values):
+            scale_by_powers(axes, "y")
         return svg(name, figure, label)
 
 
-def histogram(name, values, xlabel, label=""):
-    """How often values come, with a line at 0."""
-    with style():
-        figure, axes = frame(xlabel)
-        axes.hist(
-            values,
-            bins=min(40, max(8, round(len(values) ** 0.5))),
-            color=COLOURS["val"],
-            alpha=0.75,
-        )
+def histogram(name: str, values: Sequence[float], xlabel: str, label: str) -> Markup:
+    """Draw how often values come, with a line at 0."""
+    with drawing() as (figure, axes):
+        axes.set_xlabel(xlabel)
+        bins = min(40, max(8, round(len(values) ** 0.5)))
+        axes.hist(values, bins=bins, color=COLOURS["val"], alpha=0.75)
         axes.axvline(0, color=COLOURS["text"], linewidth=0.9)
         axes.grid(axis="x", visible=False)
         return svg(name, figure, label)
 
 
-def scatter(name, points, xlabel, ylabel, label=""):
-    """(x, y) as dots, with the line on which they are the same."""
-    with style():
-        figure, axes = frame(xlabel, ylabel)
-        points = points[:: -(-len(points) // MOST_DOTS)]
-        low, high = (end(value for point in points for value in point) for end in (min, max))
-        axes.margins(0.04)  # of both: the line is the diagonal
-        axes.plot(
-            (low, high), (low, high), color=COLOURS["soft"], linewidth=0.9, linestyle=(0, (3, 3))
-        )
-        dots = {"markersize": 3.2, "markeredgewidth": 0, "alpha": 0.5, "color": COLOURS["val"]}
-        axes.plot(*zip(*points, strict=True), "o", **dots)
+def against(name: str, points: Points, label: str) -> Markup:
+    """Draw (true, predicted) as dots, with the line on which they are the same."""
+    with drawing() as (figure, axes):
+        axes.set(xlabel="true", ylabel="predicted")
+        points = some(points)
+        values = [value for point in points for value in point]
+        ends = (min(values), max(values))
+        axes.margins(0.04)  # the same for both: the line is the diagonal
+        axes.plot(ends, ends, color=COLOURS["soft"], linewidth=0.9, linestyle=DASHES)
+        dots(axes, points, color=COLOURS["val"], alpha=0.5)
         return svg(name, figure, label)
 
 
-def thin(points, most=MOST_POINTS):
-    """At most so many of the points of a curve, the lowest and the highest of each stretch among them."""
+def results(
+    name: str, settings: Sequence[str], values: Sequence[float | None], best: int, label: str
+) -> Markup:
+    """Draw the results of jobs over the values of a setting as they were typed, with a mark at the job `best`.
+
+    Jobs without a result are crosses at the foot. Numbers have their places on a linear or a logarithmic axis, other
+    values the order in which they come.
+    """
+    with drawing() as (figure, axes):
+        places = place_settings(axes, settings)
+        done = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
+        lost = [(x, 0.03) for x, y in zip(places, values, strict=True) if y is None]
+        axes.margins(0.08)
+        dots(axes, some(done), color=COLOURS["val"], alpha=0.6, gid="done")
+        foot = axes.get_xaxis_transform()  # from 0, the foot, to 1
+        dots(axes, some(lost), "x", color=COLOURS["bad"], transform=foot, gid="lost")
+        value = values[best] if done else None
+        if value is not None:
+            mark(axes, places[best], value)
+        if are_far_apart([y for _, y in done]):
+            scale_by_powers(axes, "y")
+        return svg(name, figure, label)
+
+
+def place_settings(axes: "Axes", settings: Sequence[str]) -> list[float]:
+    """Return the place of each setting on the x axis, and set its scale and ticks."""
+    texts = list(dict.fromkeys(settings))
+    numbers = [as_number(text) for text in texts]
+    known = [number for number in numbers if number is not None]
+    if len(known) == len(texts):
+        if are_far_apart(known, 10):
+            scale_by_powers(axes, "x")
+        places = dict(zip(texts, known, strict=True))
+    else:
+        places = {text: float(i) for i, text in enumerate(texts)}
+        named = texts[:: -(-len(texts) // MOST_TICKS)]
+        labels = [shortened(text) for text in named]
+        is_long = sum(map(len, labels)) > 40
+        ticks = [places[text] for text in named]
+        axes.set_xticks(ticks, labels, rotation=30 * is_long, ha="right" if is_long else "center")
+    return [places[text] for text in settings]
+
+
+def shortened(text: str) -> str:
+    """Return the end of a long text, in which names of classes differ."""
+    text = printable(text)
+    return text if len(text) <= MOST_LETTERS else f"…{text[1 - MOST_LETTERS :]}"
+
+
+def as_number(text: str) -> float | None:
+    """Return the number that was typed; None for other texts, and for numbers without a place on an axis."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if abs(value) < 1e100 else None
+
+
+def dots(axes: "Axes", points: Points, marker: str = "o", **style: Any) -> None:
+    if points:
+        width = 0 if marker == "o" else 1.2
+        style |= {"markersize": 3.6, "markeredgewidth": width, "linestyle": ""}
+        axes.plot(*zip(*points, strict=True), marker=marker, **style)
+
+
+def mark(axes: "Axes", x: float, y: float) -> None:
+    """Draw a large dot."""
+    axes.plot(
+        x,
+        y,
+        marker="o",
+        markersize=6,
+        color=COLOURS["val"],
+        markeredgecolor=COLOURS["back"],
+        zorder=5,
+        clip_on=False,
+        gid="best",
+    )
+
+
+def are_far_apart(values: Sequence[float], far: float = FAR) -> bool:
+    return bool(values) and min(values) > 0 and max(values) > far * min(values)
+
+
+def scale_by_powers(axes: "Axes", which: str) -> None:
+    """Make the axis "x" or "y" logarithmic, with ticks such as 0.003, 0.01, 0.03."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_locator(LogLocator(subs=(1, 3), numticks=8 if which == "y" else 5))
+    axis.set_major_formatter(tick)
+
+
+def some(points: Points) -> Points:
+    """Return at most MOST_DOTS of the points, evenly."""
+    return points[:: -(-len(points) // MOST_DOTS) or 1]
+
+
+def thin(points: Points, most: int = MOST_POINTS) -> Points:
+    """Return at most `most` points of a curve, with the lowest and the highest of each stretch."""
     if len(points) <= most:
         return points
-    size, kept = -(-2 * (len(points) - 2) // (most - 2)), [points[0]]
+    size = -(-2 * (len(points) - 2) // (most - 2))
+    kept = [points[0]]
     for start in range(1, len(points) - 1, size):
         stretch = range(start, min(start + size, len(points) - 1))
-        ends = {end(stretch, key=lambda i: points[i][1]) for end in (min, max)}
-        kept += [points[i] for i in sorted(ends)]
+        lowest = min(stretch, key=lambda i: points[i][1])
+        highest = max(stretch, key=lambda i: points[i][1])
+        kept += [points[i] for i in sorted({lowest, highest})]
     return [*kept, points[-1]]
 
 
-def style():
+@contextmanager
+def drawing() -> "Iterator[tuple[Figure, Axes]]":
+    """Give a new figure and its axes in the page's style; without pyplot, which looks for a screen."""
     from matplotlib import rc_context
-
-    return rc_context(STYLE)
-
-
-def frame(xlabel, ylabel=""):
-    """A figure without pyplot, which would look for a screen, and its axes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(
-        figsize=SIZE, layout="constrained"
-    )  # which has room for the ticks' letters, however many
-    axes = figure.add_subplot()
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.locator_params(nbins=5)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(tick)
-    return figure, axes
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # of letters that matplotlib's font lacks: the browser has its own
+        figure = Figure(figsize=SIZE, layout="constrained")
+        axes = figure.add_subplot()
+        axes.locator_params(nbins=5)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(tick)
+        yield figure, axes
 
 
-def tick(value, _):
+def tick(value: float, _: object) -> str:
     """'0.003', '20,000': no power of ten beside the axis."""
     return f"{value:,.6g}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
-def svg(name, figure, label):
-    """The figure as an <svg> whose ids begin with `name`, since a page has several."""
-    figure.savefig(stream := io.StringIO(), format="svg", transparent=True, metadata=NOTHING)
-    text = stream.getvalue()
-    size = re.search(r'viewBox="[\d. ]+"', text)[0]
-    inside = text[text.index(">", text.index("<svg")) + 1 : text.rindex("</svg>")]
-    inside = re.sub(r"<style.*?</style>", "", inside, flags=re.DOTALL)
-    inside = re.sub(r"font-family: [^;\"]*;? ?", "", inside)
-    inside = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", inside).replace(
-        "xlink:href", "href"
-    )
-    inside = re.sub(r"\n\s*", " ", inside)
+def svg(name: str, figure: "Figure", label: str) -> Markup:
+    """Return the figure as an <svg>, whose ids begin with `name`, since a page has several."""
+    stream = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # the same bytes at any time
+    figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
+    head, _, body = stream.getvalue().partition("<svg")[2].partition(">")
+    size = re.search(r'viewBox="[\d. ]+"', head)
+    body = body.rpartition("</svg>")[0].replace("xlink:href", "href")
+    body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)
+    body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
+    body = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", body)
+    body = re.sub(r"\s*\n\s*", " ", body)
     for variable, colour in COLOURS.items():
-        inside = inside.replace(colour, f"var(--{variable})")
+        body = body.replace(colour, f"var(--{variable})")
     return Markup('<svg class="plot" {} role="img" aria-label="{}">{}</svg>').format(
-        Markup(size), label, Markup(inside.strip())
+        Markup(size[0] if size else ""), printable(label), Markup(body.strip())
     )

@@ -155,11 +155,7 @@ class RunResult:
 
     def tests(self) -> dict[str, float]:
         """Return the numbers of the test."""
-        return {
-            name: value
-            for name, value in self.numbers.items()
-            if name.startswith("test/") and is_number(value)
-        }
+        return tests_in(self.numbers)
 
     def final_numbers(self) -> dict[str, float]:
         """Return what the run came to: the best value of the monitored metric, and the test."""
@@ -188,6 +184,13 @@ class RunResult:
             value = getattr(before, name)
             if value is not None:
                 setattr(self, name, value)
+
+
+def tests_in(numbers: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of the test, the loss last: it says less than the others."""
+    names = [name for name in numbers if name.startswith("test/") and is_number(numbers[name])]
+    names.sort(key=lambda name: name == "test/loss")
+    return {name: numbers[name] for name in names}
 
 
 def of_fit(trainer: Any, saver: Any) -> RunResult:
@@ -278,6 +281,8 @@ def typed(value: Any, hint: Any) -> Any:
     """Return an entry of a JSON file as the annotated type; TypeError if it is something else."""
     kind = typing.get_origin(hint)
     parts = typing.get_args(hint)
+    if hint is Any:
+        return value
     if kind is types.UnionType:  # X | None
         return None if value is None else typed(value, parts[0])
     if kind is dict and isinstance(value, dict):

@@ -1,5 +1,6 @@
 """The config.yaml of a run of which nothing is known: read as plain data, and made one of this machine."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from omegaconf import OmegaConf
 from stoker import configs
 from stoker.command import arguments, check, defaults, keys, settings
 from stoker.command.build import check_nested, is_on, without_downloads
+from stoker.runs.directory import CONFIG, TYPED
+from stoker.runs.result import are_overrides
 from stoker.trainer import files
 from stoker.trainer.errors import UserError, did_you_mean
 
@@ -153,6 +156,16 @@ def load_config(key, folder):
             f"{key}={folder}: its config.yaml is none of a run's (it has no keys with values)."
         )
     return config
+
+
+def overrides_in(folder: Path) -> list[str] | None:
+    """Return what was typed for a run, from the first line of its config.yaml; None if it does not say."""
+    try:
+        first = files.read(folder / CONFIG, MOST_YAML).partition(b"\n")[0]
+        overrides = json.loads(first.removeprefix(TYPED.encode()))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return overrides if are_overrides(overrides) else None
 
 
 def check_yaml(text):

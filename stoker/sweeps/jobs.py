@@ -17,6 +17,7 @@ from typing import Any
 from stoker.command import arguments, exit_codes, settings
 from stoker.command.shell import setting
 from stoker.runs import result as results
+from stoker.runs import saved_config
 from stoker.runs.directory import CONFIG, METRICS, RESULT
 from stoker.runs.json_files import is_number, read_json, write_json
 from stoker.runs.lock import is_held
@@ -112,8 +113,6 @@ def by_number(path: Path) -> list[tuple[int, int, str]]:
 
 
 def read_job(folder: Path) -> Job:
-    from stoker.runs.report import typed_in
-
     # First of all, since a job that ends from here on has its result by then.
     is_running = is_held(folder)
     result = RunResult.read(folder)
@@ -122,7 +121,7 @@ def read_job(folder: Path) -> Job:
     if overrides is None and result is not None:
         overrides = result.overrides
     if overrides is None:
-        overrides = typed_in(folder, {})
+        overrides = saved_config.overrides_in(folder)
     job = Job(folder.name, overrides or [])
     if result is not None and result.is_finished:
         job.best = result.best

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from stoker.runs.result import tests_in
 from stoker.sweeps.jobs import (
     STATUSES,
     Job,
@@ -132,9 +133,7 @@ def groups(sweep: Sweep, tests: list[str], sign: str = "+-") -> Iterator[list[st
 
 def tests_of(sweep: Sweep) -> list[str]:
     """The names of all jobs' test numbers, in the order in which a report has them."""
-    from stoker.runs import report
-
-    return report.tests_of({name: value for job in sweep.jobs for name, value in job.test.items()})
+    return list(tests_in({name: value for job in sweep.jobs for name, value in job.test.items()}))
 
 
 def test_name(sweep: Sweep) -> str:

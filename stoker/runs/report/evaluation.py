@@ -1,0 +1,219 @@
+"""The evaluation of the best weights: confused classes, errors of a regression, and the hardest samples."""
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.runs.page import Column
+from stoker.runs.report.inputs import Evaluation, Sample, is_small_png
+from stoker.runs.report.words import one_line, percent, shortened
+from stoker.trainer.readable import number
+
+MOST_CLASSES = 40  # of a matrix that is drawn
+MOST_PRINTED = 20  # of a matrix that fits on paper
+MOST_PAIRS = 20  # of classes that are confused
+MOST_TARGETS = 4  # of a regression that are drawn
+MOST_COLUMNS = 12  # of a sample
+MOST_PICTURES = 450_000  # letters of all pictures
+
+
+@dataclass
+class Class:
+    """A row of the confusion matrix; its recall or precision is '' where there is nothing to divide by."""
+
+    name: str
+    precision: str
+    recall: str
+    count: int
+    counts: list[int]
+
+    @property
+    def short(self) -> str:
+        """The two ends of a long name, where such names differ."""
+        name = self.name
+        return name if len(name) <= 24 else f"{name[:9]}…{name[-14:]}"
+
+    def strength(self, i: int, is_right: bool) -> int:
+        """Return how strong the colour of a cell is, in percent: a few mistakes are visible already."""
+        share = self.counts[i] / max(1, self.count)
+        return round(100 * (share if is_right else share ** (1 / 3)))
+
+
+@dataclass
+class Confusion:
+    """The confusion matrix, and its lists: as tables, the pairs most often confused and the classes by recall."""
+
+    classes: list[Class]
+    pairs: list[Column] = field(default_factory=list)
+    lowest: list[Column] = field(default_factory=list)
+    others: list[Column] = field(default_factory=list)
+
+    @property
+    def is_drawn(self) -> bool:
+        return len(self.classes) <= MOST_CLASSES
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether the matrix is too large for paper."""
+        return len(self.classes) > MOST_PRINTED
+
+    @property
+    def is_upright(self) -> bool:
+        """Whether the names above the columns need to be turned."""
+        letters = [len(row.short) for row in self.classes]
+        return sum(letters) > 60 and max(letters) > 4
+
+
+def confusion(evaluation: Evaluation) -> Confusion | None:
+    """Return the confusion matrix and its lists; None where there is none."""
+    counts = evaluation.confusion
+    if counts is None:
+        return None
+    predicted = [sum(column) for column in zip(*counts, strict=True)]
+    classes = []
+    for i, name in enumerate(evaluation.classes or []):
+        total = sum(counts[i])
+        precision = share(counts[i][i], predicted[i])
+        recall = share(counts[i][i], total)
+        classes.append(Class(name, precision, recall, total, counts[i]))
+    ranked = sorted(classes, key=lambda row: float(row.recall or 2))  # those without samples last
+    return Confusion(
+        classes,
+        confused(classes),
+        by_recall(ranked[:MOST_CLASSES]),
+        by_recall(ranked[MOST_CLASSES:]),
+    )
+
+
+def share(part: int, total: int) -> str:
+    return f"{part / total:.3f}" if total else ""
+
+
+def confused(classes: list[Class]) -> list[Column]:
+    """Return the table of the classes most often confused; no columns where none is."""
+    pairs = []
+    for i, true in enumerate(classes):
+        pairs += [(-count, i, j) for j, count in enumerate(true.counts) if count and i != j]
+    columns = [Column("true"), Column("predicted"), Column("samples", is_number=True)]
+    for count, i, j in sorted(pairs)[:MOST_PAIRS]:
+        columns[0].cells.append(classes[i].name)
+        columns[1].cells.append(classes[j].name)
+        columns[2].cells.append(f"{-count:,} of {classes[i].count:,}")
+    return columns if pairs else []
+
+
+def by_recall(classes: list[Class]) -> list[Column]:
+    return [
+        Column("class", [row.name for row in classes]),
+        Column("precision", [row.precision for row in classes], True),
+        Column("recall", [row.recall for row in classes], True),
+        Column("n", [f"{row.count:,}" for row in classes], True),
+    ]
+
+
+@dataclass
+class Shown:
+    """A sample as it is shown."""
+
+    name: str
+    has_name: bool  # a file or a line, not only its place in the split
+    true: str
+    predicted: str
+    is_right: bool
+    probability: str  # '' for a regression
+    png: str
+    columns: dict[str, str]
+
+
+def shown(sample: Sample, evaluation: Evaluation) -> Shown:
+    """Return the sample in words."""
+    if evaluation.kind == "regression":
+        true = "; ".join(map(number, sample.true))
+        predicted = "; ".join(map(number, sample.predicted))
+    else:
+        true = (evaluation.classes or [])[sample.true]
+        predicted = (evaluation.classes or [])[sample.predicted]
+    name = one_line(sample.file)
+    if not name and sample.line is not None:
+        name = f"line {sample.line}"
+    columns = list((sample.columns or {}).items())[:MOST_COLUMNS]
+    return Shown(
+        name=name or f"sample {sample.index:,}",
+        has_name=bool(name),
+        true=true,
+        predicted=predicted,
+        is_right=sample.true == sample.predicted,
+        probability="" if sample.probability is None else percent(sample.probability),
+        png=sample.png if sample.png and is_small_png(sample.png) else "",
+        columns={shortened(key): value_of(value) for key, value in columns},
+    )
+
+
+def value_of(value: Any) -> str:
+    """Return the value in a table's column as text."""
+    return f"{value:.12g}" if isinstance(value, float) else shortened(value)
+
+
+def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Return groups of samples, as pictures or a table: of the highest loss, and of the highest entropy."""
+    worst = "Worst: the highest loss"
+    if evaluation.kind == "regression":
+        worst = "Worst: the farthest off"
+    lists = {worst: evaluation.worst, "Most uncertain: the highest entropy": evaluation.uncertain}
+    groups = []
+    letters = 0
+    for title, entries in lists.items():
+        samples = [shown(sample, evaluation) for sample in entries or []]
+        for sample in samples:
+            letters += len(sample.png)
+            if letters > MOST_PICTURES:
+                sample.png = ""
+        if samples:
+            groups.append({"title": title, "samples": samples, "table": table_of(samples)})
+    return groups
+
+
+def table_of(samples: list[Shown]) -> list[Column]:
+    """Return the table of samples that are not pictures."""
+    columns = [
+        Column("", [sample.name for sample in samples]),
+        Column("true", [sample.true for sample in samples]),
+        Column("predicted", [sample.predicted for sample in samples]),
+        Column("probability", [sample.probability for sample in samples]),
+    ]
+    if not any(columns[-1].cells):
+        columns.pop()
+    names = dict.fromkeys(name for sample in samples for name in sample.columns)
+    for name in list(names)[:MOST_COLUMNS]:
+        columns.append(Column(name, [sample.columns.get(name, "") for sample in samples]))
+    for column in columns:
+        column.is_number = all(map(is_number, column.cells))
+    return columns
+
+
+def is_number(cell: str) -> bool:
+    """Whether a cell is a number such as '1,234', '60.6 %' or '145.2 (the mean)', or empty."""
+    pattern = r"([-+]?\d[\d.,]*(e[-+]?\d+)?( %| \(the mean\))?)?"
+    return re.fullmatch(pattern, cell) is not None
+
+
+def regression(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Return {"title", "note", "svg"} of two plots for each of the first targets, whose units may differ."""
+    from stoker.runs import plots
+
+    figures = []
+    points = evaluation.points or []
+    targets = evaluation.targets if points else 0
+    for i in range(min(targets, MOST_TARGETS)):
+        pairs = [(true[i], predicted[i]) for true, predicted in points]
+        errors = [predicted - true for true, predicted in pairs]
+        of = f" of target {i + 1}" if targets > 1 else ""
+        off = f"{number(math.fsum(map(abs, errors)) / len(errors))} on average"
+        title = f"predicted against true{of}"
+        svg = plots.against(f"against{i}", pairs, title)
+        figures.append({"title": title, "note": "", "svg": svg})
+        title = f"errors{of}"
+        svg = plots.histogram(f"errors{i}", errors, "predicted minus true", f"histogram of {title}")
+        figures.append({"title": title, "note": off if targets > 1 else "", "svg": svg})
+    return figures

@@ -1,0 +1,263 @@
+"""The files of a run, checked once, so that the rest of the report can trust their types.
+
+Anybody may have written them. An entry that is missing or malformed is None or empty here, and its part of the page
+is left out.
+"""
+
+import base64
+import io
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stoker.command import keys
+from stoker.runs import directory, saved_config
+from stoker.runs.json_files import is_number
+from stoker.runs.report.words import one_line, shortened
+from stoker.runs.result import RunResult, typed
+from stoker.trainer import files
+
+MOST_BYTES = 2**25  # of a metrics.jsonl
+MOST_ROWS = 100_000  # of more rows: those of evaluations, and some of the others
+MOST_JSON = 2**24  # bytes of an evaluation.json: 1,000 classes are 2 MB
+MOST_TYPED = 10_000  # letters of the overrides
+MOST_NAME = 100  # letters of a class, which appears in several places
+MOST_SAMPLES = 24  # of the worst, and of the most uncertain
+MOST_NUMBERS = 100  # that a regression predicts
+MOST_PNG = 2**15  # bytes of a picture
+MOST_SIDE = 256  # pixels of a picture
+END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
+SPLITS = {"train": "training", "val": "validation", "test": "test"}  # in words
+BETTER = {"val/acc": "max", "val/r2": "max", "val/loss": "min"}  # of what monitor=auto chooses from
+
+Row = dict[str, float]  # a row of metrics.jsonl, its numbers alone; it has an "epoch"
+
+
+@dataclass
+class Sample:
+    """A sample of the evaluation: class indices of a classification, or the numbers of a regression."""
+
+    index: int  # its place in the split
+    true: Any
+    predicted: Any
+    probability: float | None  # of the predicted class
+    file: str | None
+    line: int | None
+    png: str | None
+    columns: dict[str, Any] | None
+
+
+@dataclass
+class Evaluation:
+    """What evaluation.json says. `points` is of a regression; `classes` to `confusion` are of a classification."""
+
+    kind: str  # "classification" or "regression"
+    split: str
+    samples: int
+    target: str | None
+    standardised: bool | None
+    points: list[Any] | None  # [true numbers, predicted numbers]
+    classes: list[str] | None
+    chance: float | None  # the share of the most frequent class
+    confusion: list[list[int]] | None  # row: true class, column: predicted class
+    worst: list[Any] | None  # of Sample
+    uncertain: list[Any] | None
+
+    @property
+    def targets(self) -> int:
+        """How many numbers a regression predicts."""
+        return min((len(true) for true, _ in self.points or []), default=1)
+
+
+@dataclass
+class Best:
+    """The best evaluation of a run; `epoch` is None where no row has it."""
+
+    name: str
+    value: float
+    is_high: bool | None  # whether higher is better, if that is known
+    epoch: float | None
+
+
+@dataclass
+class Run:
+    """The files of a run directory. `config` is flat; `overrides` is None where nobody knows what was typed."""
+
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    result: RunResult = field(default_factory=RunResult)
+    has_ended: bool = False  # whether there is a result
+    rows: list[Row] = field(default_factory=list)
+    evaluation: Evaluation | None = None
+    overrides: list[str] | None = None
+
+    @property
+    def best(self) -> Best | None:
+        """The evaluation whose weights were kept; None where that is unknown."""
+        if self.has_ended:
+            return best_of(self.result, self.rows)
+        return best_so_far(self.config, self.rows)
+
+    @property
+    def step(self) -> float:
+        """The step of the last row, or of a later checkpoint, which an interrupted run has without a row."""
+        steps = [row.get("step", 0) for row in self.rows]
+        for path in checkpoints(self.folder):
+            name = path.stem.removeprefix("step_")
+            if name.isdecimal():
+                steps.append(int(name))
+        return max(steps, default=0)
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a run directory; UserError if it has no config.yaml of a run."""
+    folder = Path(folder)
+    config = saved_config.load_config("run_dir", folder)
+    result = RunResult.read(folder)
+    overrides = saved_config.overrides_in(folder) if result is None else result.overrides
+    if sum(map(len, overrides or [])) > MOST_TYPED:
+        overrides = None
+    return Run(
+        folder=folder,
+        config=keys.flat(config),
+        result=result or RunResult(),
+        has_ended=result is not None,
+        rows=read_rows(folder / directory.METRICS),
+        evaluation=read_evaluation(folder / directory.EVALUATION),
+        overrides=overrides,
+    )
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    return list(folder.glob("checkpoints/step_*.ckpt"))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a metrics.jsonl that have an epoch, each with its numbers alone."""
+    try:
+        lines = files.read(path, MOST_BYTES).splitlines()
+    except OSError:
+        return []
+    every = math.ceil(len(lines) / MOST_ROWS)
+    lines = [line for i, line in enumerate(lines) if i % every == 0 or b'"val/' in line]
+    rows = []
+    for line in lines[-2 * MOST_ROWS :]:
+        try:
+            entries = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entries, dict):
+            row = {name: value for name, value in entries.items() if is_number(value)}
+            if row.get("epoch", -1) >= 0:
+                rows.append(row)
+    return rows
+
+
+def best_of(result: RunResult, rows: list[Row]) -> Best | None:
+    """Return the best evaluation of a run that has ended."""
+    best = result.best
+    if best is None or best.step is None:
+        return None
+    epochs = [row["epoch"] for row in rows if row.get("step") == best.step and best.name in row]
+    epoch = epochs[0] if epochs else None
+    return Best(best.name, best.value, best.mode == "max", epoch)
+
+
+def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
+    """Return the best evaluation by the run's monitor, if it is known whether higher is better."""
+    name = str(config.get("monitor"))
+    if name == "auto":
+        name = next((metric for metric in BETTER if any(metric in row for row in rows)), "")
+    mode = config.get("monitor_mode")
+    if mode == "auto":
+        mode = BETTER.get(name)
+    evaluated = [row for row in rows if name in row]
+    if not evaluated or mode not in ("max", "min"):
+        return None
+    choose = max if mode == "max" else min
+    row = choose(evaluated, key=lambda row: row[name])
+    return Best(name, row[name], mode == "max", row["epoch"])
+
+
+def read_evaluation(path: Path) -> Evaluation | None:
+    """Return what evaluation.json says; None if that is not an evaluation of ours."""
+    try:
+        return evaluation_of(json.loads(files.read(path, MOST_JSON)))
+    except (OSError, ValueError, RecursionError, TypeError):
+        return None
+
+
+def evaluation_of(entries: Any) -> Evaluation:
+    """Return the evaluation in a JSON object; TypeError or ValueError if it is malformed.
+
+    Single points and samples that are malformed are left out, as those of a prediction that is not finite.
+    """
+    evaluation: Evaluation = typed(entries, Evaluation)
+    classes = [shortened(name, MOST_NAME) for name in evaluation.classes or []]
+    evaluation.classes = classes
+    evaluation.target = one_line(evaluation.target)
+    is_known = evaluation.split in SPLITS and evaluation.samples > 0
+    if evaluation.kind == "regression":
+        evaluation.points = list(filter(is_pair, evaluation.points or []))
+    elif evaluation.kind != "classification" or not classes:
+        is_known = False
+    if evaluation.confusion is not None:
+        is_known = is_known and is_confusion(evaluation.confusion, len(classes))
+    if not is_known:
+        raise ValueError
+    evaluation.worst = samples_of(evaluation.worst, evaluation)
+    evaluation.uncertain = samples_of(evaluation.uncertain, evaluation)
+    return evaluation
+
+
+def is_pair(value: Any) -> bool:
+    """Whether this is [true numbers, as many predicted numbers]."""
+    try:
+        true, predicted = typed(value, list[list[float]])
+    except (TypeError, ValueError):
+        return False
+    return len(true) == len(predicted) <= MOST_NUMBERS
+
+
+def is_confusion(counts: list[list[int]], size: int) -> bool:
+    """Whether these are counts of each pair of classes, not all of them 0."""
+    if [len(row) for row in counts] != [size] * size:
+        return False
+    return min(map(min, counts)) >= 0 and sum(map(sum, counts)) > 0
+
+
+def samples_of(entries: list[Any] | None, evaluation: Evaluation) -> list[Sample]:
+    """Return the samples that are well-formed."""
+    samples = []
+    for entry in (entries or [])[:MOST_SAMPLES]:
+        try:
+            sample: Sample = typed(entry, Sample)
+        except TypeError:
+            continue
+        labels = [sample.true, sample.predicted]
+        if evaluation.kind == "regression":
+            is_known = is_pair(labels)
+        else:
+            places = range(len(evaluation.classes or []))
+            is_known = all(isinstance(label, int) and label in places for label in labels)
+        if is_known:
+            samples.append(sample)
+    return samples
+
+
+def is_small_png(text: str) -> bool:
+    """Whether this is base64 of a small PNG that has nothing but its pixels in it."""
+    from PIL import Image
+
+    try:
+        data = base64.b64decode(text, validate=True)
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+            if len(data) > MOST_PNG or max(image.size) > MOST_SIDE:
+                return False
+            image.load()
+            has_more = image.info or getattr(image, "private_chunks", None)
+            return not has_more and data.endswith(END_OF_PNG)
+    except Exception:  # what a damaged file raises is not documented
+        return False

@@ -1,0 +1,94 @@
+"""How to repeat a run: its settings against the defaults, and the commands that use it."""
+
+import re
+from typing import Any
+
+from stoker.command import keys
+from stoker.command.shell import command, setting
+from stoker.command.trust import own_packages
+from stoker.configs import FOLDER
+from stoker.runs.report.inputs import Run, checkpoints
+from stoker.runs.report.words import shortened
+from stoker.trainer.errors import as_typed
+
+MOST_ENTRIES = 300  # of the settings
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """Return the settings of the run, and which of them differ from the defaults, where those are known."""
+    defaults = defaults_of(run.overrides or [])
+    rows = []
+    for key, value in list(run.config.items())[:MOST_ENTRIES]:
+        default = defaults.get(key, "???")
+        if value == default and re.fullmatch(r"\$\{\w+\}", str(value)):
+            continue  # it is the value of another key, which has its own line
+        row = {
+            "key": shortened(key),
+            "value": shortened(as_typed(value)),
+            "default": "(none)" if default == "???" else shortened(as_typed(default)),
+            "is_changed": bool(defaults) and key != "run_dir" and value != default,
+        }
+        rows.append(row)
+    return {
+        "changed": [row for row in rows if row["is_changed"]],
+        "all": rows,
+        "has_defaults": bool(defaults),
+        "chosen": [shortened(one) for one in run.overrides or [] if is_choice(one)],
+    }
+
+
+def is_choice(override: str) -> bool:
+    """Whether this has chosen a file of a group in configs/, such as model=cnn or callbacks=[doctor,ema]."""
+    match = re.fullmatch(r"(\w+)=\[?(\w+(?:,\w+)*)\]?", override)
+    if match is None:
+        return False
+    group = FOLDER / match[1]
+    return all((group / f"{name}.yaml").is_file() for name in match[2].split(","))
+
+
+def defaults_of(overrides: list[str]) -> dict[str, Any]:
+    """Return our config with the choices of the run; {} where it cannot be composed."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
+    chosen = [one for one in overrides if is_choice(one)]
+    try:
+        if GlobalHydra.instance().is_initialized():
+            config = hydra.compose("train", chosen)
+        else:
+            with hydra.initialize_config_dir(str(FOLDER)):
+                config = hydra.compose("train", chosen)
+        return keys.flat(OmegaConf.to_container(config, resolve=False))
+    except Exception:  # Hydra raises anything; a report without marked settings is still a report
+        return {}
+
+
+def commands(run: Run) -> list[tuple[str, str]]:
+    """Return (purpose, command) of what to do next with a run."""
+    commands = []
+    result = run.result
+    if run.overrides is not None:
+        again = [one for one in run.overrides if not one.startswith("run_dir=")]
+        commands.append(("Train it again", command(again)))
+        if result.steps is None or result.steps != result.total_steps:
+            resumed = command(run.overrides, setting("run_dir", run.folder))
+            commands.append(("Resume it", resumed))
+    if checkpoints(run.folder):
+        packages = trusted(run)
+        tasks = {
+            "Evaluate it": ["task=evaluate"],
+            "Predict with it": ["task=predict", "input=PATH"],
+            "Export it": ["task=export", "format=onnx"],
+        }
+        for purpose, typed in tasks.items():
+            typed.insert(1, setting("run", run.folder))
+            if packages:
+                typed.append(f"trusted=[{','.join(packages)}]")
+            commands.append((purpose, command(typed)))
+    return commands
+
+
+def trusted(run: Run) -> list[str]:
+    """Return the packages, beside ours, whose code the run was told to trust."""
+    return [name for name in own_packages(run.overrides or []) if name]
