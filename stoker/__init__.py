@@ -4,11 +4,28 @@
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stoker.runs.inference import load
+    from stoker.trainer.callbacks import Callback
+    from stoker.trainer.errors import TrainingError, UserError
+    from stoker.trainer.process import tune_process
+    from stoker.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
+__all__ = [
+    "Callback",
+    "Trainer",
+    "TrainingError",
+    "UserError",
+    "__version__",
+    "load",
+    "tune_process",
+]
 
-# Where each public name lives.
-PUBLIC = {
+# The modules of the names that are imported when they are first used.
+_MODULES = {
     "Callback": "stoker.trainer.callbacks",
     "Trainer": "stoker.trainer.trainer",
     "TrainingError": "stoker.trainer.errors",
@@ -16,12 +33,11 @@ PUBLIC = {
     "load": "stoker.runs.inference",
     "tune_process": "stoker.trainer.process",
 }
-__all__ = ["__version__", *sorted(PUBLIC)]
 
 
 def __getattr__(name: str) -> object:
-    if name in PUBLIC:
-        return getattr(importlib.import_module(PUBLIC[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'stoker' has no attribute {name!r}")
 
 

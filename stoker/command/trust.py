@@ -161,7 +161,9 @@ def similar_target(target: str) -> str:
         folders = getattr(module, "__path__", [])
     else:
         names = [package.partition(".")[0] for package in TRUSTED]
-        folders = sys.path[:1]  # where the user's modules are; none is imported to be proposed
+        folders = sys.path[
+            :2
+        ]  # where the command runs, and train.py; nothing is imported to be proposed
     names += [found.name for found in pkgutil.iter_modules(folders)]
 
     def whole(name: str) -> str:
