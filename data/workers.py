@@ -1,4 +1,4 @@
-"""The processes that read for a HostLoader: how many, their start and end, and what is said when one is lost."""
+"""The processes that read for a HostLoader: how many, how they start and end, and what is said when one is lost."""
 
 import atexit
 import contextlib
@@ -11,6 +11,9 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterable, Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch
 from stoker.data.images import ImageSplit
@@ -23,286 +26,326 @@ from stoker.trainer.stopping import SIGNALS
 
 # What it costs to take a batch from a worker: 1.4 ms of 64 or 256 x 3 x 32 x 32 bytes, and of this process's own time
 # 0.06 ms for each MiB (2.6 ms of 37 MiB). Two workers that only copy, 2 cores of an Intel Xeon at 2.6 GHz, median of 3.
-HANDOVER, HANDOVER_MIB = 1.4e-3, 0.06e-3
-POLL = 1.0  # seconds after which it is looked whether the workers still live
+HANDOVER = 1.4e-3
+HANDOVER_MIB = 0.06e-3
+POLL = 1.0  # seconds between two looks at whether the workers still live
 END = object()  # what comes after the last batch
-WORKERS = weakref.WeakSet()  # the processes of all loaders
+INSTEAD = "Type dataset.workers=0 to have the samples read by this process."
+# The processes of all loaders.
+WORKERS: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=WORKERS.clear)  # they are the parent's to end
 
+# (epoch, indices of a batch).
+Place = tuple[int, list[int]]
 
-def choose_workers(split, batch_size):
-    """How many processes should read: none where a batch is read faster than it is handed over, else one a core to 8.
 
-    Only image files are tried out: reading a split of the user's might draw random numbers, or open what cannot be
-    shared with workers.
+def choose_workers(split: Any, batch_size: int) -> int:
+    """Choose how many processes read: none if that is faster than taking batches from them, else one per core, to 8.
+
+    Only image files are tried out: reading your own split might draw random numbers, or open what cannot be shared
+    with workers.
     """
     if hasattr(split, "inputs"):
         return 0
-    if hasattr(split, "missing"):
-        handover = HANDOVER + HANDOVER_MIB * batch_size * split.nbytes / len(split) / MIB
-        if batch_size * sample_seconds(split) < handover:
+    if isinstance(split, ImageSplit):
+        size = batch_size * split.nbytes / len(split) / MIB
+        if batch_size * sample_seconds(split) < HANDOVER + HANDOVER_MIB * size:
             return 0
     return max(1, min(launch.cores() // launch.local_world_size(), 8))
 
 
-def sample_seconds(split):
-    """Seconds that this process takes to read an image that is still to be decoded, or else any one."""
-    indices = split.missing() if len(split.missing()) else torch.arange(len(split))
-    indices = indices[:: max(1, len(indices) // 1000)].tolist()
+def sample_seconds(split: ImageSplit) -> float:
+    """Measure how long this process reads an image, one that is still to be decoded if there is any."""
+    candidates = split.missing()
+    if len(candidates) == 0:
+        candidates = torch.arange(len(split))
+    indices = candidates[:: max(1, len(candidates) // 1000)].tolist()
     split[indices[:1]]  # what is imported and opened at the first
-    indices, start = indices[1:] or indices, time.perf_counter()
+    indices = indices[1:] or indices
+    start = time.perf_counter()
     for count in (1, 4, 16, 64, 256):
-        before, (chosen, indices) = time.perf_counter(), (indices[:count], indices[count:])
+        chosen = indices[:count]
+        indices = indices[count:]
+        before = time.perf_counter()
         split[chosen]
         after = time.perf_counter()
         if after - start > 0.02 or not indices:
             break
-    return (after - before) / len(chosen)  # of the largest batch, whose time is the surest
+    # Of the largest batch, whose time is the surest.
+    return (after - before) / len(chosen)
 
 
-def decode_seconds(split):
-    """Seconds that it takes to decode what is not in the split's cache yet; 0 for what needs no decoding."""
-    missing = len(split.missing()) if hasattr(split, "missing") else 0
+def decode_seconds(split: Any) -> float:
+    """Estimate how long it takes to decode what is not in the split's cache yet; 0 for what needs no decoding."""
+    if not isinstance(split, ImageSplit):
+        return 0.0
+    missing = len(split.missing())
     return missing * sample_seconds(split) / split.threads if missing else 0.0
 
 
 class Workers:
-    """So many processes that read batches `ahead` of the training; 0: this process reads each when it is wanted.
+    """`count` processes that read batches `ahead` of the training; with 0, this process reads each when it is wanted.
 
     `timeout`: seconds to wait for a batch from them; 0: no limit.
     """
 
-    def __init__(self, reader, count, *, timeout, ahead, pin_memory):
-        self.reader, self.timeout, self.plan = reader, timeout, Plan()
-        self.loader = torch.utils.data.DataLoader(
-            self.reader,
-            batch_size=None,  # an index of the plan is a whole batch already, so that nothing is collated
+    def __init__(
+        self, reader: "Reader", count: int, *, timeout: float, ahead: int, pin_memory: bool
+    ) -> None:
+        self.reader = reader
+        self.timeout = timeout
+        self.plan = Plan()
+        self.loader: Any = torch.utils.data.DataLoader(
+            reader,
+            batch_size=None,  # an index of the plan is a whole batch already: nothing is collated
             sampler=self.plan,
             num_workers=count,
             pin_memory=pin_memory,
             persistent_workers=count > 0,
             prefetch_factor=max(1, min(ahead, 4)) if count else None,  # batches
-            generator=torch.Generator().manual_seed(
-                0
-            ),  # its own, or each epoch would draw from the global one
+            # Its own, or each epoch would draw from the global one.
+            generator=torch.Generator().manual_seed(0),
             worker_init_fn=functools.partial(begin_worker, parent=os.getpid()),
         )
-        self.processes = []  # from the first batch on
+        self.batches: Any = None  # the iterator of the loader
+        self.processes: list[BaseProcess] = []  # from the first batch on
 
-    def read(self, plan):
-        """Yields the batches of the plan, a list of (epoch, indices); the processes live on for the next one."""
-        batches = self.start(plan)
-        for _ in range(len(plan)):
-            batch = self.take(batches)
+    def read(self, plan: list[Place]) -> Iterator[Any]:
+        """Yield the batches of the plan; the processes live on for the next one."""
+        self._start(plan)
+        for _ in plan:
+            batch = self._take()
             if isinstance(batch, (UserError, TrainingError)):
                 try:
                     raise batch
                 finally:
-                    del batch  # or it would hold itself, by this frame, and leave the workers' end to the collector
+                    # It would hold itself, by this frame, and leave the workers' end to the garbage collector.
+                    del batch
             yield batch
 
-    def start(self, plan):
-        """An iterator over the batches of the plan; the workers are started with the first one."""
+    def _start(self, plan: list[Place]) -> None:
+        """Begin to read the plan; the workers are started with the first one."""
         if self.processes:
-            self.plan.batches.clear()  # what the workers had begun before a seek is waited for, and dropped
-            while self.take(self.loader._iterator) is not END:
+            # What the workers had begun before a seek is waited for, and dropped.
+            self.plan.batches = []
+            while self._take() is not END:
                 pass
             if not all(worker.is_alive() for worker in self.processes):
-                raise self.lost(None)
-            self.loader._iterator._timeout = 0
+                raise self._lost(None)
+            self.batches._timeout = (
+                0  # private: DataLoader's timeout, for this iterator, torch 2.15
+            )
         self.plan.batches = plan
         try:
             with children_do_not_interrupt(), stops_wait():
-                batches = iter(self.loader)
+                self.batches = iter(self.loader)
                 # Here, or a signal that has waited would come before anybody knows of the processes to be ended.
-                self.processes = getattr(batches, "_workers", [])
-                self.end_with_this_process()
+                # private: _workers, the processes of an iterator, torch 2.15
+                self.processes = getattr(self.batches, "_workers", [])
+                self._end_with_this_process()
         except Exception as error:
             if self.processes:
-                raise self.lost(error) from None
-            kind = (
-                TrainingError if isinstance(error, OSError) else UserError
-            )  # too little memory, or not to be pickled
+                raise self._lost(error) from None
+            # Too little memory, or a split that cannot be pickled.
+            kind = TrainingError if isinstance(error, OSError) else UserError
             raise kind(
                 f"dataset.workers={self.loader.num_workers}: the workers could not be started, {cause(error)}.\n"
-                "Type dataset.workers=0 to have the samples read by this process."
+                f"{INSTEAD}"
             ) from error
         if self.processes:
-            batches._timeout = POLL
-        return batches
+            # Only now: their start may take seconds, which is no hang.
+            self.batches._timeout = POLL  # private: as above
 
-    def end_with_this_process(self):
-        """Has the processes killed at exit, before torch, which waits 5 s for each, and multiprocessing, for ever."""
+    def _end_with_this_process(self) -> None:
+        """Have the processes killed at exit, before torch waits 5 s for each, and multiprocessing for ever."""
         WORKERS.update(self.processes)
         atexit.unregister(kill_all)
         atexit.register(kill_all)
 
-    def take(self, batches):
-        """The next batch of the iterator or END; TrainingError where a worker is lost or all are too slow."""
-        start = time.monotonic()
+    def _take(self) -> Any:
+        """Return the next batch or END; TrainingError if a worker is lost or all are too slow."""
+        limit = time.monotonic() + (self.timeout or math.inf)
         while True:
             try:
-                return next(batches, END)
+                return next(self.batches, END)
             except RuntimeError as error:
-                late = str(error).startswith("DataLoader timed out")
-                if late and time.monotonic() - start < (self.timeout or math.inf):
-                    continue
-                raise self.lost(error) from None
+                if not is_late(error) or time.monotonic() >= limit:
+                    raise self._lost(error) from None
             except Exception as error:  # of the hand-over: too many open files, no shared memory
-                raise self.lost(error) from None
+                raise self._lost(error) from None
 
-    def lost(self, error):
-        """The TrainingError for workers that give no batch; it ends all of them."""
-        dead = [number for number, worker in enumerate(self.processes) if not worker.is_alive()]
-        codes = [self.processes[number].exitcode for number in dead]
-        readings = [self.reader.reading_of(number) for number in dead or range(len(self.processes))]
-        pids = [worker.pid for worker in self.processes]
-        kill(self.processes)
+    def _lost(self, error: Exception | None) -> TrainingError:
+        """End all workers, and return the error for why they give no batch."""
+        workers = self.processes
+        dead = [number for number, worker in enumerate(workers) if not worker.is_alive()]
+        codes = [worker.exitcode for worker in workers]
+        readings = [self.reader.reading_of(number) for number in range(len(workers))]
+        kill(workers)
         if dead:
-            code, hint = (
-                codes[0],
-                "Type dataset.workers=0 to have the samples read by this process.",
-            )
-            end = (
-                f"was ended by {signal.Signals(-code).name}"
-                if code < 0
-                else f"ended with exit code {code}"
-            )
-            if end.endswith("SIGKILL"):
-                hint = f"Type a lower dataset.workers than {len(pids)} if too little memory was the reason."
-            elif end.endswith("SIGBUS"):
-                hint = (
-                    "Give more shared memory (docker run --shm-size=8g), or type dataset.workers=0."
-                )
-            what = f" while it read {readings[0]}" if readings[0] else ""
-            return TrainingError(f"The loader's worker {pids[dead[0]]} {end}{what}.\n{hint}")
-        if not str(error).startswith("DataLoader timed out"):
+            first = dead[0]
+            return self._died(workers[first].pid, codes[first] or 0, readings[first])
+        if not is_late(error):
             return TrainingError(
                 f"The loader's workers could not hand over {self.reader.part}: {cause(error)}.\n"
-                f"Type a lower dataset.workers than {len(pids)}, or 0."
+                f"Type a lower dataset.workers than {len(workers)}, or 0."
             )
-        busy = [
-            f"; worker {pid} is reading {what}"
-            for pid, what in zip(pids, readings, strict=True)
-            if what
-        ]
+        busy = ""
+        for worker, reading in zip(workers, readings, strict=True):
+            if reading and not busy:
+                busy = f"; worker {worker.pid} is reading {reading}"
         return TrainingError(
-            f"dataset.timeout={self.timeout:g}: no batch came within so many seconds{busy[0] if busy else ''}.\n"
+            f"dataset.timeout={self.timeout:g}: no batch came within {self.timeout:g} seconds{busy}.\n"
             "Type a higher dataset.timeout if that may take so long (0: no limit)."
         )
 
-    def close(self):
-        self.loader = self.reader = None  # the DataLoader ends its workers, if none hangs
+    def _died(self, pid: int | None, code: int, reading: str) -> TrainingError:
+        hint = INSTEAD
+        end = f"ended with exit code {code}"
+        if code < 0:
+            name = signal.Signals(-code).name
+            end = f"was ended by {name}"
+            if name == "SIGKILL":
+                hint = (
+                    f"Type a lower dataset.workers than {len(self.processes)} "
+                    "if too little memory was the reason."
+                )
+            elif name == "SIGBUS":
+                hint = (
+                    "Give more shared memory (docker run --shm-size=8g), or type dataset.workers=0."
+                )
+        during = f" while it read {reading}" if reading else ""
+        return TrainingError(f"The loader's worker {pid} {end}{during}.\n{hint}")
+
+    def close(self) -> None:
+        """End the workers."""
+        # The DataLoader ends its workers, if none hangs.
+        self.loader = None
+        self.batches = None
         kill(self.processes)
         self.processes = []
 
 
-class Plan:
+def is_late(error: Exception | None) -> bool:
+    """Tell whether an error of a DataLoader says that no batch came within its timeout."""
+    return str(error).startswith("DataLoader timed out")
+
+
+class Plan(torch.utils.data.Sampler[Place]):
     """The sampler of a HostLoader: the batches still to read, set anew each epoch, so that the workers can live on."""
 
-    batches = ()
+    def __init__(self) -> None:
+        self.batches: list[Place] = []
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Place]:
         return iter(self.batches)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.batches)
 
 
-class Reader(torch.utils.data.Dataset):
-    """Reads the batch of (epoch, indices), in a worker or not; gives an error as a value.
+class Reader(torch.utils.data.Dataset[Any]):
+    """Reads the batch of (epoch, indices), in a worker or not; returns an error as a value.
 
-    As an exception it would arrive inside a traceback. What a split of the user's draws as it reads is a function of
-    the `stream`, (seed, name of the part), the epoch and the first of the indices, so of which batch it is.
+    As an exception it would arrive inside a traceback. What your own split draws as it reads is a function of the
+    `stream`, (seed, name of the part), of the epoch, and of the first index: so of which batch it is.
     """
 
-    def __init__(self, split, part, workers, stream=()):
-        self.split, self.part = split, part
-        self.stream = (
-            None if type(split) in (TensorSplit, ImageSplit) else stream
-        )  # those draw nothing
+    def __init__(self, split: Any, part: str, workers: int, stream: tuple[Any, ...] = ()) -> None:
+        self.split = split
+        self.part = part
+        self.stream: tuple[Any, ...] | None = stream
+        if type(split) in (TensorSplit, ImageSplit):
+            self.stream = None  # those draw nothing
         # Of each worker: how many samples it is reading, and the first three of them.
-        self.reading = (
-            torch.zeros(workers, 4, dtype=torch.int64).share_memory_() if workers else None
-        )
+        self.reading = torch.zeros(workers, 4, dtype=torch.int64)
+        if workers > 0:
+            self.reading.share_memory_()
 
-    def __getitem__(self, place):
+    def __getitem__(self, place: Place) -> Any:
         epoch, indices = place
         worker = torch.utils.data.get_worker_info()
         if worker is not None:
             first = indices[:3]
             self.reading[worker.id, : 1 + len(first)] = torch.tensor([len(indices), *first])
         try:
-            batch = self.read(epoch, indices)
+            batch = self._read(epoch, indices)
         except UserError as error:
             return error
         except (Exception, SystemExit) as error:
-            return self.failure(error, epoch, indices)
+            return self._failure(error, epoch, indices)
         if worker is not None:
             self.reading[worker.id, 0] = 0
         return batch
 
-    def read(self, epoch, indices):
+    def _read(self, epoch: int, indices: list[int]) -> Any:
         if self.stream is None:
             return self.split[indices]
         with random_stream("read", *self.stream, epoch, indices[0]):
             return self.split[indices]
 
-    def failure(self, error, epoch, indices):
-        """The TrainingError for what happened as these samples were read; it names the first that fails alone, too."""
+    def _failure(self, error: BaseException, epoch: int, indices: list[int]) -> Exception:
+        """Return the error for these samples; it names the first one that fails on its own, too."""
         for index in indices:
             try:
-                self.read(epoch, [index])
+                self._read(epoch, [index])
             except UserError as alone:
                 return alone
             except (Exception, SystemExit) as alone:
                 return TrainingError(
-                    f"Sample {self.name(index)} of {self.part} cannot be read: {cause(alone)}."
+                    f"Sample {self._name(index)} of {self.part} cannot be read: {cause(alone)}."
                 )
-        names = ", ".join(map(self.name, indices[:3])) + ", ..." * (len(indices) > 3)
+        names = self._names(indices[:3], len(indices))
         return TrainingError(f"Samples {names} of {self.part} cannot be read: {cause(error)}.")
 
-    def reading_of(self, worker):
-        """What the worker is reading, for people; '' where that is nothing."""
+    def reading_of(self, worker: int) -> str:
+        """Say what a worker is reading, for people; "" if that is nothing."""
         count, *first = self.reading[worker].tolist()
-        names = ", ".join(map(self.name, first[:count])) + ", ..." * (count > 3)
-        return f"{count} samples of {self.part} ({names})" if count else ""
+        if count == 0:
+            return ""
+        return f"{count} samples of {self.part} ({self._names(first[:count], count)})"
 
-    def name(self, index):
-        """The sample's number, and its file where it has one."""
+    def _names(self, first: list[int], count: int) -> str:
+        names = ", ".join(map(self._name, first))
+        return f"{names}, ..." if count > 3 else names
+
+    def _name(self, index: int) -> str:
+        """Return the sample's number, and its file if it has one."""
         files = getattr(self.split, "files", None)
         return str(index) if files is None else f"{index} ({printable(files[index])})"
 
 
-def begin_worker(_, parent):
-    """In a worker: only the training ends it, which finishes its step first when a terminal or a scheduler says stop.
+def begin_worker(_: int, parent: int) -> None:
+    """Prepare a worker: only the training ends it, which finishes its step first when it is told to stop.
 
-    It ends by itself within a second or two of its parent's death, whatever it is doing.
+    A worker ends by itself within a second or two of its parent's death, whatever it is doing.
     """
     for stop in SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # A fork's parent may have died before it could be asked for; of other kinds it is a server that dies with it.
-    parent = parent if multiprocessing.get_start_method() == "fork" else os.getppid()
+    if multiprocessing.get_start_method() != "fork":
+        parent = os.getppid()
     threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
-    # A thread of multiprocessing's shows a traceback by it when the parent ends in the middle of a hand-over.
+    # A thread of multiprocessing shows a traceback with it if the parent ends in the middle of a hand-over.
     sys.excepthook = lambda *_: None
 
 
-def end_with_parent(parent):
+def end_with_parent(parent: int) -> None:
+    """Wait for the parent's death, and end this process."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
-def kill_all():
+def kill_all() -> None:
+    """End the workers of all loaders."""
     kill(list(WORKERS))
 
 
-def kill(workers):
-    """Ends the processes that are still there, which may hang and ignore any other signal."""
+def kill(workers: Iterable[BaseProcess]) -> None:
+    """End processes, which may hang and ignore any other signal."""
     for worker in workers:
         if worker.is_alive():
             worker.kill()
@@ -311,15 +354,15 @@ def kill(workers):
 
 
 @contextlib.contextmanager
-def stops_wait():
-    """Processes that are started within get no SIGINT and SIGTERM before `begin_worker` has them ignored."""
+def stops_wait() -> Iterator[None]:
+    """Keep SIGINT and SIGTERM from processes that are started within, until `begin_worker` has them ignored."""
     # A fork server would hand the mask on to other processes than ours.
-    masks = (
-        hasattr(signal, "pthread_sigmask") and multiprocessing.get_start_method() != "forkserver"
-    )
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if masks else None
+    is_server = multiprocessing.get_start_method() == "forkserver"
+    if is_server or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        if masks:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

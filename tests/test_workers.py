@@ -119,7 +119,7 @@ LOST = {
     "kill": "was ended by SIGKILL while it read 4 samples of the train part of own (4 (dog/4.jpg), 5 (dog/5.jpg), ",
     "segfault": "was ended by SIGSEGV while it read 4 samples",
     "exit": "ended with exit code 5 while it read 4 samples",
-    "hang": "dataset.timeout=2: no batch came within so many seconds; worker ",
+    "hang": "dataset.timeout=2: no batch came within 2 seconds; worker ",
     "stubborn": "is reading 4 samples of the train part of own (4 (dog/4.jpg), 5 (dog/5.jpg), 6 (dog/6.jpg), ...)",
     "raise": "Sample 7 (dog/7.jpg) of the train part of own cannot be read: KeyError: 'no such label' (/",
     "sys.exit": "Sample 7 (dog/7.jpg) of the train part of own cannot be read: SystemExit: 4 (/",
