@@ -1,4 +1,4 @@
-"""Batches of any nesting of tensors and other things: walk through one, measure it, cut it into micro-batches."""
+"""Batches, any nesting of tensors and other things: walk through one, measure it, cut it."""
 
 import copy
 import dataclasses
@@ -24,10 +24,10 @@ def walk(
 ) -> Any:
     """Return the same structure with `function(name, leaf)` in place of each leaf.
 
-    A leaf is a tensor, or an object with a `.to` such as PackedSequence or PyG's Data. Dicts, lists,
-    tuples, named tuples and dataclasses are walked through. A list or tuple of plain values becomes
-    `plain_list(values)`, and anything else stays. Names read like the code that reaches the leaf:
-    `batch[0]['mask']`.
+    A leaf is a tensor, or an object with a `.to` such as PackedSequence or PyG's Data. Dicts,
+    lists, tuples, named tuples and dataclasses are walked through. A list or tuple of plain values
+    becomes `plain_list(values)`, and anything else stays. Names read like the code that reaches the
+    leaf: `batch[0]['mask']`.
     """
     if hasattr(batch, "to"):
         return function(name, batch)

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: the loops over a loader, and the mode that the model is in meanwhile."""
+"""Evaluation and prediction: the loops over a loader, and the mode of the model meanwhile."""
 
 import contextlib
 import time
@@ -59,13 +59,10 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     loss_mean = loss_mean.over_ranks()
     if not loss_mean.samples:
         raise UserError(f"The {split} loader gives no samples.")
-    results = {"loss": loss_mean.compute()}
+    values = {f"{split}/loss": loss_mean.compute()}
     for name, metric in trainer.metrics.items():
-        results[name] = metric.compute()
-    return {
-        f"{split}/{name}": misuse.number(f"{split}/{name}", value)
-        for name, value in results.items()
-    }
+        values[f"{split}/{name}"] = metric.compute()
+    return {name: misuse.number(name, value) for name, value in values.items()}
 
 
 def reset(trainer: "Trainer") -> None:
@@ -81,7 +78,7 @@ def predict(trainer: "Trainer", loader: Any) -> torch.Tensor:
     misuse.check_loader(trainer, loader, "predict")
     loader = dealt(loader, trainer.seed)
     outputs: list[torch.Tensor] = []
-    sizes: list[int | None] = []
+    sizes: list[int] = []  # of whole batches, in several processes
     batch = None
 
     def predictions(parts: "MicroBatches") -> list[torch.Tensor]:
@@ -92,7 +89,7 @@ def predict(trainer: "Trainer", loader: Any) -> torch.Tensor:
         # Not inference_mode here either: what it leaves in sharded parameters cannot be trained.
         with evaluating(trainer), torch.no_grad():
             for batch in loader:
-                sizes.append(getattr(loader, "global_size", None))
+                sizes.append(getattr(loader, "global_size", None) or 0)
                 batch = devices.move(batch, trainer.device)
                 results = trainer.eval_micro_batch.work(predictions, batch)
                 if not parallel.counts(loader):  # a sample that was lent to this process
@@ -107,7 +104,7 @@ def predict(trainer: "Trainer", loader: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def evaluating(trainer: "Trainer") -> Iterator[None]:
-    """Put the model into evaluation mode, between `on_eval_start` and `on_eval_end`; then restore everything."""
+    """Put the model into evaluation mode and call the hooks around it; then restore everything."""
     modes = [(module, module.training) for module in trainer.model.modules()]
     start = time.perf_counter()
     within_fit = trainer.train_loader is not None

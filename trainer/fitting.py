@@ -1,4 +1,4 @@
-"""What surrounds the loop of a fit: its preparation, and the gradients, random states and memory after it."""
+"""What surrounds the loop of a fit: its preparation, and cleaning up after it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any) -> None:
-    """Check the arguments of a fit, build the scheduler, and go to where the checkpoint `resume` stands."""
+    """Check the arguments of a fit, build the scheduler, and go to where `resume` stands."""
     misuse.check_fit(trainer, train_loader, val_loader)
     loader = seekable(train_loader, trainer.seed)
     trainer.steps_per_epoch = len(train_loader)
@@ -22,7 +22,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
         raise UserError(
             "The training loader gives no batch: it has fewer samples than one batch, or none."
         )
-    trainer.total_steps = trainer.max_steps or trainer.epochs * trainer.steps_per_epoch
+    trainer.total_steps = trainer.max_steps or (trainer.epochs or 0) * trainer.steps_per_epoch
     trainer.scheduler = schedules.build(
         trainer.make_scheduler, trainer.optimizer, trainer.total_steps
     )
@@ -48,7 +48,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
 
 @contextlib.contextmanager
 def cleaned_up(trainer: "Trainer") -> Iterator[None]:
-    """Begin without gradients; afterwards drop them, free memory and restore the random states of before."""
+    """Begin without gradients; then drop them, free memory and restore the random states."""
     optimizers.zero_grad(trainer.optimizer)
     outside = devices.random_states(trainer.device)
     try:

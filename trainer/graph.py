@@ -1,4 +1,4 @@
-"""CUDA graphs: what a step does on the device, captured once for each kind of batch and then replayed."""
+"""CUDA graphs: what a step does on the device, captured once per kind of batch, then replayed."""
 
 from collections.abc import Callable, Hashable
 from typing import Any

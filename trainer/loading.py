@@ -1,4 +1,4 @@
-"""What the Trainer asks of a loader: batches, a length, and `seek`, which any iterable gets here."""
+"""What the Trainer asks of a loader: batches, a length, and `seek`, which any iterable gets."""
 
 import contextlib
 import signal
@@ -15,7 +15,7 @@ END = object()  # of an iterator
 
 
 def resident_bytes(*loaders: Any) -> int:
-    """Return the bytes of the data that these loaders hold on the device; streamed data has none."""
+    """Return the bytes that these loaders hold on the device; streamed data has none."""
     return sum(getattr(loader, "resident_bytes", 0) for loader in loaders)
 
 

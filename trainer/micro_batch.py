@@ -39,13 +39,13 @@ class MicroBatch:
         use: str = "training",
         key: str = "batch_size",
     ) -> None:
-        size = settings.check_micro_batch(size, parts)
+        settings.check_micro_batch(size, parts)
         self.adapts: bool = size == "auto"
         if self.adapts and parallel.ranks() > 1:
             raise UserError(
                 "micro_batch=auto: several processes have to cut a batch alike. Type micro_batch=N."
             )
-        self.size: int | None = None if size == "auto" else size
+        self.size: int | None = None if isinstance(size, str) else size
         self.device = device
         self.parts = parts
         self.use = use
@@ -116,7 +116,7 @@ class MicroBatch:
         )
 
     def explain(self, batch: Any) -> TrainingError:
-        """Return the error for running out of memory with this batch (None before the first one)."""
+        """Return the error for running out of memory with a batch (None before the first one)."""
         place = f"{self.device}"
         if batch is not None:
             place += f" with a batch of {batches.size(batch)}"

@@ -33,7 +33,8 @@ CALLERS = {
     ("evaluation.py", "losses"): LOSS_AND_OUTPUTS,
     ("evaluation.py", "evaluate"): LOSS_AND_OUTPUTS,
     ("trainer.py", "fit"): (
-        "train_step has to return the mean loss of its batch, a tensor: let it return loss.detach()."
+        "train_step has to return the mean loss of its batch, a tensor: "
+        "let it return loss.detach()."
     ),
 }
 
@@ -79,7 +80,8 @@ def check_loss_function(loss: Any) -> None:
         )
     if getattr(loss, "reduction", "mean") != "mean":
         raise UserError(
-            f"loss: reduction={loss.reduction!r}; a batch is weighted by its samples, so give 'mean'."
+            f"loss: reduction={loss.reduction!r}; "
+            "a batch is weighted by its samples, so give 'mean'."
         )
     if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
         raise UserError(
@@ -145,7 +147,8 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     if several or isinstance(loader, Mapping):
         raise UserError(
             f"{use}: give one loader, and not a {kind} of several.\n"
-            "Call trainer.evaluate(loader, name) for each of the others, after the fit or in a callback."
+            "Call trainer.evaluate(loader, name) for each of the others, after the fit or in a "
+            "callback."
         )
     if isinstance(loader, torch.Tensor) or not hasattr(loader, "__iter__"):
         raise UserError(
@@ -232,7 +235,7 @@ def joined(outputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def number(name: str, value: Any) -> Any:
-    """Return one number as a float, which loggers look for; a tensor of several as a nested list."""
+    """Return one number as a float, which loggers look for, and several as a nested list."""
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
@@ -245,7 +248,7 @@ def number(name: str, value: Any) -> Any:
 
 def warn_of_untrained(trainer: "Trainer") -> None:
     """Warn of weights that require a gradient and that no optimizer has, such as unfrozen ones."""
-    trained = set()
+    trained: set[int] = set()
     for part in trainer.stateful().values():
         if isinstance(part, torch.optim.Optimizer):
             for group in part.param_groups:
@@ -320,7 +323,7 @@ def wrong_batch(trainer: "Trainer", error: Exception, batch: Any) -> str | None:
 
 
 def wrong_result(error: Exception) -> str | None:
-    """Return what to do if compute_loss or train_step has returned something else than it should."""
+    """Return what to do if compute_loss or train_step has returned the wrong thing."""
     calls = places(error)
     # The mean of the losses fails inside, with what it is given.
     while calls and calls[-1][0] == "metrics.py":

@@ -1,4 +1,4 @@
-"""Build optimizers in their fused form, and step them without the wrappers of torch.optim; decoupled_sgd."""
+"""Build optimizers in their fused form, step them with less overhead; decoupled_sgd."""
 
 import inspect
 import re
@@ -13,7 +13,7 @@ from stoker.trainer.errors import UserError, check_number
 # private: the hooks of all optimizers, which a lean step has to look for, torch 2.15
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-# Of torch's optimizers, those that work on whole matrices. The others work on each number by itself.
+# Those of torch's optimizers that work on whole matrices. The others work on single numbers.
 OF_MATRICES = ("Muon", "Adafactor")
 NAMES = {"learning": "lr", "epsilon": "eps", "beta": "betas"}  # in torch's messages -> its keys
 
@@ -21,13 +21,13 @@ Groups = list[dict[str, Any]]
 
 
 def groups(module: torch.nn.Module, decay_all: bool) -> Groups:
-    """Return the trainable parameters, biases and norms (one dimension) in a group without decay."""
+    """Return the trainable parameters; biases and norms (one dimension) have no decay."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     if decay_all:
         return [{"params": parameters}]
     decayed = [p for p in parameters if p.ndim > 1]
     others = [p for p in parameters if p.ndim <= 1]
-    both = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    both: Groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     return [group for group in both if group["params"]]
 
 

@@ -12,12 +12,12 @@ from stoker.trainer.window import Window
 class Reporting:
     """The part of a Trainer that reports."""
 
-    model: torch.nn.Module
+    model: Any
     callbacks: list[Callback]
     window: Window
     step: int
     steps_per_epoch: int
-    lr: float | None
+    lr: float
     batch_layout: str = "nothing yet"  # of the last batch that was logged
     data_bytes: int = 0  # of the data that the loaders hold on the device
 
@@ -41,9 +41,11 @@ class Reporting:
         self.window.restart()
 
     def where(self, batch: Any = None) -> None:
-        """Print devices, types and MiB of model, optimizer state and the last (or the given) batch."""
-        print("\n".join(summary.where(self, batch)))
+        """Print device, types and MiB of model, optimizer state and the last (or this) batch."""
+        trainer: Any = self
+        print("\n".join(summary.where(trainer, batch)))
 
     def memory_report(self) -> dict[str, float]:
         """Return MiB of parameters, gradients, optimizer state, buffers and data, and the peak."""
-        return summary.memory_report(self)
+        trainer: Any = self
+        return summary.memory_report(trainer)

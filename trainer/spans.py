@@ -1,7 +1,7 @@
 """Named spans of a fit, which the loop, the loaders and the savers enter and leave.
 
-A span that nobody listens to costs nothing: `SILENT` runs no Python code. Whoever wants to know where the time goes
-puts context managers into `Trainer.spans` and puts `SILENT` back when it has heard enough.
+A span that nobody listens to costs nothing: `SILENT` runs no Python code. To see where the time
+goes, put context managers into `Trainer.spans`, and put `SILENT` back afterwards.
 """
 
 from contextlib import AbstractContextManager
@@ -15,8 +15,8 @@ Spans = dict[str, AbstractContextManager[Any]]
 class Silent(AbstractContextManager[Any]):
     """A context manager that does nothing and lets every exception through.
 
-    Its methods are functions written in C that take any arguments and return the empty string, so that entering and
-    leaving it starts no Python frame.
+    Its methods are functions written in C that take any arguments and return the empty string, so
+    that entering and leaving it starts no Python frame.
     """
 
     __enter__ = "".format

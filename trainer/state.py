@@ -1,4 +1,4 @@
-"""What a training can go on from: a state is compared with what it is for before anything is loaded."""
+"""Compare a state with the part of a training that it is for, before anything is loaded."""
 
 import collections
 import contextlib
@@ -45,7 +45,7 @@ def check(part: Any, state: Any, name: str) -> None:
 
 
 def check_like(state: Any, like: Any, name: str) -> None:
-    """Compare a nesting with one of the right form: its keys, lengths and shapes, numbers for numbers.
+    """Compare a nesting with one of the right form: keys, lengths, shapes, numbers for numbers.
 
     Raises:
         UserError: They differ; it names the place.
@@ -91,7 +91,7 @@ def is_like_tensor(state: Any, like: torch.Tensor) -> bool:
 
 
 def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
-    """Raise UserError for the state of another scheduler, or of one of torch's with other settings."""
+    """Raise UserError for the state of another scheduler, or of torch's with other settings."""
     like = scheduler.state_dict()
     kind = type(scheduler).__name__
     if isinstance(state, dict) and set(state) != set(like):
@@ -118,7 +118,7 @@ def check_scaler(scaler: torch.amp.GradScaler, state: Any, name: str) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, name: str) -> None:
-    """Compare a state of torch's form, of which torch itself compares only the numbers of parameters."""
+    """Compare a state of torch's form; torch itself compares only the numbers of parameters."""
     like = optimizer.state_dict()
     form = {"state": ANYTHING, "param_groups": [ANYTHING] * len(like["param_groups"])}
     check_like(state, form, name)
@@ -136,7 +136,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, name: str) -> 
             refuse(moments, f"the state of one of {len(indices)} parameters", place)
         if index in expected:
             check_like(moments, loosely(expected[index]), place)
-        step = moments.get("step")
+        step = moments.get("step", 0)
         if is_number(step) and step < 0:
             refuse(float(step), "a number of steps", f"{place}.step")
 
@@ -160,7 +160,7 @@ def check_group(group: Any, like: dict[str, Any], place: str) -> None:
 def expected_moments(
     optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """Return {index of a parameter: what one of torch's optimizers keeps for it}, as far as is known.
+    """Return {index of a parameter: what one of torch's optimizers keeps for it}.
 
     It is what a first step makes, here of small parameters on the CPU.
     """
@@ -224,7 +224,7 @@ def loosely(value: Any) -> Any:
 
 
 def is_number(value: Any, finite: bool = True) -> bool:
-    """Return whether this is one real number, in a tensor or not, that torch and float() can hold."""
+    """Return whether this is one real number, in a tensor or not, that torch can hold."""
     if isinstance(value, torch.Tensor):
         if value.ndim or value.is_complex():
             return False
@@ -237,7 +237,7 @@ def is_number(value: Any, finite: bool = True) -> bool:
 
 
 def refuse(value: Any, wanted: Any, name: str) -> NoReturn:
-    """Raise UserError for the value at `name`; `wanted` is None if `value` says what is wrong with it."""
+    """Raise UserError for the value at `name`; without `wanted`, `value` says what is wrong."""
     text = value if wanted is None else f"{shown(value)}, not {wanted}"
     raise UserError(f"The checkpoint does not fit this {name.partition('.')[0]}: {name} is {text}.")
 

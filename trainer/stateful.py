@@ -14,7 +14,7 @@ from stoker.trainer.window import Window
 class Stateful:
     """The part of a Trainer that is saved and loaded."""
 
-    module: torch.nn.Module
+    module: Any
     optimizer: Any
     scheduler: Any
     scaler: torch.amp.GradScaler
@@ -27,11 +27,11 @@ class Stateful:
     evaluation_due: bool = False  # the step is done, except for its evaluation
 
     def is_time(self, every: int) -> bool:
-        """Return whether something that comes every `every` steps, and after the last, comes now."""
+        """Return whether it is time for what comes every `every` steps and after the last one."""
         return self.step % every == 0 or self.step == self.total_steps
 
     def stateful(self) -> dict[str, Any]:
-        """Return {name: object with a state_dict} of what a checkpoint holds; add a second optimizer here."""
+        """Return {name: object with a state_dict} for checkpoints; add a second optimizer here."""
         parts = {
             "model": self.module,
             "optimizer": self.optimizer,
@@ -44,7 +44,7 @@ class Stateful:
         return {name: part for name, part in parts.items() if part is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the training depends on besides the settings; the tensors are the live ones."""
+        """Return what the training depends on besides the settings, with the live tensors."""
         state: dict[str, Any] = {"step": self.step, "evaluation_due": self.evaluation_due}
         for name, part in self.stateful().items():
             state[name] = part.state_dict()
@@ -54,7 +54,7 @@ class Stateful:
         return state
 
     def load(self, path: Any) -> None:
-        """Load a checkpoint file, or the best one of a folder: weights, step, callbacks, and the rest."""
+        """Load a checkpoint file, or the best one of a folder: weights, step, callbacks, ..."""
         self.load_state_dict(checkpoint.to_load(path))
 
     def load_state_dict(self, state: Any) -> None:
@@ -79,6 +79,7 @@ class Stateful:
 
     def check_state(self, state: Any) -> None:
         """Look at all of a state before any of it is loaded."""
+        trainer: Any = self  # for the callbacks
         parts = self.stateful()
         kinds: dict[str, type] = {"step": int, "evaluation_due": bool, "callbacks": dict}
         for name in [*kinds, *parts]:
@@ -95,7 +96,7 @@ class Stateful:
             check(part, state[name], name)
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
-                callback.check_state(self, state["callbacks"][name], f"callbacks.{name}")
+                callback.check_state(trainer, state["callbacks"][name], f"callbacks.{name}")
             elif callback.state_dict():
                 raise UserError(
                     f"The checkpoint has nothing of {name}: its run had no such callback. "

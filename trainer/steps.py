@@ -1,9 +1,10 @@
-"""Steps that need more than `Trainer.train_step`: the fp16 scaler, `micro_batch=auto`, and CUDA graphs.
+"""Steps that need more than `Trainer.train_step`: fp16, `micro_batch=auto` and CUDA graphs.
 
 The Trainer chooses one when it is built, and `train_step` hands its batches over to it.
 """
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from stoker.trainer.micro_batch import MicroBatches
     from stoker.trainer.trainer import Trainer
 
-# The fp16 scaler begins at 65,536. Halved this often, that is 6e-5: no gradient overflows because of such a scale.
+# The fp16 scaler begins at 65,536. Halved this often, that is 6e-5: no gradient overflows because
+# of such a scale.
 MOST_SKIPPED = 30
 
 
@@ -54,7 +56,7 @@ def captures(trainer: "Trainer") -> bool:
 
 
 class AdaptiveStep:
-    """A step with the fp16 scaler, which may skip it, in micro-batches as large as the memory allows."""
+    """A step with the fp16 scaler, which may skip it, and micro-batches that fit the memory."""
 
     captures = False
 
@@ -95,8 +97,9 @@ class AdaptiveStep:
         if self.skipped == MOST_SKIPPED:
             rate = float(trainer.optimizer.param_groups[0]["lr"])
             raise TrainingError(
-                f"fp16: the gradients of {self.skipped} steps in a row, up to step {trainer.step + 1}, "
-                f"are not finite, also at a scale of {scale:.3g} (learning rate {rate:.3g}).\n"
+                f"fp16: the gradients of {self.skipped} steps in a row, up to step "
+                f"{trainer.step + 1}, are not finite, also at a scale of {scale:.3g} "
+                f"(learning rate {rate:.3g}).\n"
                 "Type precision=bf16 or fp32, or a lower optimizer.lr."
             )
 
@@ -112,13 +115,14 @@ class GraphStep:
         self.captured = graph.Captured(trainer.optimizer, trainer.device)
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
+        loss: torch.Tensor
         loss, norm = self.captured(functools.partial(update, trainer), batch)
         finish(trainer, norm)
         return loss
 
 
 def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do the part of a step that a graph holds; return the mean loss, and the norm of a clipped gradient."""
+    """Do what a graph holds of a step; return the mean loss and the norm of a clipped gradient."""
     loss = accumulate(trainer, trainer.micro_batch.split(batch, trainer.shares))
     norm = None if trainer.max_grad_norm is None else clip(trainer)
     trainer.optimizer_step()
@@ -144,7 +148,8 @@ def accumulate(trainer: "Trainer", micro_batches: "MicroBatches") -> torch.Tenso
 
 def clip(trainer: "Trainer") -> torch.Tensor:
     """Clip the gradients and return the norm they had."""
-    return torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), trainer.max_grad_norm)
+    most = trainer.max_grad_norm or math.inf
+    return torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), most)
 
 
 def undo(trainer: "Trainer") -> None:

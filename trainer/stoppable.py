@@ -1,4 +1,4 @@
-"""Ending a training before its last step: by a callback, a signal or another thread, on one process or all."""
+"""End a training before its last step: from a callback, a signal or another thread."""
 
 from stoker.trainer import parallel
 from stoker.trainer.stopping import StopReason
@@ -25,7 +25,8 @@ class Stoppable:
     def stop(self, reason: str, kind: str = "asked") -> None:
         """End the training after this step; the reason is shown, and `kind` is for programs.
 
-        In several processes, all have to call it in the same step. If only one knows, use `interrupt`.
+        In several processes, all have to call it in the same step. If one alone knows, let it call
+        `interrupt`.
         """
         self.stop_reason = StopReason(kind, reason)
 
@@ -38,7 +39,7 @@ class Stoppable:
         self.interruption = reason
 
     def was_interrupted(self) -> bool:
-        """Ask whether any process was interrupted, and stop if so; all processes ask equally often."""
+        """Stop if any process was interrupted, and return it; all processes ask equally often."""
         if self.agreement.is_asked(self.interruption):
             self.stop(self.interruption or "another process was asked to stop", "interrupted")
             return True

@@ -1,4 +1,4 @@
-"""What there is to say about a Trainer: the plan of a run, where its tensors are, how much memory they take."""
+"""Say what a Trainer will do, where its tensors are, and how much memory they take."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -132,7 +132,7 @@ def not_finite(trainer: "Trainer") -> str:
 
 
 def memory_report(trainer: "Trainer") -> dict[str, float]:
-    """Return MiB by use; `peak` is the most the device (for the CPU and mps: the process) has held."""
+    """Return MiB by use; `peak` is of the device (on the CPU and mps, of the process)."""
     parameters = list(trainer.module.parameters())
     return {
         "parameters": mib(parameters),

@@ -96,15 +96,15 @@ class Trainer(Stoppable, Stateful, Reporting):
         self.agreement = parallel.Agreement()
         self.special_step = steps.choose(self, settings.check("compile", compile))
 
-        # The module itself, whose state dict has the names that the user gave, and what a step calls.
-        self.module: torch.nn.Module = devices.place(model, self.device, channels_last)
+        # `module` has the names that the user gave; `model` is what a step calls.
+        self.module: Any = devices.place(model, self.device, channels_last)
         if compile is True:
             devices.check_compiler(self.device)
             self.module.compile()
-        self.model: torch.nn.Module = parallel.wrap(self.module, self.strategy, self.device)
+        self.model: Any = parallel.wrap(self.module, self.strategy, self.device)
         self.replicas: tuple[int, ...] = parallel.replicas(self.model)
         self.layout_is_open: bool = misuse.check_layout(self.module, channels_last) and not compile
-        self.loss = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
+        self.loss: Any = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics: dict[str, Any] = dict(metrics or {})
         check_over_ranks(self.metrics, self.loss)
         is_first = launch.is_first()
@@ -119,7 +119,7 @@ class Trainer(Stoppable, Stateful, Reporting):
         self.make_scheduler = scheduler or schedules.constant
         self.scheduler: Any = None  # needs the number of steps, which `fit` knows
 
-        self.lr: float | None = None  # of the last step
+        self.lr: float = 0.0  # of the last step
         self.train_loader: Any = None
         self.val_loader: Any = None
         # In several processes: the most and the fewest samples that one has of the batch, and the
@@ -236,16 +236,16 @@ class Trainer(Stoppable, Stateful, Reporting):
         with self.spans["evaluation"]:
             return evaluation.predict(self, loader)
 
-    def predict_batch(self, batch: Any) -> torch.Tensor:
+    def predict_batch(self, batch: Any) -> Any:
         """Return the outputs for a batch, one tensor (N, ...)."""
         return self.model(misuse.inputs_of(batch))
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context with the model in evaluation mode, with the weights that are evaluated."""
+        """Return a context with the model in evaluation mode, with the weights to evaluate."""
         return evaluation.evaluating(self)
 
     def close(self) -> None:
-        """Drop the model, the optimizer and everything that refers to them, and free their memory."""
+        """Drop the model, the optimizer and everything else, and free their memory."""
         if self.module is not None:
             parallel.unwrap(self.module)
         self.module = self.model = self.optimizer = self.optimizer_step = self.scheduler = None
@@ -262,7 +262,7 @@ class Trainer(Stoppable, Stateful, Reporting):
         self.close()
 
     def begin_step(self, batch: Any) -> None:
-        """Note the rate and the weights of a step, and seed it: it is a function of (seed, step)."""
+        """Note the rate of a step and seed it: a step is a function of (seed, step)."""
         self.lr = self.scheduler.get_last_lr()[0]
         self.shares, self.weight = parallel.shares(batch, self.train_loader)
         self.seed_generators("step")
@@ -296,5 +296,5 @@ class Trainer(Stoppable, Stateful, Reporting):
             self.interruption = None
 
     def parameter_groups(self, decay_all: bool) -> list[dict[str, Any]]:
-        """Return the trainable parameters in groups for the optimizer; override it for rates by layer."""
+        """Return the parameters in groups for the optimizer; override it for rates by layer."""
         return optimizers.groups(self.module, decay_all)

@@ -1,4 +1,4 @@
-"""The window of steps since the last logged row: their mean loss, their gradients, and how long they took."""
+"""The window of steps since the last logged row: mean loss, gradients, and time."""
 
 import time
 
@@ -36,7 +36,7 @@ class Window:
         if launch.is_first():
             self.grad_norm.update(norm)
 
-    def row(self, lr: float | None) -> dict[str, float]:
+    def row(self, lr: float) -> dict[str, float]:
         """Return the numbers of the window, over all processes, and forget its steps.
 
         This reads the loss from the device, and so waits for it: only then is the clock right.
