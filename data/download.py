@@ -3,6 +3,7 @@
 import errno
 import gzip
 import hashlib
+import io
 import shutil
 import tarfile
 import tempfile
@@ -19,7 +20,36 @@ from stoker.trainer.files import replacing
 SILENCE = 30  # seconds without a byte
 SLOWEST = 20_000  # bytes a second, of a whole file
 CHUNK = 2**20
-MOST_UNPACKED, MOST_MEMBERS = 200_000_000, 20  # of an archive: CIFAR's have 186 MB in 8 files
+MOST_UNPACKED = 200_000_000  # bytes of an archive: CIFAR's have 186 MB in 8 files
+MOST_MEMBERS = 20
+# All that `get` can speak: https alone.
+HANDLERS = (
+    urllib.request.ProxyHandler,
+    urllib.request.HTTPSHandler,
+    urllib.request.HTTPRedirectHandler,
+    urllib.request.HTTPErrorProcessor,
+    urllib.request.HTTPDefaultErrorHandler,
+    urllib.request.UnknownHandler,
+)
+# What a server or an archive can do wrong. RecursionError: headers in headers of a tar file.
+FAILURES = (
+    OSError,
+    ValueError,
+    EOFError,
+    HTTPException,
+    RecursionError,
+    tarfile.TarError,
+    zlib.error,
+)
+
+
+# Names and unpacked sizes.
+IDX = {
+    "train-images-idx3": 16 + 60000 * 784,
+    "train-labels-idx1": 8 + 60000,
+    "t10k-images-idx3": 16 + 10000 * 784,
+    "t10k-labels-idx1": 8 + 10000,
+}
 
 
 class File(NamedTuple):
@@ -36,17 +66,15 @@ class Source(NamedTuple):
 
     url: str
     folder: str
-    files: tuple
+    files: tuple[File, ...]
 
 
-def idx(*sizes_and_sums):
-    """The four files of MNIST and those that took its form, whose contents have the same sizes."""
-    names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    unpacked = (16 + 60000 * 784, 8 + 60000, 16 + 10000 * 784, 8 + 10000)
-    rows = zip(names, sizes_and_sums, unpacked, strict=True)
-    return tuple(
-        File(f"{name}-ubyte.gz", size, sha256, most) for name, (size, sha256), most in rows
-    )
+def idx(*sizes_and_sums: tuple[int, str]) -> tuple[File, ...]:
+    """List the four files of MNIST and of those that took its form, whose contents have the same sizes."""
+    files = []
+    for (name, unpacked), (size, sha256) in zip(IDX.items(), sizes_and_sums, strict=True):
+        files.append(File(f"{name}-ubyte.gz", size, sha256, unpacked))
+    return tuple(files)
 
 
 # The folders are torchvision's. Sizes and sums: MNIST, Fashion-MNIST and KMNIST as in tensorflow/datasets
@@ -107,66 +135,49 @@ SOURCES = {
 }
 
 
-def fetch(name, root):
-    """Fetches the data set `name` below `root` and unpacks it there; no file is left half-written if that fails.
+def fetch(name: str, root: str | Path) -> None:
+    """Fetch a data set and unpack it below `root`; if that fails, no file is left half-written.
 
-    UserError for another file than the known one, and where it cannot be had.
+    UserError for any other file than the known one, and if it cannot be had; TrainingError if the disk is full.
     """
-    url, folder, files = SOURCES[name]
-    target = Path(root, folder)
+    source = SOURCES[name]
+    target = Path(root, source.folder)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".download.", dir=target.parent) as temporary:
-            for file in files:
+            for file in source.files:
+                print(f"download {source.url}{file.name} ({file.size / 1e6:.1f} MB)", flush=True)
                 packed = Path(temporary, file.name)
-                print(f"download {url}{file.name} ({file.size / 1e6:.1f} MB)", flush=True)
-                get(url + file.name, file.size, file.sha256, packed)
+                get(source.url + file.name, file.size, file.sha256, packed)
                 if file.unpacked is None:
-                    plain = packed.with_suffix("")
-                    gunzip(packed, plain, MOST_UNPACKED)
-                    untar(plain, target)
-                    continue
-                target.mkdir(exist_ok=True)
-                with replacing(target / file.name.removesuffix(".gz")) as partial:
-                    gunzip(packed, partial, file.unpacked)
-    # What a server or an archive can do wrong; RecursionError: headers in headers of a tar file.
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        HTTPException,
-        RecursionError,
-        tarfile.TarError,
-        zlib.error,
-    ) as error:
-        full = getattr(error, "errno", None) in (
-            errno.ENOSPC,
-            getattr(errno, "EDQUOT", errno.ENOSPC),
-        )
-        reason = printable(getattr(error, "reason", None) or str(error) or type(error).__name__)
-        raise (TrainingError if full else UserError)(
-            f"{name} could not be downloaded to {printable(root)} ({reason}).\n"
+                    archive = packed.with_suffix("")
+                    gunzip(packed, archive, MOST_UNPACKED)
+                    untar(archive, target)
+                else:
+                    target.mkdir(exist_ok=True)
+                    with replacing(target / file.name.removesuffix(".gz")) as partial:
+                        gunzip(packed, partial, file.unpacked)
+    except FAILURES as error:
+        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        kind = TrainingError if full else UserError
+        raise kind(
+            f"{name} could not be downloaded to {printable(root)} ({printable(reason)}).\n"
             "Type dataset.root=DIR for where it lies, if you have it."
         ) from None
 
 
-def get(url, size, sha256, path):
-    """Writes what `url` gives to `path`, if it is these bytes; OSError or ValueError if not.
+def get(url: str, size: int, sha256: str, path: str | Path) -> None:
+    """Write what `url` gives to `path`; OSError or ValueError unless it is exactly these bytes.
 
-    Redirections too are followed to https only, since no other handler is there.
+    Redirections too are followed to https only, since there is no other handler.
     """
     opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.ProxyHandler(),
-        urllib.request.HTTPSHandler(),
-        urllib.request.HTTPRedirectHandler(),
-        urllib.request.HTTPErrorProcessor(),
-        urllib.request.HTTPDefaultErrorHandler(),
-        urllib.request.UnknownHandler(),
-    ):
-        opener.add_handler(handler)
+    for handler in HANDLERS:
+        opener.add_handler(handler())
     end = time.monotonic() + SILENCE + size / SLOWEST
-    done, digest = 0, hashlib.sha256()
+    done = 0
+    digest = hashlib.sha256()
     with opener.open(url, timeout=SILENCE) as response, open(path, "wb") as file:
         while chunk := response.read1(CHUNK):
             done += len(chunk)
@@ -182,8 +193,8 @@ def get(url, size, sha256, path):
         raise ValueError(f"its SHA-256 is {digest.hexdigest()}, not {sha256}")
 
 
-def gunzip(path, target, most):
-    """Decompresses `path` into `target`; ValueError for more than `most` bytes."""
+def gunzip(path: str | Path, target: str | Path, most: int) -> None:
+    """Decompress `path` into `target`; ValueError for more than `most` bytes."""
     with gzip.open(path) as source, open(target, "wb") as file:
         while chunk := source.read(CHUNK):
             most -= len(chunk)
@@ -192,34 +203,34 @@ def gunzip(path, target, most):
             file.write(chunk)
 
 
-def untar(path, folder):
-    """Writes the files of an uncompressed tar archive into `folder`, all of them being in one of that name.
+def untar(path: str | Path, folder: str | Path) -> None:
+    """Write the files of an uncompressed tar archive into `folder`; they all have to be in one of that name.
 
     ValueError for a link, a device, another folder or too much, before anything is written.
     """
     folder = Path(folder)
     with tarfile.open(path, "r:") as archive:
-        members, total = [], 0
+        files: dict[str, tarfile.TarInfo] = {}
+        total = 0
         for member in archive:
-            top, _, name = member.name.partition("/")
-            regular = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and name not in (
-                "",
-                ".",
-                "..",
-            )
-            plain = top == folder.name and not set(name) & set("/\\:\0")
-            if not plain or not (regular or (member.isdir() and not name)):
-                raise ValueError(f"{member.name!r} should not be in it")
             total += member.size
-            if total > MOST_UNPACKED or len(members) == MOST_MEMBERS:
+            if total > MOST_UNPACKED or len(files) == MOST_MEMBERS:
                 raise ValueError("more is packed in it than there should be")
-            members += [(name, member)] * regular
+            top, _, name = member.name.partition("/")
+            is_itself = member.isdir() and name == ""
+            is_file = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
+            is_plain = name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+            if top != folder.name or not (is_itself or (is_file and is_plain)):
+                raise ValueError(f"{member.name!r} should not be in it")
+            if is_file:
+                files[name] = member
         folder.mkdir(exist_ok=True)
-        for name, member in members:
+        for name, member in files.items():
+            content = archive.extractfile(member)
             with replacing(folder / name) as partial, open(partial, "wb") as file:
-                shutil.copyfileobj(archive.extractfile(member), file, CHUNK)
+                shutil.copyfileobj(content or io.BytesIO(), file, CHUNK)
 
 
-def megabytes(name):
-    """How much is fetched."""
+def megabytes(name: str) -> int:
+    """Return how many MB a download has."""
     return round(sum(file.size for file in SOURCES[name].files) / 1e6)

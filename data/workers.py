@@ -185,7 +185,7 @@ class Workers:
         if dead:
             first = dead[0]
             return self._died(workers[first].pid, codes[first] or 0, readings[first])
-        if not is_late(error):
+        if error is not None and not is_late(error):
             return TrainingError(
                 f"The loader's workers could not hand over {self.reader.part}: {cause(error)}.\n"
                 f"Type a lower dataset.workers than {len(workers)}, or 0."

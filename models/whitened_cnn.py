@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from stoker.models.checks import check, check_choice, check_image, check_sizes, is_number
@@ -12,7 +12,6 @@ from stoker.trainer.errors import UserError, check_number
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from stoker.trainer.loading import Seekable
     from stoker.trainer.trainer import Trainer
 
 VIEWS = ("none", "mirror", "mirror_shift")
@@ -91,7 +90,7 @@ class WhitenedCNN(nn.Module):
         (its eigenvalue + `eps`), and their negatives (section 3.2). Processes that train together add up their moments.
         """
         weight = self.first.weight
-        moments: float | Tensor = 0.0
+        moments = torch.zeros(())
         count = 0
         for images in batches:
             # (4 C, number of patches)
@@ -156,11 +155,14 @@ class Whiten(Callback):
         self.on_step_end(trainer)
 
     def on_step_end(self, trainer: "Trainer") -> None:
+        module = trainer.module
+        assert isinstance(module, WhitenedCNN)  # on_fit_start has checked it
+        assert module.first.bias is not None
         learns = trainer.step < self.bias_epochs * trainer.steps_per_epoch
-        trainer.module.first.bias.requires_grad_(learns)
+        module.first.bias.requires_grad_(learns)
 
 
-def first_images(loader: "Seekable", count: int) -> Iterator[Tensor]:
+def first_images(loader: Any, count: int) -> Iterator[Tensor]:
     """Yield the images of the first batches: `count` in all, or as many as an epoch has."""
     # `fit` seeks before it starts, so this changes the order of nothing.
     loader.seek(0)
