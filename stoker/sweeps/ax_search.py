@@ -9,7 +9,7 @@ from typing import Any
 from ax.exceptions.core import SearchSpaceExhausted
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra_plugins.hydra_ax_sweeper._core import (  # private: _core, which makes Ax's client, plugin 1.4
+from hydra_plugins.hydra_ax_sweeper._core import (  # private: _core, makes Ax's client, 1.4
     CoreAxSweeper,
     create_ax_raw_data,
 )
@@ -21,9 +21,10 @@ from stoker.trainer.errors import UserError
 
 
 class AxSearch(Search):
-    """Hydra's Ax sweeper with our loop. Ax keeps its state in memory: the folders of the jobs are its storage.
+    """Hydra's Ax sweeper, and its settings, with our loop.
 
-    It hears of what is in them first, in the order of their numbers. Takes the settings of Hydra's sweeper.
+    Ax keeps its state in memory. The folders of the jobs are its storage: what is in them is told
+    to it first, in the order of their numbers.
     """
 
     name = "ax"
@@ -88,7 +89,7 @@ class AxSearch(Search):
         return proposed
 
     def has_converged(self) -> bool:
-        """Whether the last proposals were no better than those before them (`ax_config.early_stop`)."""
+        """Whether the last proposals were no better than earlier ones (`ax_config.early_stop`)."""
         best = self.core.get_best_point(self.client) if self.indices else None
         return best is not None and self.core.early_stopper.should_stop(best[1], best[0])
 
@@ -102,7 +103,7 @@ class AxSearch(Search):
 
 
 def value_of(text: str | None) -> Any:
-    """A trial's value as Ax has it, from what was typed for its job: a number, true or false, or any other text."""
+    """A trial's value as Ax has it, from what was typed for its job: a number, a bool or a text."""
     if text is None:
         return None
     value = OverridesParser.create().parse_override(f"key={text}").value()

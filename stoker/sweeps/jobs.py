@@ -1,12 +1,10 @@
 """The directory of a sweep as typed records: what each job's folder says, and what sweep.json says.
 
-A job is a folder with a job.json (what was typed for it) or a result.json. Nobody promises that this program wrote
-them, so whatever does not look right counts as missing.
+A job is a folder with a job.json (what was typed for it) or a result.json. Anybody may have
+written these files, so whatever does not look right counts as missing.
 """
 
 import contextlib
-import json
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -19,17 +17,17 @@ from stoker.command.shell import setting
 from stoker.runs import result as results
 from stoker.runs import saved_config
 from stoker.runs.directory import CONFIG, METRICS, RESULT
-from stoker.runs.json_files import is_number, read_json, write_json
+from stoker.runs.json_files import read_json, write_json
 from stoker.runs.lock import is_held
 from stoker.runs.result import Best, RunResult, are_overrides
-from stoker.trainer import files, launch, readable
+from stoker.runs.rows import read_rows
+from stoker.trainer import launch, readable
 from stoker.trainer.errors import UserError, as_typed, printable
 
 JOB = "job.json"  # what was typed for a job
 SWEEP = "sweep.json"  # what was typed for the whole sweep
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
-PROGRESS_BYTES = 2**16  # read from the end of a metrics.jsonl
-PROGRESS_LETTERS = 1000  # printed of it
+PROGRESS_LETTERS = 1000  # printed of a row
 announced = False  # whether this process has checked its sweep against the directory and begun it
 
 
@@ -37,8 +35,8 @@ announced = False  # whether this process has checked its sweep against the dire
 class Job:
     """What the folder of a job says.
 
-    `best` and `test` are those of its result. `note` says why it failed or was pruned, or how far it is. `code` is
-    what it adds to the exit code of its sweep.
+    `best` and `test` are those of its result. `note` says why it failed or was pruned, or how far
+    it is. `code` is what it adds to the exit code of its sweep.
     """
 
     name: str
@@ -56,7 +54,7 @@ class Job:
 
 @dataclass
 class SweepRecord:
-    """What sweep.json says: the command line, how many jobs it asks for, and the keys that a search searches.
+    """What sweep.json says: the command line, the number of its jobs, and the keys of a search.
 
     A field is None where nobody knows; `searched` is None for a grid.
     """
@@ -156,23 +154,17 @@ def overrides_in(record: dict[str, Any] | None) -> list[str] | None:
 
 def progress(folder: Path) -> str:
     """'at step 140, loss 0.2546  acc 0.9330', from the last rows of a job's metrics.jsonl."""
-    try:
-        with files.open_plain(folder / METRICS) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - PROGRESS_BYTES))
-            lines = file.read(PROGRESS_BYTES).splitlines()
-    except OSError:
+    rows = []
+    with contextlib.suppress(OSError):
+        rows = read_rows(folder / METRICS)
+    if not rows:
         return "no row yet"
-    step = 0
-    values = ""
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                step = row["step"]
-                shown = {k: v for k, v in row.items() if k.startswith("val/") and is_number(v)}
-                values = readable.numbers(shown) or values
-    text = f"at step {step}, {values}" if values else f"at step {step}"
-    return text[:PROGRESS_LETTERS]
+    text = f"at step {rows[-1]['step']}"
+    for row in reversed(rows):
+        shown = readable.numbers({k: v for k, v in row.items() if k.startswith("val/")})
+        if shown:
+            return f"{text}, {shown}"[:PROGRESS_LETTERS]
+    return text
 
 
 def settings_of(overrides: list[str]) -> dict[str, str]:
@@ -190,14 +182,17 @@ def varied(jobs: list[dict[str, str]]) -> list[str]:
 
 
 def changes_results(key: str) -> bool:
-    """Whether another value of the key leads to other results. Some change no weights, but which ones are best."""
+    """Whether another value of the key leads to other results.
+
+    Some keys change no weights, but which ones are the best.
+    """
     return key in ("eval_every", "max_minutes") or not settings.may_differ(key)
 
 
 def differences(
     now: dict[str, str], before: dict[str, str], compares: Callable[[str], bool]
 ) -> str:
-    """'seed=2 (was 0), ...' for the first three keys to compare in which two jobs differ; '' for none."""
+    """'seed=2 (was 0), ...' for the first three keys to compare that differ; '' for none."""
     keys = [key for key in {**now, **before} if compares(key) and now.get(key) != before.get(key)]
     return ", ".join(
         f"{key}={as_typed(now.get(key, '(default)'))} (was {before.get(key, '(default)')})"
@@ -244,7 +239,7 @@ def of_another_sweep(folder: Path, reason: str) -> UserError:
 
 
 def begin(folder: str, number: int) -> None:
-    """Write what was typed for this process's job into its directory, and remove an earlier failure."""
+    """Write what was typed for this process's job into its directory; remove an earlier failure."""
     path = Path(folder)
     if results.has_failed(path):
         (path / RESULT).unlink()
@@ -264,6 +259,6 @@ def pass_over(folder: str, number: int) -> float | None:
 
 
 def value_of(folder: str) -> float | None:
-    """The number that a job gives to its sweeper: the best of what it monitors, None where it has none."""
+    """The number that a job gives to its sweeper: the best of what it monitors, None for none."""
     result = results.finished(folder)
     return result.best.value if result and result.best else None

@@ -1,4 +1,4 @@
-"""Jobs of a sweep in processes of their own: what Hydra's launchers leave open about devices, threads and signals."""
+"""Jobs in processes of their own: what Hydra's launchers leave open (devices, threads, signals)."""
 
 import contextlib
 import functools
@@ -59,9 +59,10 @@ def check_installed(launcher: str) -> None:
 
 
 def how_many(at_once: int | str, per_gpu: int, gpus: int, cores: int) -> tuple[int, int]:
-    """Return (jobs at the same time, threads of each); `auto` is what the GPUs hold, or one job per core.
+    """Return (jobs at the same time, threads of each).
 
-    The jobs share the cores, and each has at least one.
+    `auto` is what the GPUs hold, or one job per core. The jobs share the cores, and each has at
+    least one.
     """
     jobs = (gpus * per_gpu or cores) if at_once == "auto" else int(at_once)
     return jobs, max(1, cores // jobs)
@@ -87,18 +88,18 @@ def gpus_of_a_job(per_gpu: int, device: str) -> float:
     return 1 / per_gpu if count_gpus(device) else 0
 
 
-# For configs/hydra/launcher/: a launcher's node of the config has to be complete before its sweep begins.
+# For configs/hydra/launcher/: a launcher's node has to be complete before its sweep begins.
 OmegaConf.register_resolver("jobs_at_once", jobs_at_once)
 OmegaConf.register_resolver("gpus_of_a_job", gpus_of_a_job)
 
 
 def order(number: int, slots: int) -> list[int]:
-    """The slots in which job `number` may run: first its own, number % slots, then those after it."""
+    """The slots in which job `number` may run: its own, number % slots, then the next ones."""
     return [(number + i) % slots for i in range(slots)]
 
 
 def device(name: str, names: list[str]) -> str:
-    """What `device=name` is in this process, of the available `names`: `auto` is the GPU of its slot if there are several."""
+    """What `device=name` is in this process: `auto` is its slot's of several GPUs in `names`."""
     gpus = [each for each in names if ":" in each]
     if name != "auto" or slot is None or not gpus:
         return name
@@ -106,10 +107,11 @@ def device(name: str, names: list[str]) -> str:
 
 
 def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> int:
-    """Return the first of the job's slots that no other process has; it is this process's until its end.
+    """Return the first of the job's slots that is free; this process has it until its end.
 
-    By the number alone two jobs would share a GPU while another one is idle, as they do not end in the order in which
-    they began. If all slots are taken, wait for one; `go_on` raises an exception to give up.
+    By the number alone two jobs would share a GPU while another one is idle, as they do not end in
+    the order in which they began. If all slots are taken, wait for one; `go_on` raises an exception
+    to give up.
     """
     while True:
         for each in order(number, slots):
@@ -129,11 +131,12 @@ def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> i
 
 
 class Jobs(Callback):
-    """Hydra's callback for a sweep whose jobs run in processes of their own. With Hydra's basic launcher it does nothing.
+    """Hydra's callback for a sweep whose jobs run in processes of their own.
 
-    It is made in the process of the sweep, and each job gets a copy. The sweep holds a lock for as long as its jobs
-    should go on. When the lock is released, by a signal or by the end of the process however it ends, the jobs that
-    run on this machine save their step and stop, and no other one begins.
+    It is made in the process of the sweep, and each job gets a copy. The sweep holds a lock for as
+    long as its jobs should go on. When the lock is released, by a signal or by the end of the
+    process however it ends, the jobs that run on this machine save their step and stop, and no
+    other one begins. With Hydra's basic launcher the callback does nothing.
     """
 
     launcher: str | None = None  # None where jobs run in this process
@@ -161,7 +164,7 @@ class Jobs(Callback):
             raise SystemExit(exit_codes.report(error)) from None
 
     def check(self, launcher: str) -> None:
-        """Raise UserError for settings that are out of range, or that this launcher does not use."""
+        """Raise UserError for settings that are out of range, or of no use to this launcher."""
         for key, value in (("sweep.at_once", self.at_once), ("sweep.per_gpu", self.per_gpu)):
             settings.check(key, value)
             if value in ("auto", 1) or launcher in SIDE_BY_SIDE:
@@ -180,7 +183,8 @@ class Jobs(Callback):
             check_number("hydra.launcher.n_jobs", node.n_jobs, whole=True, least=-1)
             if node.n_jobs == 0:
                 raise UserError(
-                    "hydra.launcher.n_jobs=0: give a whole number at least 1, or -1 for one on each core."
+                    "hydra.launcher.n_jobs=0: give a whole number at least 1, "
+                    "or -1 for one on each core."
                 )
             self.at_once = cores() if node.n_jobs == -1 else node.n_jobs
         gpus = 0 if launcher == "submitit_slurm" else count_gpus(self.device)
@@ -195,7 +199,7 @@ class Jobs(Callback):
             self.start_ray(node)
 
     def start_ray(self, node: DictConfig) -> None:
-        """Start Ray, or find the cluster at `address`, and take the signals back that it answers."""
+        """Start Ray, or find the cluster at `address`; take back the signals that it answers."""
         import ray
 
         init: Any = OmegaConf.to_container(node.ray.init, resolve=True)
@@ -234,7 +238,10 @@ class Jobs(Callback):
         return sorted(self.sweep.glob(f"*/{RESULT}"))
 
     def look_for_ends(self, times: dict[Path, int]) -> bool:
-        """Print a line for each job that has ended since `times`. A failed one raises a signal if the sweep should stop."""
+        """Print a line for each job that has ended since `times`.
+
+        A failed one raises a signal if it should end the sweep.
+        """
         for path in self.results():
             with contextlib.suppress(OSError):  # it may be replaced at this moment
                 time_ns = path.stat().st_mtime_ns
@@ -250,7 +257,7 @@ class Jobs(Callback):
         return False
 
     def stop(self, _: str) -> None:
-        """Answer a signal: the jobs save their step and end, no other one begins, and so the sweep ends."""
+        """Answer a signal: the jobs save their step, no other one begins, and the sweep ends."""
         why = f"job {failed[0].name} failed, and sweep.on_error=stop" if failed else "stopping"
         then = "each job saves its step"
         if self.launcher == "submitit_slurm":
@@ -267,11 +274,7 @@ class Jobs(Callback):
             return
         stopping.gentle = None
         holding.close()
-        folder = Path(config.hydra.sweep.dir) / JOBS
-        if not any(folder.glob("*.txt")):  # no job was run
-            for path in folder.glob("slot_*"):
-                path.unlink()
-            remove_empty([folder])
+        remove_empty([self.folder])  # if no job was run
 
     # In the process of a job, which the launcher may have used for others before:
 
@@ -306,7 +309,7 @@ class Jobs(Callback):
             os.environ[name] = value
 
     def listen(self) -> None:
-        """Answer the launcher's signals as a run answers those of a terminal; Ctrl-C is for the sweep alone."""
+        """Answer the launcher's signals as a run answers a terminal's; Ctrl-C is for the sweep."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, stopping.hear)
         if str(self.launcher).startswith("submitit") and USR2:

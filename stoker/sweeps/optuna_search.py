@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 from hydra.core.override_parser.types import Override
 from hydra.utils import instantiate
-from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: _impl, how ranges become distributions, plugin 1.4
+from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: _impl, reads ranges, 1.4
     create_optuna_distribution_from_override,
 )
 from omegaconf import DictConfig
@@ -34,10 +34,11 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
 class OptunaSearch(Search):
-    """Hydra's Optuna sweeper with our loop: Hydra's knows no pruned trials and does not go on after a kill.
+    """Hydra's Optuna sweeper, and its settings, with our loop.
 
-    The values of a trial are a function of (seed, number, the results before): a search that was killed proposes what
-    it would have proposed. Takes the settings of Hydra's sweeper.
+    Hydra's own knows no pruned trials and does not go on after a kill. Here the values of a trial
+    are a function of (seed, number, the results before): a search that was killed proposes what it
+    would have proposed.
     """
 
     name = "optuna"
@@ -72,7 +73,7 @@ class OptunaSearch(Search):
         for trial in self.study.trials:
             # Other folders may be at work on the same study.
             if trial.user_attrs.get("folder") == str(self.folder) and not trial.state.is_finished():
-                # Anybody may have written the storage: type nothing that this search would not draw.
+                # Anybody may have written the storage: type only what this search would draw.
                 begun[trial.number] = typed(trial) if trial.distributions == self.space else None
         return begun
 
@@ -105,14 +106,15 @@ class OptunaSearch(Search):
         config: dict[str, Any] = dict(self.sampler)
         if config.get("_partial_"):
             raise UserError(
-                "hydra/sweeper/sampler=grid: every combination is what sweep=grid runs. Type sweep=grid."
+                "hydra/sweeper/sampler=grid: every combination is what sweep=grid runs. "
+                "Type sweep=grid."
             )
         if config.get("seed") is not None:
             config["seed"] = mix_seed(config["seed"], "trial", number) % 2**32
         return instantiate(config, _execution_whitelist_=SAMPLERS)
 
     def open_study(self) -> optuna.Study:
-        """Return the study in the storage, a new one if there is none; UserError if it is another search's."""
+        """Return the study in the storage, new or old; UserError if it is another search's."""
         direction = StudyDirection.MAXIMIZE if self.maximize else StudyDirection.MINIMIZE
         try:
             place, name = place_of(self.config.hydra.sweeper, self.folder)
@@ -158,7 +160,7 @@ def place_of(sweeper: DictConfig, folder: Path) -> tuple[str, str]:
 
 
 def open_storage(place: str) -> BaseStorage:
-    """The storage of an SQLAlchemy URL, or of `journal:FILE`: a file that several machines may share by NFS."""
+    """The storage of an SQLAlchemy URL, or of `journal:FILE`, which machines may share by NFS."""
     kind, _, path = place.partition(":")
     if kind == "journal":
         return JournalStorage(JournalFileBackend(path))
@@ -166,7 +168,7 @@ def open_storage(place: str) -> BaseStorage:
 
 
 class Pruning(Callback):
-    """Report each evaluation's monitored number to the trial, and end the training if the pruner sees no hope.
+    """Report each evaluation to the trial, and end the training if the pruner sees no hope.
 
     The trial's clock is evaluations, so that trials with other batch sizes can be compared.
     """
@@ -215,7 +217,7 @@ class Pruning(Callback):
         self.stop_if_hopeless(trainer)
 
     def stop_if_hopeless(self, trainer: Trainer) -> None:
-        """Stop all processes of the trial if the first one sees no hope; the others might see another."""
+        """Stop all processes of the trial if the first one sees no hope: they have to agree."""
         if parallel.add_up(int(launch.is_first() and self.trial.should_prune())):
             trainer.stop(f"pruned at evaluation {self.reported}", "pruned")
 

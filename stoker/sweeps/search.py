@@ -1,4 +1,4 @@
-"""The half that all searches share: the loop that proposes trials, runs their jobs and tells what became of them."""
+"""What all searches share: the loop that proposes trials, runs their jobs and tells the results."""
 
 import abc
 import sys
@@ -41,9 +41,10 @@ Trials = dict[int, list[str] | None]
 class Search(Sweeper, abc.ABC):
     """A sweeper of Hydra that proposes jobs from the results before them.
 
-    The job of a trial has the trial's number, and so has its folder, from which the results are read: a search that
-    was killed goes on. A subclass says what is searched (`define`), what an earlier process has left (`open`), which
-    trials come next (`propose`), and hears of their ends (`tell`).
+    The job of a trial has the trial's number, and so has its folder, from which the results are
+    read: a search that was killed goes on. A subclass says what is searched (`define`), what an
+    earlier process has left (`open`), which trials come next (`propose`), and hears of their ends
+    (`tell`).
     """
 
     name: str
@@ -61,11 +62,11 @@ class Search(Sweeper, abc.ABC):
 
     @abc.abstractmethod
     def define(self, searched: dict[str, Override]) -> list[str]:
-        """Take the overrides that are searched, by key, and return a trial's values as an example."""
+        """Take the overrides to search, by key, and return what is typed for some trial of them."""
 
     @abc.abstractmethod
     def open(self) -> Trials:
-        """Return the trials that an earlier process has begun here and that this one has to look at."""
+        """Return the trials of an earlier process that this one has to run, or to hear of."""
 
     @abc.abstractmethod
     def propose(self, count: int) -> Trials:
@@ -103,7 +104,7 @@ class Search(Sweeper, abc.ABC):
                 self.run(trials)
 
     def run(self, trials: Trials) -> None:
-        """Run the jobs of these trials, unless a killed search has left a result, and tell what became of all."""
+        """Run the jobs of these trials that have no result yet, and tell what became of all."""
         todo = {
             number: [*typed, *self.fixed]
             for number, typed in trials.items()
@@ -123,7 +124,7 @@ class Search(Sweeper, abc.ABC):
 
 
 def trials_of(cfg: DictConfig) -> int:
-    """How many trials to run; UserError for a setting of Hydra's sweeper that one of ours replaces."""
+    """How many trials to run; UserError for a key of Hydra's sweeper that one of ours replaces."""
     for override in cfg.hydra.overrides.hydra:
         key = override.partition("=")[0].lstrip("+").removeprefix("hydra.sweeper.")
         if key in TAKEN:
@@ -141,30 +142,28 @@ def at_once(cfg: DictConfig) -> int:
         return node.array_parallelism
     if launcher == "joblib":
         return node.n_jobs if node.n_jobs > 0 else launch.cores()
-    gpus = launchers.count_gpus(cfg.device)
-    return launchers.how_many(cfg.sweep.at_once, cfg.sweep.per_gpu, gpus, launch.cores())[0]
+    return launchers.jobs_at_once(cfg.sweep.at_once, cfg.sweep.per_gpu, cfg.device)
 
 
 def maximizes(cfg: DictConfig) -> bool:
-    """Whether the search looks for the highest value. It has to know before any trial has built a metric."""
+    """Whether the search looks for the highest value. No trial has built a metric yet."""
     if cfg.monitor_mode != "auto":
         return settings.check("monitor_mode", cfg.monitor_mode) == "max"
     if cfg.monitor == "auto":
         return True  # val/acc or val/r2; where it is another one, check_mode ends the search
     metrics = default_metrics("classification") | default_metrics("regression")
-    higher = {f"val/{name}": metric.higher_is_better for name, metric in metrics.items()}
-    higher["val/loss"] = False
-    higher["train/loss"] = False
     for name, node in cfg.metrics.items():
-        metric = locate(f"metrics.{name}", node.get("_target_"))
-        higher[f"val/{name}"] = getattr(metric, "higher_is_better", None)
-    maximize = higher.get(cfg.monitor)
-    if not isinstance(maximize, bool):
+        metrics[name] = locate(f"metrics.{name}", node.get("_target_"))
+    part, _, name = cfg.monitor.partition("/")
+    higher = getattr(metrics.get(name), "higher_is_better", None) if part == "val" else None
+    if cfg.monitor in ("val/loss", "train/loss"):
+        higher = False
+    if not isinstance(higher, bool):
         raise UserError(
             f"monitor={cfg.monitor}: a search has to know whether high or low is good.\n"
             "Type monitor_mode=max or monitor_mode=min."
         )
-    return maximize
+    return higher
 
 
 def check_mode(maximize: bool, name: str, mode: str | None) -> None:
@@ -172,13 +171,14 @@ def check_mode(maximize: bool, name: str, mode: str | None) -> None:
     if mode != ("max" if maximize else "min"):
         trial, search = ("lowest", "highest") if mode == "min" else ("highest", "lowest")
         raise UserError(
-            f"monitor: the trials look for the {trial} {name}, and the search for the {search} value.\n"
+            f"monitor: the trials look for the {trial} {name}, "
+            f"and the search for the {search} value.\n"
             f"Type monitor={name} monitor_mode={mode}, and another hydra.sweep.dir."
         )
 
 
 def space_of(cfg: DictConfig, typed: list[str], more: Mapping[str, Any]) -> list[str]:
-    """The overrides to search over: those of `sweep.space` and `more` that the config has a key for, then those typed."""
+    """The overrides of a search: those of `sweep.space` and `more` that fit, then those typed."""
     values = {}
     for override in typed:
         key, _, value = override.partition("=")
@@ -201,7 +201,7 @@ def space_of(cfg: DictConfig, typed: list[str], more: Mapping[str, Any]) -> list
 
 
 def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
-    """Raise UserError if the search in the folder is over other keys, or its trials have other settings beside those."""
+    """Raise UserError if the search in the folder has other keys, or its trials other settings."""
     before = jobs.SweepRecord.read(folder).searched
     if before is not None and before != searched:
         keys = ", ".join(before) or "nothing"
@@ -219,7 +219,10 @@ def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
 
 
 def outcome(folder: Path) -> tuple[str, Best | None] | None:
-    """What became of a trial: ("complete" or "pruned", its best), or ("failed", None); None if it has no result."""
+    """What became of a trial, and its best; None if it has no result.
+
+    A trial is "complete" or "pruned" with a best, or "failed" without.
+    """
     result = RunResult.read(folder)
     if result is None:
         return None

@@ -1,7 +1,8 @@
-"""A sweep from its first check to its table: Hydra's callback, and `python -m stoker.sweeps.sweep DIR`.
+"""A sweep from its first check to its table: Hydra's callback, and the command that shows it again.
 
-Before the first job it checks that the sweep goes with what is in its directory. At the end, or whenever you ask, it
-prints the table and writes sweep.csv and sweep.html.
+Before the first job the callback checks that the sweep goes with what is in its directory. At the
+end, and for `python -m stoker.sweeps.sweep DIR`, the table is printed, and sweep.csv and sweep.html
+are written.
 """
 
 import importlib
@@ -31,7 +32,7 @@ from stoker.trainer.errors import UserError, cause, log, printable
 
 
 class SweepCallback(Callback):
-    """Hydra's callback for a sweep. It ends one by a SystemExit: Hydra turns any Exception into a warning."""
+    """Hydra's callback for a sweep. It raises SystemExit: Hydra makes a warning of an Exception."""
 
     refused = False
 
@@ -43,7 +44,7 @@ class SweepCallback(Callback):
             raise SystemExit(exit_codes.report(error)) from None
 
     def begin(self, config: DictConfig) -> None:
-        """Check the sweep, and announce a grid; a search does that itself, once it knows its keys."""
+        """Check the sweep, and announce a grid; a search does so when it knows its keys."""
         if launch.world_size() > 1:
             program = " ".join(launch.program())
             raise UserError(
@@ -58,7 +59,7 @@ class SweepCallback(Callback):
         if sweeper.startswith("stoker."):
             register(sweeper)
         else:
-            count = len(planned) if planned else config.sweep.get("trials")
+            count = len(planned) if planned else None
             jobs.announce(folder, SweepRecord(sys.argv[1:], count))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -92,7 +93,7 @@ def register(sweeper: str) -> None:
 
 
 def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
-    """What is typed for each job of a grid, in their order; None for a search, which proposes them as it goes.
+    """What is typed for each job of a grid, in their order; None for a search.
 
     Also None where the jobs' directories are not named by their numbers.
     """
@@ -116,8 +117,8 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
 def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
     """Raise UserError if the directory of one of these jobs is another job's.
 
-    A directory in which no training has begun is free. Settings that change no result may differ, unless the jobs
-    themselves differ in them.
+    A directory in which no training has begun is free. Settings that change no result may differ,
+    unless the jobs themselves differ in them.
     """
     varied = jobs.varied([jobs.settings_of(typed) for typed in planned])
     for name, typed in enumerate(planned):
@@ -137,7 +138,7 @@ def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
 
 
 def report(sweep: Sweep, draws: bool = True) -> None:
-    """Print the lines that end a sweep; write sweep.csv, sweep.html and the report of the best job."""
+    """Print the lines that end a sweep; write sweep.csv, sweep.html and the best job's report."""
     from stoker.sweeps import page
 
     summary = summary_of(sweep)
@@ -169,7 +170,7 @@ def summary_of(sweep: Sweep) -> str:
 
 
 def best_command(sweep: Sweep) -> str | None:
-    """The command of the best configuration, without the seed if the seed was swept; None where none is the best."""
+    """The command of the best configuration, without a swept seed; None where none is the best."""
     best = sweep.groups[0][0] if sweep.groups else None
     if best is None or sweep.value(best) is None or not sweep.compares:
         return None
@@ -179,7 +180,7 @@ def best_command(sweep: Sweep) -> str | None:
 
 
 def command_for_the_rest(sweep: Sweep) -> str | None:
-    """The command that runs the jobs that are left; None where none is left, or some are still running."""
+    """The command that runs the jobs that are left; None if none is, or some are running."""
     if not sweep.swept or not sweep.to_run or sweep.of("running"):
         return None
     again = jobs.command_to_continue(sweep.folder)
@@ -189,7 +190,7 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
 
 
 def draw_best(sweep: Sweep) -> str | None:
-    """Draw the report of the best job and return the link to it; None, after a warning, if that fails."""
+    """Draw the report of the best job and return the link to it; None if that fails."""
     from stoker.runs import report
 
     job = sweep.groups[0][0]
@@ -206,7 +207,7 @@ def draw_best(sweep: Sweep) -> str | None:
 
 
 def show(folder: Path) -> None:
-    """Print the table of a sweep, or of the runs, in a folder, and write its files; UserError if there is nothing."""
+    """Print the table of the sweep, or of the runs, in a folder, and write its files."""
     sweep = Sweep(folder)
     if not sweep.jobs:
         inside = sorted(filter(jobs.is_sweep, folder.glob("*")))

@@ -38,25 +38,32 @@ DATA = {  # the keys that say which data it is
 class Sweep:
     """The jobs of a directory.
 
-    `keys` are the settings in which they differ. `name` is the monitored number of most jobs, `high` whether more of
-    it is better. `groups` are the jobs that are done, best first; those that differ only in their seed are one group,
-    and those without that number come last. `swept` is False for runs that were started one by one.
+    `keys` are the settings in which they differ. `name` is the monitored number of most jobs, and
+    `high` whether more of it is better. `groups` are the jobs that are done, best first; those that
+    differ only in their seed are one group, and those without that number come last. `swept` is
+    False for runs that were started one by one.
     """
 
-    def __init__(self, folder: Path, jobs: list[Job] | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         record = SweepRecord.read(folder)
         self.folder = folder
-        self.jobs = read_jobs(folder) if jobs is None else jobs
+        self.jobs = read_jobs(folder)
         self.swept = is_sweep(folder)
         self.is_search = record.searched is not None
         self.planned = record.jobs
         self.keys = varied([job.settings for job in self.jobs])
-        bests = Counter((job.best.name, job.best.mode == "max") for job in self.jobs if job.best)
-        self.name, self.high = max(bests, key=lambda best: bests[best], default=("", True))
+        self.name = ""
+        self.high = True
+        bests = [(job.best.name, job.best.mode) for job in self.jobs if job.best]
+        for (name, mode), _ in Counter(bests).most_common(1):
+            self.name = name
+            self.high = mode == "max"
         groups: dict[tuple[Any, ...], list[Job]] = {}
         for job in self.of("done"):
+            is_other = self.value(job) is None
             settings = [job.settings.get(key) for key in self.keys if key != "seed"]
-            groups.setdefault((self.value(job) is None, *settings), []).append(job)
+            group = groups.setdefault((is_other, *settings), [])
+            group.append(job)
         self.groups = sorted(groups.values(), key=self.rank)
 
     def of(self, status: str) -> list[Job]:
@@ -76,8 +83,9 @@ class Sweep:
 
     @property
     def compares(self) -> bool:
-        """Whether one job can be the best: of single runs it could be the one on the easiest data."""
-        return self.swept or not DATA & set(varied([job.settings for job in self.of("done")]))
+        """Whether one job can be the best, and not just the one on the easiest data."""
+        keys = varied([job.settings for job in self.of("done")])
+        return self.swept or DATA.isdisjoint(keys)
 
     @property
     def wanted(self) -> list[Job]:
@@ -116,7 +124,7 @@ def mean_and_deviation(values: Iterable[float | None], sign: str = "+-") -> str:
 
 
 def groups(sweep: Sweep, tests: list[str], sign: str = "+-") -> Iterator[list[str]]:
-    """Yield [jobs, how many, the number that decides, each of `tests`, seconds] of each group, best first."""
+    """Yield [jobs, how many, the number that decides, each of `tests`, seconds] of each group."""
     for group in sweep.groups:
         value = mean_and_deviation(map(sweep.value, group), sign)
         best = group[0].best
@@ -133,11 +141,14 @@ def groups(sweep: Sweep, tests: list[str], sign: str = "+-") -> Iterator[list[st
 
 def tests_of(sweep: Sweep) -> list[str]:
     """The names of all jobs' test numbers, in the order in which a report has them."""
-    return list(tests_in({name: value for job in sweep.jobs for name, value in job.test.items()}))
+    tests: dict[str, float] = {}
+    for job in sweep.jobs:
+        tests.update(job.test)
+    return list(tests_in(tests))
 
 
 def test_name(sweep: Sweep) -> str:
-    """The test metric with the name of the number that decides, or else the first one; '' for none."""
+    """The test metric of the same name as the number that decides, or the first; '' for none."""
     same = f"test/{sweep.name.partition('/')[2]}"
     return min(tests_of(sweep), key=lambda name: name != same, default="")
 
@@ -149,20 +160,26 @@ def lines(sweep: Sweep) -> list[str]:
     """
     test = test_name(sweep)
     grouped = any(len(group) > 1 for group in sweep.groups)
-    keys = [key for key in sweep.keys if not grouped or key != "seed"]
-    keys = keys or [key for key in sweep.jobs[0].settings if not grouped or key != "seed"]
-    rows = [["jobs", "n", sweep.name or "best", test or "test", "seconds", "settings"]]
+    left_out = "seed" if grouped else ""
+    keys = [key for key in sweep.keys if key != left_out]
+    if not keys:
+        keys = [key for key in sweep.jobs[0].settings if key != left_out]
+    header = ["jobs", "n", sweep.name or "best", test or "test", "seconds", "settings"]
+    rows = [header]
     for group, row in zip(sweep.groups, groups(sweep, [test]), strict=True):
-        rows.append([*row, " ".join(typed_for(group[0], keys))])
+        typed = typed_for(group[0], keys)
+        rows.append([*row, " ".join(typed)])
     others = [job for status in STATUSES[1:] for job in sweep.of(status)]
     for job in others:
-        rows.append([job.name, "", job.status, "", "", with_note(job, sweep.keys)])
+        note = with_note(job, sweep.keys)
+        rows.append([job.name, "", job.status, "", "", note])
     hidden = len(rows) - 1 - MOST_ROWS
     if hidden > 0:  # keep the best ones and some of those that are not done
         first = 1 + max(MOST_ROWS - len(others), MOST_ROWS // 2)
-        rows[first : first + hidden] = [["...", "", "", "", "", f"{hidden} more: see sweep.csv"]]
+        more = ["...", "", "", "", "", f"{hidden} more: see sweep.csv"]
+        rows[first : first + hidden] = [more]
     if not grouped:
-        rows[0][0] = "job"
+        header[0] = "job"
         for row in rows:
             del row[1]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
