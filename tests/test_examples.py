@@ -96,7 +96,9 @@ def test_its_commands_come_to_what_it_says(file, forks, tmp_path):
                 file.stem in ("autoencoder", "multilabel")
             )
             if file.stem in ("multilabel", "own_data", "own_metric"):  # as the run's last line says
-                again = forks.run(tmp_path, "task=evaluate", f"run=run{number}")
+                again = forks.run(
+                    tmp_path, "task=evaluate", f"run=run{number}", "trusted=[examples]"
+                )
                 assert (
                     again.code == 0
                     and f"{name.removeprefix('test/')} {result[name]!r}" in again.out

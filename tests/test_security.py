@@ -289,7 +289,6 @@ def test_what_configs_name_is_of_the_listed_kinds(typed):
     usual_and_more = {*named} - usual | {
         "torch.optim.RMSprop",
         "torch.nn.NLLLoss",
-        "examples.gan.GANTrainer",
         "stoker.Trainer",
     }
     for target in sorted(usual_and_more):
@@ -299,6 +298,15 @@ def test_what_configs_name_is_of_the_listed_kinds(typed):
     assert trust.locate("model", "torchvision.models.resnet18") and trust.locate(
         "model", "torchvision.models.VGG"
     )
+
+
+def test_the_examples_are_nobodys_until_they_are_typed(typed):
+    """An installed package has none, and a folder `examples` beside the user's files may hold anything."""
+    with pytest.raises(UserError, match=r"Type trusted=\[examples\] if it is your own"):
+        trust.locate("trainer", "examples.gan.GANTrainer")
+    typed += ["trainer._target_=examples.gan.GANTrainer"]
+    assert trust.locate("trainer", "examples.gan.GANTrainer").__name__ == "GANTrainer"
+    assert trust.own_packages(typed) == ["examples"]
 
 
 def test_what_is_typed_is_ones_own(typed):

@@ -104,12 +104,12 @@ def say_interrupted() -> int:
     text: str | None = "\ninterrupted."
     if not arguments.is_sweep(sys.argv):  # a sweep has said how to go on
         text = "\ninterrupted. The same command begins again, or goes on."
-    code = stopping.exit_code()
+    code: int | None = stopping.exit_code()
     if launch.world_size() > 1:
         text, code = launch.last_words("signal", text, code)
     if text:
         print(text, file=sys.stderr, flush=True)
-    return code
+    return code or DONE
 
 
 def is_interruption(error: BaseException) -> bool:
@@ -148,7 +148,8 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
         if lost and code == BUG:
             text = f"error: the contact to another process was lost.\n{cause(error)}"
             code = FAILED
-        text, code = launch.last_words("lost" if lost else "error", text, code)
+        text, ended = launch.last_words("lost" if lost else "error", text, code)
+        code = BUG if ended is None else ended
     codes.append(code)
     if text and not isinstance(error, processes.JobFailed):  # whose processes have printed it
         print(text, file=sys.stderr, flush=True)

@@ -6,12 +6,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 
-def flat(config: Mapping[str, Any] | DictConfig, prefix: str = "") -> dict[str, Any]:
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     """Return {"dotted.key": value} of nested mappings, with interpolations as they are written."""
-    if isinstance(config, DictConfig):
-        config = plain(config)
+    items: Mapping[str, Any] = plain(config) if isinstance(config, DictConfig) else config
     values: dict[str, Any] = {}
-    for key, value in config.items():
+    for key, value in items.items():
         if isinstance(value, dict) and value:
             values.update(flat(value, f"{prefix}{key}."))
         else:
@@ -19,10 +18,11 @@ def flat(config: Mapping[str, Any] | DictConfig, prefix: str = "") -> dict[str, 
     return values
 
 
-def plain(config: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
+def plain(config: Any, *, resolve: bool = False) -> dict[str, Any]:
     """Return a config as dicts and lists."""
-    values: Any = OmegaConf.to_container(config, resolve=resolve)
-    return values
+    values = OmegaConf.to_container(config, resolve=resolve)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
 
 def put(config: dict[str, Any], values: Mapping[str, Any]) -> None:

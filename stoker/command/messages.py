@@ -161,8 +161,8 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
     """Return the hint for a key that is not in this config: another option's, a similar one, or ''."""
     names = [name for name in flat(config) if not name.startswith("hydra")]
     group, _, last = key.rpartition(".")
-    nearby = {}
-    anywhere = {}
+    nearby: dict[str, str] = {}
+    anywhere: dict[str, str] = {}
     for name in names:
         place, _, end = name.rpartition(".")
         anywhere.setdefault(end, name)

@@ -284,8 +284,8 @@ def check_parts(config: Mapping[str, Any]) -> None:
     divides_by_rate = target.startswith("stoker.trainer.optimizers.")
     if divides_by_rate or target.startswith("torch.optim."):
         if "lr" in optimizer:
-            bound = {"above": 0} if divides_by_rate else {"least": 0}
-            check_number("optimizer.lr", optimizer["lr"], **bound)
+            bound = Number(above=0) if divides_by_rate else Number(least=0)
+            bound.check("optimizer.lr", optimizer["lr"])
         if "weight_decay" in optimizer:
             check_number("optimizer.weight_decay", optimizer["weight_decay"], least=0)
     model = config["model"]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from stoker.command import arguments, processes
@@ -21,7 +22,7 @@ def started_at() -> float:
 
 def in_sweep() -> bool:
     """Return whether this is a job of a sweep, in the process that Hydra runs it in."""
-    return bool(HydraConfig.get().mode.name == "MULTIRUN")
+    return HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def sweep_name() -> str | None:

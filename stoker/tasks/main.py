@@ -59,7 +59,7 @@ def main(cfg: DictConfig) -> float | None:
     take for a failed trial, and ends the sweep only with sweep.on_error=stop.
     """
     folder = HydraConfig.get().runtime.output_dir  # of a job of a sweep
-    number = HydraConfig.get().job.get("num")
+    number = HydraConfig.get().job.num if job.in_sweep() else 0
     try:
         if job.in_sweep():
             announce(cfg, number)

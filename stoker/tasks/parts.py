@@ -120,7 +120,7 @@ def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data"
     return data, loading
 
 
-def prepare(data: "Data", state: dict[str, Any], about: Mapping[str, Any] | None) -> None:
+def prepare(data: "Data", state: dict[str, Any], about: dict[str, Any] | None) -> None:
     """Prepare data as a checkpoint's run did; UserError where it has other classes."""
     from stoker.runs import resume
 
@@ -140,7 +140,7 @@ def build_loaders(
     """Return the (train, val, test) loaders, and why the data lies where it does."""
     from stoker.data.loader import make_loaders
 
-    return make_loaders(
+    loaders: tuple[tuple[Any, Any, Any], str] = make_loaders(
         data,
         batch_size=cfg.batch_size,
         eval_batch_size=cfg.eval_batch_size,
@@ -150,6 +150,7 @@ def build_loaders(
         only=only,
         **loading,
     )
+    return loaders
 
 
 def build_model(

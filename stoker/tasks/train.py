@@ -77,7 +77,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
         git = revision()  # which has ended long ago, and would stay as a defunct process
         saver.about = describe(cfg, parts, origin)
         add_profile(cfg, parts, folder)
-        loggers = describe_to_loggers(cfg, parts, folder, git and git.revision)
+        loggers = describe_to_loggers(cfg, parts, folder, git.revision if git else None)
         launch.check_alike(
             {
                 "data": {parts.data.name: saver.about["data"]},
@@ -184,7 +184,8 @@ def pruning(cfg: DictConfig) -> list["Callback"]:
     from stoker.sweeps.optuna_search import Pruning
 
     pruner = build("sweep.pruner", cfg.sweep.pruner)
-    return [Pruning(*trial, pruner, cfg.monitor, cfg.monitor_mode)]
+    place, study, number = trial
+    return [Pruning(place, study, number, pruner, cfg.monitor, cfg.monitor_mode)]
 
 
 def fit(cfg: DictConfig, parts: Parts, state: dict[str, Any] | None) -> None:
