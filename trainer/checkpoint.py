@@ -1,10 +1,15 @@
-"""Checkpoints: one file each, tensors as safetensors, all else as JSON, a SHA-256 over both; save, load, find them."""
+"""Checkpoints: save, load and find them.
+
+Each is one file: tensors as safetensors, everything else as JSON, and a SHA-256 over both.
+"""
 
 import errno
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,102 +19,82 @@ from stoker.trainer.errors import TrainingError, UserError, log
 from stoker.trainer.files import open_plain, remove_partial, replacing
 from stoker.trainer.state import WAYS, has_usual_state
 
+State = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+
 FORMAT = "stoker-1"
-# The key of the JSON objects that stand for what JSON has not: tensors, tuples, dicts with other keys than strings.
+# The key of JSON objects that stand for what JSON does not have: tensors, tuples, other dicts.
 MARK = "$"
-# What a file may ask for before a tensor is read. Bytes alone say little: one of JSON can become a hundred of objects.
-MAX_HEADER, MAX_VALUES = 64 * 2**20, 2**20
+# What a file may take before a tensor is read. Bytes alone are no limit: one byte of JSON can
+# become an object of a hundred.
+MAX_HEADER = 64 * 2**20
+MAX_VALUES = 2**20
+# How a zip file (torch.save) and a pickle begin.
+FOREIGN = (b"PK\x03\x04", b"\x80")
 
 
 class DamagedCheckpoint(TrainingError):
     """A checkpoint file whose contents are not what was written."""
 
 
-def save(path, state):
-    """Writes `state` so that `path` holds all of it or is not there; TrainingError where the disk does not take it.
+def save(path: str | Path, state: State) -> None:
+    """Write `state` so that `path` holds all of it or does not exist.
 
     A state is any nesting of dicts, lists, tuples, tensors and plain values.
+
+    Raises:
+        TrainingError: The disk does not take it, or it has too many values to be read again.
     """
     path = Path(path)
-    tensors = {}
+    tensors: Tensors = {}
     tree = json.dumps(pack(state, tensors, "state"))
-    if (
-        len(tree) + 200 * len(tensors) > MAX_HEADER
-        or values_in(tree.encode()) + 10 * len(tensors) > MAX_VALUES
-    ):
+    header = len(tree) + 200 * len(tensors)
+    values = values_in(tree.encode()) + 10 * len(tensors)
+    if header > MAX_HEADER or values > MAX_VALUES:
         raise TrainingError(
-            f"{path}: the state has too many tensors and other values; {MAX_VALUES:,} can be read again."
+            f"{path}: the state has too many tensors and other values; "
+            f"{MAX_VALUES:,} can be read again."
         )
     tensors = own_storage(tensors)
     write_tensors(path, tensors, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
 
 
-def write_tensors(path, tensors, metadata):
-    """A safetensors file, whole or not at all; TrainingError where the disk does not take it."""
+def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
+    """Write a safetensors file, whole or not at all; TrainingError if the disk does not take it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
             save_file(tensors, partial, metadata)
     except (OSError, SafetensorError) as error:
         raise TrainingError(
-            f"{path} cannot be written: {error}.\nMake room or mend it; the same command goes on from the one before."
+            f"{path} cannot be written: {error}.\n"
+            "Make room or mend it; the same command goes on from the one before."
         ) from error
 
 
 @stopping.later()
-def load(path):
-    """The state that `save` wrote, its tensors on the CPU; DamagedCheckpoint where one bit is not as it was.
+def load(path: str | Path) -> Any:
+    """Return the state that `save` wrote, its tensors on the CPU.
 
     Runs no code from the file, and takes no more memory than its size and a bounded header.
+
+    Raises:
+        UserError: The file does not exist.
+        DamagedCheckpoint: It is not a checkpoint, or one bit is not as it was.
+        TrainingError: The system cannot read it.
     """
-    try:
-        with open_plain(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(min(length, MAX_HEADER))
-        if len(header) < length or values_in(header) > MAX_VALUES:
-            if length.to_bytes(8, "little").startswith(
-                (b"PK\x03\x04", b"\x80")
-            ):  # a zip file, or a pickle
-                how = "its state dict is for model.load_state_dict(torch.load(FILE))"
-                raise DamagedCheckpoint(
-                    f"{path} is torch's own or a pickle, and no checkpoint of a Trainer; {how}."
-                )
-            raise DamagedCheckpoint(
-                f"{path} is no readable checkpoint: its header has {length:,} bytes."
-            )
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except FileNotFoundError:
-        raise UserError(f"There is no checkpoint {path}.") from None
-    except (
-        SafetensorError,
-        OSError,
-        UnicodeDecodeError,
-        ValueError,
-        RuntimeError,
-        OverflowError,
-    ) as error:
-        if isinstance(error, DamagedCheckpoint):
-            raise
-        # No regular file, or a link. All else that the system says is no word on what is in the file.
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ELOOP):
-            raise TrainingError(f"{path} cannot be read: {error.strerror.lower()}.") from error
-        raise DamagedCheckpoint(
-            f"{path} is no readable checkpoint: {str(error).splitlines()[0]}"
-        ) from None
+    metadata, tensors = read_tensors(path)
     if metadata.get("format") != FORMAT:
         raise DamagedCheckpoint(f"{path} is not a {FORMAT} checkpoint.")
     tree = metadata.get("state", "")
     if digest(tensors, tree) != metadata.get("sha256"):
         raise DamagedCheckpoint(f"{path} is damaged: its SHA-256 does not agree with its contents.")
-    # Clones, or the file would stay mapped and could not be removed on Windows. Not before the digest: the clone of a
-    # bool that is neither 0 nor 1 is in order again.
+    # Clones: otherwise the file stays mapped and Windows cannot remove it. Not before the digest:
+    # cloning repairs a bool that is neither 0 nor 1.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    try:  # the digest says that nothing has changed since, and not who wrote it
-        if (
-            values_in(tree.encode()) > MAX_VALUES
-        ):  # in the header they may have been written as \\u002c
+    try:  # the digest says that nothing has changed since, not who wrote it
+        # Counted again: in the header, commas may have been written as \\u002c.
+        if values_in(tree.encode()) > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES:,} values")
         return unpack(json.loads(tree), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -118,16 +103,52 @@ def load(path):
         ) from None
 
 
-def values_in(header):
-    """How many values there are at most in a JSON text, or in those that are strings in it."""
+def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
+    """Return (metadata, tensors) of a safetensors file whose header is within the limits."""
+    try:
+        with open_plain(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(min(length, MAX_HEADER))
+        if len(header) < length or values_in(header) > MAX_VALUES:
+            raise DamagedCheckpoint(not_readable(path, length))
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+            return file.metadata() or {}, tensors
+    except DamagedCheckpoint:
+        raise
+    except FileNotFoundError:
+        raise UserError(f"There is no checkpoint {path}.") from None
+    except (SafetensorError, OSError, ValueError, RuntimeError, OverflowError) as error:
+        # EINVAL and ELOOP: not a regular file, or a link. Other system errors say nothing about
+        # what is in the file.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ELOOP):
+            reason = str(error.strerror).lower()
+            raise TrainingError(f"{path} cannot be read: {reason}.") from error
+        raise DamagedCheckpoint(
+            f"{path} is no readable checkpoint: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def not_readable(path: str | Path, length: int) -> str:
+    """Return the message about a file whose header does not fit; a pickle is a common one."""
+    if length.to_bytes(8, "little").startswith(FOREIGN):
+        return (
+            f"{path} is torch's own or a pickle, and no checkpoint of a Trainer; "
+            "its state dict is for model.load_state_dict(torch.load(FILE))."
+        )
+    return f"{path} is no readable checkpoint: its header has {length:,} bytes."
+
+
+def values_in(header: bytes) -> int:
+    """Return at most how many values are in a JSON text, strings of JSON in it included."""
     return sum(header.count(mark) for mark in (b",", b"[", b"{"))
 
 
-def copy(state):
-    """The same state with its tensors copied, on the CPU and contiguous: the training may go on under it.
+def copy(state: Any) -> Any:
+    """Return the state with its tensors copied, on the CPU and contiguous: training may continue.
 
-    Tensors that are cut up over the processes are put together, for which all of them have to call this; the copy is
-    the first one's.
+    Sharded tensors are put together, for which all processes have to call this; rank 0 gets them.
     """
     if isinstance(state, torch.Tensor):
         state = parallel.whole(state)
@@ -142,42 +163,36 @@ def copy(state):
     return state
 
 
-def first_nonfinite(module):
-    """The name of the first parameter that is not finite in all its places, or None; asks the device once."""
-    named = [
-        (name, weight) for name, weight in module.named_parameters() if weight.is_floating_point()
-    ]
+@torch.no_grad()
+def first_nonfinite(module: torch.nn.Module) -> str | None:
+    """Return the name of the first parameter with a value that is not finite, or None.
+
+    Asks the device once, unless there is one.
+    """
+    named = {}
+    for name, weight in module.named_parameters():
+        if weight.is_floating_point():
+            named[name] = weight
     if not named:
         return None
-    with torch.no_grad():
-        weights = parallel.local([weight for _, weight in named])
-        norms = [norm.float() for norm in torch._foreach_norm(weights)]
-        total = parallel.add_up(torch.stack(norms).sum())
-        if total.isfinite():  # it is not for weights that are not, nor for huge ones
-            return None
-        finite = parallel.add_up(
-            torch.stack([(~weight.isfinite()).sum() for weight in weights])
-        ).tolist()
-    return next((name for (name, _), others in zip(named, finite, strict=True) if others), None)
+    weights = parallel.local(named.values())
+    norm = torch.nn.utils.get_total_norm(weights)
+    if parallel.add_up(norm.float()).isfinite():  # huge weights may overflow too
+        return None
+    counts = torch.stack([(~weight.isfinite()).sum() for weight in weights])
+    for name, count in zip(named, parallel.add_up(counts).tolist(), strict=True):
+        if count:
+            return name
+    return None
 
 
-def pack(value, tensors, name):
-    """The JSON form of a value; its tensors go into `tensors` under the names of their places."""
+def pack(value: Any, tensors: Tensors, name: str) -> Any:
+    """Return the JSON form of a value; put its tensors into `tensors`, named by their places."""
     if isinstance(value, torch.Tensor):
         tensors[name] = value.detach()
         return {MARK: "tensor", "name": name}
     if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value) and MARK not in value:
-            return {
-                key: pack(item, tensors, f"{name}/{escaped(key)}") for key, item in value.items()
-            }
-        if not all(isinstance(key, (str, int, float, bool, type(None))) for key in value):
-            raise TypeError(f"{name}: the keys of a checkpoint's dicts are strings and numbers.")
-        items = enumerate(value.items())
-        return {
-            MARK: "dict",
-            "items": [[key, pack(item, tensors, f"{name}/#{i}")] for i, (key, item) in items],
-        }
+        return pack_dict(value, tensors, name)
     if isinstance(value, (list, tuple)):
         items = [pack(item, tensors, f"{name}/{i}") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {MARK: "tuple", "items": items}
@@ -188,13 +203,28 @@ def pack(value, tensors, name):
     )
 
 
-def escaped(key):
-    """The key without the "/" that separates names, as JSON pointers have it (RFC 6901): no two places share a name."""
+def pack_dict(value: dict[Any, Any], tensors: Tensors, name: str) -> Any:
+    """Return a JSON object, or a list of pairs if JSON would change the keys."""
+    if MARK not in value and all(isinstance(key, str) for key in value):
+        packed = {}
+        for key, item in value.items():
+            packed[key] = pack(item, tensors, f"{name}/{escaped(key)}")
+        return packed
+    items = []
+    for i, (key, item) in enumerate(value.items()):
+        if not isinstance(key, (str, int, float, bool, type(None))):
+            raise TypeError(f"{name}: the keys of a checkpoint's dicts are strings and numbers.")
+        items.append([key, pack(item, tensors, f"{name}/#{i}")])
+    return {MARK: "dict", "items": items}
+
+
+def escaped(key: str) -> str:
+    """Return the key without "/", as in JSON pointers (RFC 6901): no two places share a name."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def unpack(value, tensors):
-    """What `pack` was given."""
+def unpack(value: Any, tensors: Tensors) -> Any:
+    """Return what `pack` was given."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -209,178 +239,200 @@ def unpack(value, tensors):
     return {key: unpack(item, tensors) for key, item in value.items()}
 
 
-def restore(part, state):
-    """`part.load_state_dict(state)`; an optimizer keeps its way of working, and its tensors are like its parameters.
+def restore(part: Any, state: Any) -> None:
+    """Call `part.load_state_dict(state)`, adapted to how an optimizer works here.
 
-    A file holds all tensors contiguous, and a fused optimizer walks through the memory of a channels_last weight and of
-    its means as they lie: means of another layout would be those of other weights.
+    A file holds contiguous tensors. A fused optimizer walks through the memory of a channels_last
+    weight and of its moments in parallel: moments of another layout would belong to other weights.
     """
     if isinstance(part, torch.nn.Module):
-        own = part.state_dict()
-        state = {name: parallel.like(value, own.get(name)) for name, value in state.items()}
+        current = part.state_dict()
+        state = {name: parallel.like(value, current.get(name)) for name, value in state.items()}
     if isinstance(part, torch.optim.Optimizer) and has_usual_state(part):
-        pairs = zip(part.param_groups, state["param_groups"], strict=True)
-        groups = [
-            {**group, **{way: own[way] for way in WAYS if way in own}} for own, group in pairs
-        ]
+        groups = []
+        for current, group in zip(part.param_groups, state["param_groups"], strict=True):
+            ways = {way: current[way] for way in WAYS if way in current}
+            groups.append({**group, **ways})
         state = {**state, "param_groups": groups}
     part.load_state_dict(state)
     if isinstance(part, torch.optim.Optimizer):
         for parameter, moments in part.state.items():
             for name, tensor in moments.items():
-                if (
-                    isinstance(tensor, torch.Tensor)
-                    and tensor.shape == parameter.shape
-                    and tensor.ndim
-                ):
-                    own = torch.empty_like(parameter, dtype=tensor.dtype)
-                    moments[name] = own.copy_(parallel.like(tensor, own))
+                moments[name] = with_layout(tensor, parameter)
 
 
-def own_storage(tensors):
-    """The tensors on the CPU, contiguous, none sharing memory with another: safetensors refuses tied weights."""
-    seen, own = set(), {}
+def with_layout(moment: Any, parameter: torch.Tensor) -> Any:
+    """Return an optimizer's tensor with the memory layout of its parameter, if it has its shape."""
+    if not isinstance(moment, torch.Tensor) or not moment.ndim or moment.shape != parameter.shape:
+        return moment
+    target = torch.empty_like(parameter, dtype=moment.dtype)
+    return target.copy_(parallel.like(moment, target))
+
+
+def own_storage(tensors: Tensors) -> Tensors:
+    """Return the tensors on the CPU, contiguous, none sharing memory: safetensors refuses that."""
+    storages: set[int] = set()
+    separate: Tensors = {}
     for name, tensor in tensors.items():
         tensor = tensor.cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        own[name] = tensor.clone() if storage in seen else tensor
-        seen.add(storage)
-    return own
+        separate[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    return separate
 
 
-def digest(tensors, tree):
-    """The SHA-256 over the JSON and over each tensor's name, type, shape and bytes."""
+def digest(tensors: Tensors, tree: str) -> str:
+    """Return the SHA-256 of the JSON and of each tensor's name, type, shape and bytes."""
     total = hashlib.sha256(tree.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        total.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
-def files(folder):
-    """{step: path} of the checkpoints `step_<number>.ckpt` in a folder, the newest first.
+def files(folder: str | Path) -> dict[int, Path]:
+    """Return {step: path} of the checkpoints `step_<number>.ckpt` in a folder, the newest first.
 
-    By number, since names sort 10 before 9.
+    Sorted by number: names sort 10 before 9.
     """
-    found = {}
+    paths: dict[int, Path] = {}
     for path in Path(folder).glob("step_*.ckpt"):
         number = re.fullmatch(r"step_(\d+)\.ckpt", path.name)
         if number and path.is_file() and not path.is_symlink():
-            found[int(number[1])] = path
-    return dict(sorted(found.items(), reverse=True))
+            paths[int(number[1])] = path
+    return dict(sorted(paths.items(), reverse=True))
 
 
-def go_back(folder, step):
-    """Leaves no checkpoint of a step after `step`, nor what a killed save left behind.
+def go_back(folder: str | Path, step: int) -> None:
+    """Remove the checkpoints after `step`, and what a killed save has left.
 
-    A run that goes on from there writes them anew, and the newest has to be its own.
+    A run that goes on from there writes them again, and the newest has to be its own.
     """
-    for path in [path for number, path in files(folder).items() if number > step]:
-        path.unlink(missing_ok=True)
+    for number, path in files(folder).items():
+        if number > step:
+            path.unlink(missing_ok=True)
     remove_partial(folder)
 
 
-def path_of(folder, step):
-    """The file that holds the state after `step`."""
+def path_of(folder: str | Path, step: int) -> Path:
+    """Return the path of the state after `step`."""
     return Path(folder) / f"step_{step:08d}.ckpt"
 
 
-def newest(folder):
-    """(path, state) of the newest good checkpoint in the folder, None where it has none.
+def newest(folder: str | Path) -> tuple[Path, State] | None:
+    """Return (path, state) of the newest good checkpoint in the folder, None if it has none.
 
-    A damaged one is named and passed over.
+    Warns of each damaged one before it.
+
+    Raises:
+        TrainingError: All of them are damaged.
     """
-    found, damaged = files(folder), []
-    for number, path in found.items():
+    paths = files(folder)
+    damaged = []
+    for number, path in paths.items():
         try:
             state = load_whole(path, number)
         except DamagedCheckpoint as error:
             damaged.append(error)
             continue
-        for error in damaged:
-            log.warning("%s %s is used instead.", error, path)
+        for problem in damaged:
+            log.warning("%s %s is used instead.", problem, path)
         return path, state
-    if found:
+    if paths:
         raise TrainingError(
-            f"None of the {len(found)} checkpoints in {folder} is good.\n"
-            "Start anew in another folder: type run_dir=DIR."
+            f"None of the {len(paths)} checkpoints in {folder} is good.\n"
+            "Start over in another folder: type run_dir=DIR."
         )
     return None
 
 
-def to_resume(source):
-    """The state to go on from: of a file, of the newest good one in a folder, or `source` itself where it is one."""
+def to_resume(source: Any) -> State:
+    """Return the state to resume from: of a file, of a folder's newest, or `source` if it is one."""
     return source if isinstance(source, dict) else loaded(source, newest)
 
 
-def to_load(source):
-    """The state of a file, or of the best one in a folder."""
+def to_load(source: Any) -> State:
+    """Return the state of a file, or of the best one in a folder."""
     return loaded(source, best)
 
 
-def loaded(source, choose):
+def loaded(source: Any, choose: Callable[[Any], tuple[Path, State] | None]) -> State:
+    """Return the state of a file, or of the one that `choose` takes from a folder."""
     if not isinstance(source, (str, Path)):
         raise UserError(f"{source!r} is no checkpoint: give its file, or the folder that it is in.")
     if not Path(source).is_dir():
-        return load(source)
-    if (found := choose(source)) is None:
+        state: State = load(source)
+        return state
+    chosen = choose(source)
+    if chosen is None:
         raise UserError(f"{source}: there is no checkpoint in this folder.")
-    return found[1]
+    return chosen[1]
 
 
-def together(name, find):
-    """What `find` finds on the first process, (path, state, ...) or None, on all: each of them reads the file."""
-    found = find() if launch.is_first() else None
-    path, *more = launch.agreed(name, lambda: found and [str(found[0]), *found[2:]]) or [None]
-    if found is None and path is not None:
-        found = (path, load_whole(path), *more)
-    return found
+def together(name: str, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
+    """Return on all processes what `find` returns on rank 0: (path, state, ...) or None.
+
+    Each of them reads the file; `name` is that of the question.
+    """
+    result = find() if launch.is_first() else None
+    facts = launch.agreed(name, lambda: result and [str(result[0]), *result[2:]])
+    if result is None and facts:
+        path, *more = facts
+        return (path, load_whole(path), *more)
+    return result
 
 
-def sha256_of(path):
-    """What the file says its SHA-256 is: a name for its contents once they are verified; None where it has none."""
+def sha256_of(path: str | Path) -> str | None:
+    """Return the SHA-256 that the file states, None if it does not.
+
+    Once the contents are verified, it is a name for them.
+    """
     try:
         with open_plain(path) as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, MAX_HEADER)))
-        return header["__metadata__"]["sha256"]
+        sha256: str = header["__metadata__"]["sha256"]
+        return sha256
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def load_whole(path, step=None):
-    """A Trainer's whole state, the one after `step` where that is known; DamagedCheckpoint for another one."""
-    state = load(path)
-    if (
-        not isinstance(state, dict)
-        or not isinstance(state.get("callbacks"), dict)
-        or type(state.get("step")) is not int
-    ):
+def load_whole(path: str | Path, step: int | None = None) -> State:
+    """Return a Trainer's whole state, the one after `step` if that is known.
+
+    Raises:
+        DamagedCheckpoint: The file holds something else.
+    """
+    state: State = load(path)
+    is_whole = isinstance(state, dict) and isinstance(state.get("callbacks"), dict)
+    if not is_whole or type(state.get("step")) is not int:
         raise DamagedCheckpoint(f"{path} is not the state of a training.")
     if step not in (None, state["step"]):
         raise DamagedCheckpoint(f"{path} is the state after step {state['step']}.")
     return state
 
 
-def best(folder):
-    """(path, state) of the checkpoint with the best monitored value, or of the newest one where nothing was monitored.
+def best(folder: str | Path) -> tuple[Path, State] | None:
+    """Return (path, state) of the checkpoint with the best monitored value; None without any.
 
-    None where there is no checkpoint. A damaged best one is named, and the newest is used.
+    That is the newest one if nothing was monitored, or if the best is damaged, with a warning.
     """
-    found = newest(folder)
-    if found is None:
+    result = newest(folder)
+    if result is None:
         return None
-    path, state = found
+    path, state = result
     try:
         entry = state["callbacks"].get("Checkpoint", {}).get("best")
         chosen = path_of(folder, entry["step"]) if entry else path
         if chosen == path:
-            return found
-        found = state = None  # two of them would be more memory than the training had
+            return result
+        # Two states would take more memory than the training had.
+        result = None
+        state = {}
         return chosen, load_whole(chosen, entry["step"])
-    except (AttributeError, TypeError, KeyError, ValueError):
-        log.warning("%s does not say which checkpoint is the best; it is used itself.", path)
     except (DamagedCheckpoint, UserError) as error:
         log.warning("%s %s, the newest, is used instead of the best one.", error, path)
-    return found or newest(folder)
+    except (AttributeError, TypeError, KeyError, ValueError):
+        log.warning("%s does not say which checkpoint is the best; it is used itself.", path)
+    return result or newest(folder)

@@ -1,4 +1,7 @@
-"""The only file that knows backends: choose a device and a precision, move batches, seed, memory, explain errors."""
+"""The only file that knows backends.
+
+Choose a device and a precision, move batches, seed generators, measure memory, explain errors.
+"""
 
 import contextlib
 import ctypes
@@ -12,6 +15,8 @@ import shutil
 import sys
 import time
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -20,83 +25,92 @@ from stoker.trainer import launch, settings
 from stoker.trainer.errors import TrainingError, UserError, log
 
 MIB = 2**20
-NO_VIEW = "view size is not compatible"  # how torch says that a tensor's memory is in another order
-# Errors that are no torch.OutOfMemoryError: of the CPU's allocator, of mps, of cuBLAS and cuDNN, of the driver.
+# torch's message if the memory of a tensor is in another order.
+NO_VIEW = "view size is not compatible"
+# Errors without a type of their own: the CPU's allocator, mps, cuBLAS and cuDNN, the driver.
 NO_MEMORY = (
     "DefaultCPUAllocator:",
     "MPS backend out of memory",
     "STATUS_ALLOC_FAILED",
     "CUDA error: out of memory",
 )
-CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # those that have a channels_last
-GRAPHS = ("cuda",)  # the devices on which a whole step can be captured
-FUSED = ("cpu", "cuda", "mps", "xpu")  # the devices for which torch has fused optimizers
+CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # with a channels_last order
+GRAPHS = ("cuda",)  # devices that can capture a whole step
+FUSED = ("cpu", "cuda", "mps", "xpu")  # devices with fused optimizers in torch
 
 
-def available():
-    """The names that `device=` takes on this machine: cpu, the accelerator, and each of several by number."""
+def available() -> list[str]:
+    """Return the names for `device=` on this machine: cpu, the accelerator, each of several."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return ["cpu"]
+    names = ["cpu", accelerator.type]
     count = torch.accelerator.device_count()
-    return ["cpu", accelerator.type] + [
-        f"{accelerator.type}:{i}" for i in range(count) if count > 1
-    ]
+    if count > 1:
+        names += [f"{accelerator.type}:{i}" for i in range(count)]
+    return names
 
 
-def choose(name="auto"):
-    """The torch.device for `auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`, made the current one.
+def choose(name: object = "auto") -> torch.device:
+    """Return the torch.device for `auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`; make it current.
 
-    UserError where it is not there.
+    Raises:
+        UserError: This machine does not have it.
     """
-    there = available()
+    names = available()
     name = str(name)
     if name == "auto":
-        name = there[1] if len(there) > 1 else "cpu"
+        name = names[1] if len(names) > 1 else "cpu"
     kind, _, number = name.partition(":")
-    if number and launch.local_world_size() > 1:
+    processes = launch.local_world_size()
+    if number and processes > 1:
         raise UserError(
-            f"device={name}: {launch.local_world_size()} processes have a GPU each. Type device={kind}."
+            f"device={name}: {processes} processes have a GPU each. Type device={kind}."
         )
-    if name not in there and not (
-        kind in there and number == "0"
-    ):  # "cuda:0" is there where "cuda" is
-        what = f"this machine has {' and '.join(there)}. Type device=auto or device={there[-1]}."
-        raise UserError(f"device={name}: {what}")
+    is_only_one = kind in names and number == "0"  # "cuda:0" of a single GPU
+    if name not in names and not is_only_one:
+        raise UserError(
+            f"device={name}: this machine has {' and '.join(names)}. "
+            f"Type device=auto or device={names[-1]}."
+        )
     if kind in ("cpu", "mps"):
         return torch.device(kind)
     index = int(number or launch.local_rank())
-    if index >= torch.accelerator.device_count():
-        count, wanted = torch.accelerator.device_count(), launch.local_world_size()
+    count = torch.accelerator.device_count()
+    if index >= count:
         raise UserError(
-            f"device={name}: {wanted} processes on a machine with {count} GPUs. Start {count} at most."
+            f"device={name}: {processes} processes on a machine with {count} GPUs. "
+            f"Start {count} at most."
         )
-    # Before anything else touches a GPU, or device 0 would get a context of its own.
+    # Before anything else touches a GPU, or device 0 would get a context.
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
 
 
-def describe(device):
-    """The device's name with its threads or its memory, for people."""
+def describe(device: torch.device) -> str:
+    """Return the device's name with its threads or its memory, for people."""
     if device.type == "cpu":
-        return f"cpu, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
+        threads = torch.get_num_threads()
+        return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
     backend = torch.get_device_module(device)
     name = backend.get_device_name(device) if hasattr(backend, "get_device_name") else device.type
     return f"{device} ({name}, {free_memory(device) / 2**30:.0f} GiB free)"
 
 
-def choose_precision(name, device):
-    """(the autocast dtype or None for fp32, the reason) for `auto`, `fp32`, `bf16` or `fp16` on this device."""
+def choose_precision(name: str, device: torch.device) -> tuple[torch.dtype | None, str]:
+    """Return (the autocast dtype or None for fp32, the reason) for a `precision` on this device."""
     settings.check("precision", name)
-    if name != "auto":
-        slow = (
-            "; slow on cpu" + ", bf16 is not" * has_bf16()
-            if (name, device.type) == ("fp16", "cpu")
-            else ""
-        )
-        return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[
-            name
-        ], f"as asked{slow}"
+    if name == "auto":
+        return auto_precision(device)
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    if name == "fp16" and device.type == "cpu":
+        better = ", bf16 is not" if has_bf16() else ""
+        return dtype, f"as asked; slow on cpu{better}"
+    return dtype, "as asked"
+
+
+def auto_precision(device: torch.device) -> tuple[torch.dtype | None, str]:
+    """Return what `precision=auto` means: half precision where the hardware multiplies it."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if torch.version.hip is not None or major >= 8:
@@ -111,18 +125,20 @@ def choose_precision(name, device):
     return None, f"the default on {device.type}"
 
 
-def grad_scaler(device, dtype):
-    """A GradScaler that does something for fp16 only."""
+def grad_scaler(device: torch.device, dtype: torch.dtype | None) -> torch.amp.GradScaler:
+    """Return a GradScaler, which does nothing except for fp16."""
     return torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
 
 
-def autocast(device, dtype):
-    """A context that can be entered again and again: autocast to `dtype`, or nothing for None."""
+def autocast(
+    device: torch.device, dtype: torch.dtype | None
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a reusable context: autocast to `dtype`, or nothing for None."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def settle_layout(module, in_shape, device):
-    """Takes channels_last back where the module's forward cannot do with it: a `view` of an image, as many have it."""
+def settle_layout(module: torch.nn.Module, in_shape: Sequence[int], device: torch.device) -> None:
+    """Undo channels_last if the module's forward cannot handle it: `view` of an image cannot."""
     if not any(isinstance(child, CONVOLUTIONS) for child in module.modules()):
         return
     modes = [(child, child.training) for child in module.modules()]
@@ -130,7 +146,7 @@ def settle_layout(module, in_shape, device):
     try:
         with torch.no_grad():
             module(torch.zeros(2, *in_shape, device=device))
-    except Exception as error:  # whatever else it is will come up in the first step
+    except Exception as error:  # any other error will come up in the first step
         if NO_VIEW in str(error):
             module.to(memory_format=torch.contiguous_format)
             log.warning(
@@ -159,25 +175,32 @@ def choose_kernels(device: torch.device, deterministic: bool) -> None:
         torch.set_float32_matmul_precision("highest" if deterministic else "high")
 
 
-def place(module, device, channels_last="auto"):
-    """The module on the device; the kernels of its 2-D convolutions in the order channels_last.
+def place(
+    module: torch.nn.Module, device: torch.device, channels_last: bool | str = "auto"
+) -> torch.nn.Module:
+    """Return the module on the device, the kernels of its 2-D convolutions in channels_last.
 
-    That is 1.5 to 2.5 times as fast on CPUs, and what tensor cores work in. `auto` leaves it out on mps.
+    That order is 1.5 to 2.5 times as fast on CPUs, and tensor cores work in it. `auto` leaves it
+    out on mps.
+
+    Raises:
+        UserError: `channels_last` is True and there is no 2-D convolution.
+        TrainingError: The module does not fit into the device's memory.
     """
     settings.check("channels_last", channels_last)
+    name = type(module).__name__
     try:
         module.to(device)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        memory = f"{device}: {describe_memory(device)}"
         raise TrainingError(
-            f"{type(module).__name__} does not fit on {memory}.\nType a smaller model."
+            f"{name} does not fit on {device}: {describe_memory(device)}.\nType a smaller model."
         ) from error
     convolutions = [child for child in module.modules() if isinstance(child, CONVOLUTIONS)]
     if channels_last is True and not convolutions:
         raise UserError(
-            f"channels_last=true: {type(module).__name__} has no 2-D convolution. Type channels_last=auto."
+            f"channels_last=true: {name} has no 2-D convolution. Type channels_last=auto."
         )
     if channels_last is True or (channels_last == "auto" and device.type != "mps"):
         for convolution in convolutions:
@@ -185,13 +208,13 @@ def place(module, device, channels_last="auto"):
     return module
 
 
-def check_compiler(device):
-    """UserError where `compile=true` cannot work.
+def check_compiler(device: torch.device) -> None:
+    """Raise UserError if `compile=true` cannot work.
 
     TorchInductor needs a C++ compiler on the CPU, nothing on mps, and Triton elsewhere.
     """
     if device.type == "mps":
-        return  # Inductor writes Metal there
+        return
     if device.type == "cpu":
         compilers = [os.environ.get("CXX") or "g++", "clang++", "cl"]
         if not any(shutil.which(compiler) for compiler in compilers):
@@ -200,73 +223,81 @@ def check_compiler(device):
                 "Install one, or type compile=false."
             )
         return
+    # private: torch.utils._triton.has_triton, no public check exists, torch 2.15
     from torch.utils._triton import has_triton
 
     if not has_triton():
         raise UserError(
-            f"compile=true: Triton does not work on {device}.\nInstall it (pip install triton), or type compile=false."
+            f"compile=true: Triton does not work on {device}.\n"
+            "Install it (pip install triton), or type compile=false."
         )
 
 
-def move(batch, device):
-    """The batch on the device: any nesting of tensors and objects with `.to`; other things unchanged.
+def move(batch: Any, device: torch.device) -> Any:
+    """Return the batch on the device: any nesting of tensors and of objects with `.to`.
 
-    From pinned memory the copy goes on beside the work of the device.
+    A copy from pinned memory runs beside the work of the device.
     """
     if isinstance(batch, (list, tuple)) and all(
         isinstance(x, torch.Tensor) and x.device == device for x in batch
     ):
-        return batch  # what our loaders give is there already
+        return batch  # our loaders have moved it
 
-    def to(_, leaf):
-        pinned = (
-            isinstance(leaf, torch.Tensor)
-            and device.type not in ("cpu", "mps")
-            and leaf.is_pinned()
-        )
-        return copy_beside(leaf, device) if pinned else leaf.to(device)
+    def to(_: str, leaf: Any) -> Any:
+        on_host = device.type in ("cpu", "mps")
+        if not on_host and isinstance(leaf, torch.Tensor) and leaf.is_pinned():
+            return copy_beside(leaf, device)
+        return leaf.to(device)
 
     return batches.walk(to, batch)
 
 
-def copy_beside(tensor, device):
-    """A pinned tensor's copy on the device, made while the steps before it are still being worked on.
+def copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a pinned tensor to the device while it works on earlier steps.
 
-    In the stream of the work it would wait for them.
+    In the stream of the work, the copy would wait for them.
     """
     backend = torch.get_device_module(device)
-    work, beside = backend.current_stream(device), copy_stream(device)
-    with backend.stream(beside):
+    work_stream = backend.current_stream(device)
+    stream = copy_stream(device)
+    with backend.stream(stream):
         copied = tensor.to(device, non_blocking=True)
-    work.wait_stream(beside)
-    copied.record_stream(work)  # or its memory could be given away before the work on it is done
+    work_stream.wait_stream(stream)
+    copied.record_stream(work_stream)  # keeps its memory until the work on it is done
     return copied
 
 
 @functools.cache
-def copy_stream(device):
-    """The one stream of the device for copies."""
+def copy_stream(device: torch.device) -> Any:
+    """Return the device's one stream for copies."""
     return torch.get_device_module(device).Stream(device)
 
 
-def beside(work, batch, device):
-    """`work(batch)` in the stream in which graphs are captured: what autograd makes in another cannot be in a graph."""
+def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
+    """Return `work(batch)`, done in the stream that captures graphs.
+
+    What autograd creates in another stream cannot be part of a graph.
+    """
     backend = torch.get_device_module(device)
-    here, aside = backend.current_stream(device), capture_stream(device)
-    aside.wait_stream(here)
-    with backend.stream(aside):
+    current = backend.current_stream(device)
+    stream = capture_stream(device)
+    stream.wait_stream(current)
+    with backend.stream(stream):
         result = work(batch)
-    here.wait_stream(aside)
+    current.wait_stream(stream)
     return result
 
 
-def record(work, batch, device):
-    """A function that does `work(batch)` again on the same memory, as one graph; it gives the same tensor each time."""
+def record(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Callable[[], Any]:
+    """Capture `work(batch)` as one graph; return a function that replays it on the same memory.
+
+    Each replay returns the same tensors.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=capture_stream(device)):
         result = work(batch)
 
-    def replay():
+    def replay() -> Any:
         graph.replay()
         return result
 
@@ -274,78 +305,82 @@ def record(work, batch, device):
 
 
 @functools.cache
-def capture_stream(device):
-    """The one stream of the device for captures, and for the steps in front of them."""
+def capture_stream(device: torch.device) -> Any:
+    """Return the device's one stream for captures, and for the steps before them."""
     return torch.get_device_module(device).Stream(device)
 
 
-def to_device(tensor, device):
-    """A tensor that was just made on the CPU, on the device; through pinned memory, so that nothing waits for it."""
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor that was just made on the CPU on the device, without waiting for it."""
     if device.type in ("cpu", "mps"):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def mix_seed(*parts):
-    """A 63-bit seed from any parts (numbers, strings).
+def mix_seed(*parts: object) -> int:
+    """Return a 63-bit seed from any parts (numbers, strings).
 
-    A real hash, since `seed + epoch` makes neighbours share their streams.
+    A hash: with `seed + epoch`, neighbours would share their streams.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_generators(device, seed, replicas=()):
-    """Seeds the default generators of the CPU, the device and the GPUs with replicas.
+def seed_generators(device: torch.device, seed: int, replicas: Sequence[int] = ()) -> None:
+    """Seed the default generators of the CPU, the device and the GPUs with replicas.
 
-    8 us, where torch.manual_seed walks through every backend (275 us).
+    It takes 8 us; torch.manual_seed goes through every backend in 275 us.
     """
     torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)
+    if device.type == "cpu":
+        return
+    backend = torch.get_device_module(device)
+    backend.manual_seed(seed)
     for index in replicas:  # each GPU of a DataParallel draws from its own generator
         if index != device.index:
-            torch.get_device_module(device).default_generators[index].manual_seed(
-                mix_seed(seed, index)
-            )
+            backend.default_generators[index].manual_seed(mix_seed(seed, index))
 
 
-def random_states(device):
-    """The states of the default generators of the CPU and the device, for `set_random_states`."""
-    owners = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+def random_states(device: torch.device) -> list[tuple[Any, torch.Tensor]]:
+    """Return the states of the CPU's and the device's generators, for `set_random_states`."""
+    owners: list[Any] = [torch]
+    if device.type != "cpu":
+        owners.append(torch.get_device_module(device))
     return [(owner, owner.get_rng_state()) for owner in owners]
 
 
-def set_random_states(states):
-    """Has the generators go on where they stood when `random_states` was asked."""
+def set_random_states(states: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    """Set the generators back to where `random_states` saw them."""
     for owner, state in states:
         owner.set_rng_state(state)
 
 
 @contextlib.contextmanager
-def random_stream(*parts):
-    """Within, the CPU's generators of torch, Python and numpy draw from a stream of these parts; then they go on."""
+def random_stream(*parts: object) -> Iterator[None]:
+    """Draw from a stream of these parts in this context: torch's CPU generator, random, numpy."""
     seed = mix_seed(*parts)
-    outside = torch.default_generator.get_state(), random.getstate(), numpy.random.get_state()
+    torch_state = torch.default_generator.get_state()
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state()
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     try:
         yield
     finally:
-        torch.default_generator.set_state(outside[0])
-        random.setstate(outside[1])
-        numpy.random.set_state(outside[2])
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
 
 
-def synchronize(device):
-    """Waits for the device; a clock read after this tells the truth."""
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; a clock that is read after this includes its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
-def mark(device):
-    """A point in the work of the device, for `seconds_between`; nothing waits for it."""
+def mark(device: torch.device) -> Any:
+    """Return a point in the work of the device, for `seconds_between`; nothing waits for it."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.get_device_module(device).Event(enable_timing=True)
@@ -353,14 +388,15 @@ def mark(device):
     return event
 
 
-def has_caught_up(mark):
-    """Whether a device beside the CPU has come to the mark: it waits for what Python gives it next."""
-    return not isinstance(mark, float) and mark.query()
+def has_caught_up(mark: Any) -> bool:
+    """Return whether a device other than the CPU has reached the mark, and waits for Python."""
+    return not isinstance(mark, float) and bool(mark.query())
 
 
-def seconds_between(start, end):
-    """The seconds from one mark to another one; the device has to have come to both."""
-    return end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two marks, both of which the device has reached."""
+    seconds: float = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+    return seconds
 
 
 def has_bf16() -> bool:
@@ -381,52 +417,56 @@ def glibc() -> ctypes.CDLL | None:
     return libc if hasattr(libc, "gnu_get_libc_version") else None
 
 
-def free_memory(device):
-    """Bytes that can still be taken on the device (the machine's available memory for the CPU)."""
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on the device (available on the machine for the CPU)."""
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     if device.type != "cpu":
-        return torch.get_device_module(device).mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(
-                int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
-            )
-    except (OSError, StopIteration):
-        return 4 * 2**30  # no /proc (macOS, Windows): a size that any machine of today has
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return 4 * 2**30  # no /proc (macOS, Windows): a size that any machine of today has
 
 
-def describe_memory(device):
-    """'0.4 of 24.0 GiB free, 23.1 held by this process', as far as it is known."""
-    free, total, held = None, None, peak_memory(device)
+def describe_memory(device: torch.device) -> str:
+    """Return "0.4 of 24.0 GiB free, 23.1 GiB held by this process", as far as it is known."""
+    free: int | None = None
+    total: int | None = None
+    held: float = peak_memory(device)
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
-        free, held = free_memory(device), torch.mps.driver_allocated_memory()
+        held = torch.mps.driver_allocated_memory()
+        free = free_memory(device)
     elif device.type != "cpu":
         backend = torch.get_device_module(device)
-        (free, total), held = backend.mem_get_info(device), backend.memory_reserved(device)
+        free, total = backend.mem_get_info(device)
+        held = backend.memory_reserved(device)
     elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = free_memory(device) if os.path.exists("/proc/meminfo") else None
-    known = (
-        []
-        if total is None
-        else [f"{gib(free)} of {gib(total)} GiB free" if free else f"{gib(total)} GiB in all"]
-    )
-    return ", ".join(known + [f"{gib(held)} GiB held by this process"] * (not math.isnan(held)))
+    parts = []
+    if total is not None and free:
+        parts.append(f"{gib(free)} of {gib(total)} GiB free")
+    elif total is not None:
+        parts.append(f"{gib(total)} GiB in all")
+    if not math.isnan(held):
+        parts.append(f"{gib(held)} GiB held by this process")
+    return ", ".join(parts)
 
 
-def gib(size):
+def gib(size: float) -> str:
     return f"{size / 2**30:,.1f}"
 
 
-def peak_memory(device):
-    """The most bytes that this process has held: allocated on the device, or resident for the CPU and mps."""
+def peak_memory(device: torch.device) -> float:
+    """Return the most bytes that this process has held: on the device, or resident (CPU, mps)."""
     if device.type in ("cpu", "mps"):
         try:
             import resource
-        except ImportError:  # Windows has no such module
-            return float("nan")
+        except ImportError:  # Windows does not have it
+            return math.nan
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
     return torch.accelerator.max_memory_allocated(device)
@@ -434,70 +474,80 @@ def peak_memory(device):
 
 def reset_peak_memory(device: torch.device) -> None:
     """Start counting `peak_memory` from here, where the device can."""
-    backend = None if device.type == "cpu" else torch.get_device_module(device)
-    if hasattr(backend, "reset_peak_memory_stats"):
-        backend.reset_peak_memory_stats(device)
+    if device.type != "cpu":
+        backend = torch.get_device_module(device)
+        if hasattr(backend, "reset_peak_memory_stats"):
+            backend.reset_peak_memory_stats(device)
 
 
-def is_out_of_memory(error):
-    """Whether an error says that the device's memory, or the machine's, is too small for what was asked."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that the device's or the machine's memory is too small."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
-def release(device):
-    """Gives memory back: collects garbage, then empties the device's cache. For the end of a job, never for a step."""
+def release(device: torch.device) -> None:
+    """Collect garbage and return unused memory: at the end of a job, never in a step."""
     gc.collect()
     libc = glibc()
     if libc is not None:
-        libc.malloc_trim(0)  # what `process.keep_pages` has kept and nobody uses
+        libc.malloc_trim(0)  # what `process.keep_pages` has kept
     if device.type != "cpu":
-        torch.get_device_module(
-            device
-        ).empty_cache()  # torch.accelerator's fails on mps in some releases
+        # torch.accelerator.empty_cache fails on mps in some releases.
+        torch.get_device_module(device).empty_cache()
 
 
-def explain(error, module, batch, device):
-    """A UserError that says what to change, or None.
+def explain(
+    error: BaseException, module: torch.nn.Module, batch: Any, device: torch.device
+) -> UserError | None:
+    """Return a UserError that says what to change, or None.
 
-    For torch's "expected all tensors to be on the same device", of which it names the tensors in the wrong place, for
-    a `view` of an image in channels_last order, and for statistics of one sample.
+    For tensors on two devices, of which it names those in the wrong place, for a `view` of an image
+    in channels_last order, and for statistics of one sample.
     """
     text = str(error)
+    name = type(module).__name__
     if "Expected more than 1 value per channel" in text:
         return UserError(
-            f"{type(module).__name__}: BatchNorm has to see two samples at once, and a batch or micro-batch has one.\n"
-            "Type drop_last=true, or another batch_size or micro_batch."
+            f"{name}: BatchNorm has to see two samples at once, and a batch or micro-batch has "
+            "one.\nType drop_last=true, or another batch_size or micro_batch."
         )
     kernels = [parameter for parameter in module.parameters() if parameter.ndim == 4]
     if NO_VIEW in text and not all(kernel.is_contiguous() for kernel in kernels):
         return UserError(
-            f"{type(module).__name__}: .view() of an image, whose memory is in the order channels_last.\n"
+            f"{name}: .view() of an image, whose memory is in the order channels_last.\n"
             "Write .flatten(1) or .reshape() there, or type channels_last=false."
         )
     if "on the same device" not in text and "is not on the expected device" not in text:
         return None
-    found = [(f"parameter {name!r}", tensor) for name, tensor in module.named_parameters()]
-    found += [(f"buffer {name!r}", tensor) for name, tensor in module.named_buffers()]
-    # A tensor kept as a plain attribute does not move with the module: the usual mistake.
-    for path, child in module.named_modules():
-        plain = (
-            (f"{path}.{name}".lstrip("."), value)
-            for name, value in vars(child).items()
-            if isinstance(value, torch.Tensor)
-        )
-        found += [
-            (f"attribute {name!r} (make it a buffer: self.register_buffer)", tensor)
-            for name, tensor in plain
-        ]
-    found += [(f"batch entry {name!r}", tensor) for name, tensor in batches.entries(batch)]
-    wrong = [f"{name} is on {tensor.device}" for name, tensor in found if tensor.device != device]
+    tensors = named_tensors(module, batch)
+    wrong = [
+        f"{place} is on {tensor.device}" for place, tensor in tensors if tensor.device != device
+    ]
     if not wrong:
-        wrong = [
-            "no parameter, buffer or batch entry; a tensor made inside forward, which wants device=inputs.device"
-        ]
+        forward = "a tensor made inside forward, which wants device=inputs.device"
+        wrong = [f"no parameter, buffer or batch entry; {forward}"]
     more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return UserError(
         f"Tensors on two devices: the Trainer works on {device}, but {'; '.join(wrong[:3])}{more}."
     )
+
+
+def named_tensors(module: torch.nn.Module, batch: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return (how to call it, tensor) for all tensors of a module and a batch."""
+    named: list[tuple[str, torch.Tensor]] = []
+    for name, parameter in module.named_parameters():
+        named.append((f"parameter {name!r}", parameter))
+    for name, buffer in module.named_buffers():
+        named.append((f"buffer {name!r}", buffer))
+    # A tensor kept as a plain attribute does not move with the module: the usual mistake.
+    advice = "(make it a buffer: self.register_buffer)"
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Tensor):
+                place = f"{path}.{name}".lstrip(".")
+                named.append((f"attribute {place!r} {advice}", value))
+    for name, tensor in batches.entries(batch):
+        named.append((f"batch entry {name!r}", tensor))
+    return named
