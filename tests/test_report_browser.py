@@ -164,7 +164,7 @@ CONTRASTS = """(() => {
     cell.className = `cell ${kind}`; cell.style.setProperty("--share", share);
     cells.push(contrast(getComputedStyle(cell).color, getComputedStyle(cell).backgroundColor));
   }
-  const drawn = ["train", "val", ...[0, 1, 2, 3, 4, 5, 6, 7].map(i => `c${i}`)];
+  const drawn = ["train", "val", "bad", ...[0, 1, 2, 3, 4, 5, 6, 7].map(i => `c${i}`)];
   return [Math.min(...cells), Math.min(...drawn.map(name =>
     contrast(page.getPropertyValue(`--${name}`), page.backgroundColor)))];
 })()"""
@@ -193,7 +193,9 @@ def test_no_letter_of_a_plot_is_cut(browser, tmp_path, scale):
     points = [(i, scale * (i + 1)) for i in range(4)]
     drawn = (
         plots.curves("a", {"val": points}, points[1], "a"),
-        plots.scatter("b", points, "true", "predicted", "b"),
+        plots.against("b", points, "b"),
+        plots.results("c", ["1e-3", "1e-2", "0.1"], [scale, None, 3 * scale], 2, "c"),
+        plots.results("d", ["a" * 300, "torch.nn.CrossEntropyLoss", "$x"], [1, 2, scale], 1, "d"),
     )
     (tmp_path / "plots.html").write_text("".join(drawn), encoding="utf-8")
     browser.open(tmp_path / "plots.html", 500)

@@ -151,7 +151,7 @@ def place_settings(axes: "Axes", settings: Sequence[str]) -> list[float]:
     known = [number for number in numbers if number is not None]
     if len(known) == len(texts):
         if are_far_apart(known, 10):
-            scale_by_powers(axes, "x")
+            scale_by_powers(axes, "x", (1,) if are_far_apart(known, 1000) else (1, 3))
         places = dict(zip(texts, known, strict=True))
     else:
         places = {text: float(i) for i, text in enumerate(texts)}
@@ -204,14 +204,14 @@ def are_far_apart(values: Sequence[float], far: float = FAR) -> bool:
     return bool(values) and min(values) > 0 and max(values) > far * min(values)
 
 
-def scale_by_powers(axes: "Axes", which: str) -> None:
-    """Make the axis "x" or "y" logarithmic, with ticks such as 0.003, 0.01, 0.03."""
+def scale_by_powers(axes: "Axes", which: str, ticks: Sequence[float] = (1, 3)) -> None:
+    """Make the axis "x" or "y" logarithmic, with ticks such as 0.01, 0.03, 0.1."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_minor_locator(NullLocator())
-    axis.set_major_locator(LogLocator(subs=(1, 3), numticks=8 if which == "y" else 5))
+    axis.set_major_locator(LogLocator(subs=ticks, numticks=8))
     axis.set_major_formatter(tick)
 
 
