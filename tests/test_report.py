@@ -37,6 +37,7 @@ from stoker.runs.page import Column, plain, render
 from stoker.runs.report import curves, evaluation, setup, summary, words
 from stoker.runs.result import RunResult
 from stoker.sweeps import sweep
+from stoker.sweeps.table import Sweep
 from stoker.tasks import report as drawing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -1070,11 +1071,12 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys
     assert end.value.code == 130 and "the run has ended before" in capsys.readouterr().err
 
 
-def test_whatever_is_given_to_a_template_is_escaped():
+def test_whatever_is_given_to_a_template_is_escaped(tmp_path):
     assert plain("a\x1b<") == "a\\x1b<"
-    facts = {"about": "", "best": "", "again": "", "report": None, "figures": [], "groups": []}
+    facts = {"best": "", "again": "", "report": None, "figures": [], "groups": []}
     jobs = [Column("<h>", ["<c>"]), Column("a\x1b<", ["a\x1b<"])]
-    shown = render("sweep.html", swept=True, title="<x>", jobs=jobs, **facts)
+    (tmp_path / "<x>").mkdir()
+    shown = render("sweep.html", sweep=Sweep(tmp_path / "<x>"), counts="", jobs=jobs, **facts)
     assert all(f"&lt;{name}&gt;" in shown for name in "xhc") and shown.count("a\\x1b&lt;") == 2
 
 

@@ -27,26 +27,16 @@ def of_sweep(
     `counts` says how many jobs are done; `best` and `again` are the commands of the best job and of the jobs that are
     left; `report` is the link to the best job's report.
     """
-    kind = "jobs" if sweep.swept else "runs"
-    about = f"{len(sweep.jobs)} {kind}: {counts}"
-    if sweep.name and sweep.compares:
-        better = "higher" if sweep.high else "lower"
-        about = f"{about}, best first by {sweep.name} ({better} is better)"
     return render(
         "sweep.html",
-        swept=sweep.swept,
-        title=f"{'Sweep' if sweep.swept else 'Runs in'} {sweep.folder.name}",
-        about=about,
+        sweep=sweep,
+        counts=counts,
         best=best,
         again=again,
         report=report,
-        keys=sweep.keys,
-        result=sweep.name or "result",
         figures=figures(sweep),
-        has_lost=bool(sweep.of("failed") or sweep.of("pruned")),
         groups=of_groups(sweep),
         jobs=of_jobs(sweep),
-        marks_best=bool(sweep.name) and sweep.compares,
     )
 
 
