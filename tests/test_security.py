@@ -504,6 +504,7 @@ TEXTS = {
     "oc.env in a node": edit(
         callbacks__a={"_target_": "stoker.trainer.callbacks.EMA", "decay": "${oc.env:SECRET}"}
     ),
+    "oc.env of two keys": edit(half="$", monitor="${half}{oc.env:SECRET}"),
     "escaped": edit(monitor="\\${oc.env:SECRET}"),
     "to nowhere": edit(epochs="${nowhere.at.all}"),
     "to a group": edit(epochs="${model}"),
@@ -785,7 +786,16 @@ def test_a_run_takes_its_data_from_where_it_lies_here(good):
         saved_config.resolved("run", good, config)["dataset"]["root"]
         == "${oc.env:DATA_ROOT,datasets}"
     )
-    for key, text in (("root", "${oc.env:HOME}"), ("path", "${oc.env:DATA_ROOT,datasets}")):
+    config["half"] = "$"
+    refused = [
+        ("root", "${oc.env:HOME}"),
+        ("path", "${oc.env:DATA_ROOT,datasets}"),
+        (
+            "path",
+            "${half}{oc.env:HOME}",
+        ),  # put together, it would be looked up by who reads it next
+    ]
+    for key, text in refused:
         config["dataset"] = {key: text}
         with pytest.raises(UserError, match=rf"(?s)dataset\.{key} .*Type dataset\.{key}="):
             saved_config.resolved("run", good, dict(config))
