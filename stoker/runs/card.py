@@ -1,16 +1,23 @@
-"""What a run leaves to be shared: the weights alone, and a card that says what they are and how to load them."""
+"""What a run leaves to share: the weights alone, and a card that says what they are and how to load them."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from stoker.command.shell import command
 from stoker.command.trust import own_packages
+from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer.errors import printable
 from stoker.trainer.files import write_text
 from stoker.trainer.readable import numbers
+from stoker.trainer.trainer import Trainer
 
+# What goes into a model and comes out of it: `data.description()` of the data it was trained on.
+Description = dict[str, Any]
+OUTPUTS = {"classification": "class scores", "regression": "numbers"}
 CARD = """# {name}
 
 - Weights: `model.safetensors`, {parameters} parameters, those of step {step}
@@ -38,112 +45,134 @@ model.eval()
 """
 
 
-def weights(trainer):
-    """A copy of the weights that are evaluated, by name; all processes have to ask."""
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return a copy of the weights that are evaluated, by name; call it on all ranks."""
     with trainer.evaluating():  # an average of the weights, where that is what is evaluated
         return checkpoint.copy(dict(trainer.module.state_dict()))
 
 
-def write(folder, weights, module, data, result, usual=True):
-    """model.safetensors, the weights that were tested, alone; and model.md, the card that says what they are.
+def write(
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    module: torch.nn.Module,
+    data: Any,
+    result: RunResult,
+    usual: bool = True,
+) -> None:
+    """Write model.safetensors, the tested weights alone, and model.md, the card that says what they are.
 
     `usual`: whether the module's outputs are what the data set suggests.
     """
     about = data.description()
     # One entry alone: several are written in the order of a hash, and equal weights would not be equal files.
     checkpoint.write_tensors(folder / "model.safetensors", weights, {"inputs": json.dumps(about)})
+    overrides = result.overrides or []
+    arguments = [json.dumps(str(folder))]
+    packages = own_packages(overrides)
+    if packages:
+        arguments.append(f"trusted={json.dumps(packages)}")
+    versions = dict(result.versions or {})
+    versions.pop("platform", None)
     text = parallel.plain_text(module)
-    own = own_packages(result.overrides)
-    trusted = [f"trusted={json.dumps(own)}"] if own else []
     card = CARD.format(
         name=text.partition("(")[0],
         parameters=f"{result.parameters:,}",
         facts=facts(about, usual),
         results=results(result),
         step=f"{step_of(result):,}",
-        versions=", ".join(
-            f"{key} {value}" for key, value in result.versions.items() if key != "platform"
-        ),
-        command=command(result.overrides),
-        load=", ".join([json.dumps(str(folder)), *trusted]),
+        versions=", ".join(f"{name} {version}" for name, version in versions.items()),
+        command=command(overrides),
+        load=", ".join(arguments),
         module=text,
     )
     write_text(folder / "model.md", card)
 
 
-def is_usual(outputs, about):
-    """Whether a model's outputs are one number a class, or a target, a sample."""
-    return isinstance(outputs, torch.Tensor) and tuple(outputs.shape[1:]) == (about["num_classes"],)
+def is_usual(outputs: Any, about: Description) -> bool:
+    """Whether a model's outputs are one number per class, or target, for each sample."""
+    return isinstance(outputs, torch.Tensor) and outputs.shape[1:] == (about["num_classes"],)
 
 
-def is_image(about):
-    """Whether the inputs are images as files have them, grey or of three colours."""
-    return (
-        about["dtype"] == "uint8" and len(about["in_shape"]) == 3 and about["in_shape"][0] in (1, 3)
-    )
+def is_image(about: Description) -> bool:
+    """Whether the inputs are images as files have them: grey, or of three colours."""
+    shape = about["in_shape"]
+    return about["dtype"] == "uint8" and len(shape) == 3 and shape[0] in (1, 3)
 
 
-def step_of(result):
-    """The step of the weights that are shared; None where the result does not say it."""
+def step_of(result: RunResult) -> int | None:
+    """Return the step of the weights that are shared; None where the result does not say it."""
     return result.steps if result.best is None else result.best.step
 
 
-def facts(about, usual=True):
-    """The lines that say what goes into a model's module and what comes out, after the data's description."""
-    kinds = {"classification": "class scores", "regression": "numbers"}
-    pixels = about["dtype"] == "uint8"
-    inputs = f"{'float32' if pixels else about['dtype']} of shape (N, {', '.join(map(str, about['in_shape']))})"
-    if pixels and (about["mean"] or about["std"]):
-        inputs += f", (pixel / 255 - mean) / std by channel, mean {about['mean'] or 0}, std {about['std'] or 1}"
-    elif pixels:
-        inputs += ", pixel / 255"
-    outputs = f"(N, {about['num_classes']}) {kinds[about['kind']]}{of_target(about)}"
-    if about["kind"] == "regression" and (about["target_mean"], about["target_scale"]) != (0, 1):
-        outputs += f", which are (value - {about['target_mean']}) / {about['target_scale']}"
-    lines = [
-        f"- Inputs: {inputs}",
-        f"- Outputs: {outputs if usual else 'what the model itself gives'}",
-    ]
-    if about["table"]:
-        columns = [f"{c['name']} {described(c)}" for c in about["table"]["columns"]]
-        gaps = (
-            "; then 0 for a number that is missing" if about["table"]["missing"] == "mean" else ""
-        )
-        lines.append(f"- Columns, in order: {'; '.join(columns)}{gaps}")
-    lines += images(about) + (classes(about) if usual else [])
+def facts(about: Description, usual: bool = True) -> str:
+    """Return the lines that say what goes into a model's module and what comes out."""
+    outputs = outputs_of(about) if usual else "what the model itself gives"
+    lines = [f"- Inputs: {inputs_of(about)}", f"- Outputs: {outputs}"]
+    table = about["table"]
+    if table:
+        columns = "; ".join(f"{column['name']} {described(column)}" for column in table["columns"])
+        if table["missing"] == "mean":
+            columns += "; then 0 for a number that is missing"
+        lines.append(f"- Columns, in order: {columns}")
+    lines += images(about)
+    if usual:
+        lines += classes(about)
     return "".join(f"{printable(line)}\n" for line in lines)
 
 
-def of_target(about):
-    """' of price' for a table's target; '' where it has no name."""
+def inputs_of(about: Description) -> str:
+    """Return 'float32 of shape (N, 1, 8, 8), pixel / 255': what a module takes."""
+    shape = ", ".join(map(str, about["in_shape"]))
+    if about["dtype"] != "uint8":
+        return f"{about['dtype']} of shape (N, {shape})"
+    inputs = f"float32 of shape (N, {shape})"
+    if not about["mean"] and not about["std"]:
+        return f"{inputs}, pixel / 255"
+    norm = f"mean {about['mean'] or 0}, std {about['std'] or 1}"
+    return f"{inputs}, (pixel / 255 - mean) / std by channel, {norm}"
+
+
+def outputs_of(about: Description) -> str:
+    """Return '(N, 10) class scores': what a module gives."""
+    outputs = f"(N, {about['num_classes']}) {OUTPUTS[about['kind']]}{of_target(about)}"
+    scale = (about["target_mean"], about["target_scale"])
+    if about["kind"] == "regression" and scale != (0, 1):
+        outputs += f", which are (value - {about['target_mean']}) / {about['target_scale']}"
+    return outputs
+
+
+def of_target(about: Description) -> str:
+    """Return ' of price' for a table's target; '' where it has no name."""
     return f" of {about['table']['target']}" if about["table"] else ""
 
 
-def images(about):
-    """The line that says how an image file becomes an input; none where the inputs are none."""
+def images(about: Description) -> list[str]:
+    """Return the line that says how an image file becomes an input, if the inputs are images."""
+    if not is_image(about):
+        return []
     size = "x".join(map(str, about["in_shape"][1:]))
-    how = f"- An image file: turned as its EXIF says, then resized to {size} (height x width), bilinear and not cropped"
-    return [how] if is_image(about) else []
+    resized = f"then resized to {size} (height x width), bilinear and not cropped"
+    return [f"- An image file: turned as its EXIF says, {resized}"]
 
 
-def classes(about):
-    """The line with the names of the classes; none where there are no names."""
+def classes(about: Description) -> list[str]:
+    """Return the line with the names of the classes, if they have names."""
     return [f"- Classes, in order: {listed(about['classes'])}"] if about["classes"] else []
 
 
-def listed(names):
-    """'a, b', with what has a comma or semicolon in it in quotes."""
+def listed(names: list[str]) -> str:
+    """Return 'a, b'; a name with a comma or semicolon in it stands in quotes."""
     return ", ".join(repr(name) if {",", ";"} & set(name) else name for name in names)
 
 
-def described(column):
-    """How a table's column becomes numbers."""
+def described(column: dict[str, Any]) -> str:
+    """Return how a table's column becomes numbers."""
     if "categories" in column:
         return f"(0 or 1 for each of {listed(column['categories'])})"
     return f"(value - {column['mean']:.6g}) / {column['std']:.6g}"
 
 
-def results(result):
+def results(result: RunResult) -> str:
     """Return 'val acc 0.9; test loss 0.1  acc 0.9': what a result says of the weights that are shared."""
     metrics = {name: value for name, value in result.numbers.items() if "/" in name}
     best = result.best

@@ -1,31 +1,38 @@
-"""What a final evaluation has seen, as images for the loggers: the confusion matrix, and the samples it is worst at."""
+"""Images of a final evaluation for the loggers: the confusion matrix, and the hardest samples."""
 
 import base64
 import io
+from typing import TYPE_CHECKING, Any
 
 from stoker.trainer.readable import number
 
-MOST_NAMES, MOST_NUMBERS = (
-    40,
-    20,
-)  # classes of a matrix that has their names, and the counts in its cells
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_NAMES = 40  # classes of a matrix that shows their names
+MOST_NUMBERS = 20  # classes of a matrix that shows the counts in its cells
 COLUMNS = 4
+LONGEST_NAME = 16  # letters
+
+Evaluation = dict[str, Any]  # what is in evaluation.json
 
 
-def of(evaluation):
-    """{name: uint8 array (H, W, 3)} of what is in evaluation.json."""
-    split, images = evaluation.get("split"), {}
+def of(evaluation: Evaluation) -> dict[str, Any]:
+    """Return {name: image} of an evaluation.json, each a uint8 array (height, width, 3)."""
+    split = evaluation.get("split")
     classes = [short(name) for name in evaluation.get("classes") or ()]
+    images = {}
     if evaluation.get("confusion"):
         images[f"{split}/confusion"] = confusion(evaluation["confusion"], classes)
-    for which in ("worst", "uncertain"):
-        if seen := [sample for sample in evaluation.get(which) or () if sample.get("png")]:
-            images[f"{split}/{which}"] = samples(seen, classes)
+    for kind in ("worst", "uncertain"):
+        shown = [sample for sample in evaluation.get(kind) or () if sample.get("png")]
+        if shown:
+            images[f"{split}/{kind}"] = samples(shown, classes)
     return images
 
 
-def confusion(counts, classes):
-    """A row for each true class, as shares of it: dark is all of it."""
+def confusion(counts: list[list[int]], classes: list[str]) -> Any:
+    """Draw a row for each true class, as shares of it: dark is all of it."""
     from matplotlib.figure import Figure
 
     size = len(counts)
@@ -37,45 +44,51 @@ def confusion(counts, classes):
     if size <= MOST_NAMES:
         axes.set_xticks(range(size), classes, rotation=90)
         axes.set_yticks(range(size), classes)
-    for i, row in enumerate(counts if size <= MOST_NUMBERS else ()):
-        for k, count in enumerate(row):
-            color = "white" if shares[i][k] > 0.5 else "black"
-            axes.text(k, i, f"{count:,}" if count else "", ha="center", va="center", color=color)
+    if size <= MOST_NUMBERS:
+        for true in range(size):
+            for predicted in range(size):
+                count = counts[true][predicted]
+                color = "white" if shares[true][predicted] > 0.5 else "black"
+                text = f"{count:,}" if count else ""
+                axes.text(predicted, true, text, ha="center", va="center", color=color)
     return drawn(figure)
 
 
-def samples(seen, classes):
-    """A grid of pictures, each under what it is, and what it was taken for."""
+def samples(shown: list[dict[str, Any]], classes: list[str]) -> Any:
+    """Draw a grid of pictures, each below its class and the predicted one."""
     from matplotlib.figure import Figure
     from matplotlib.image import imread
 
-    rows = -(-len(seen) // COLUMNS)
+    rows = -(-len(shown) // COLUMNS)
     figure = Figure((2 * COLUMNS, 2.4 * rows), layout="constrained")
-    for place, sample in enumerate(seen, 1):
+    for place, sample in enumerate(shown, 1):
         axes = figure.add_subplot(rows, COLUMNS, place)
         axes.imshow(imread(io.BytesIO(base64.b64decode(sample["png"]))), cmap="gray")
         axes.axis("off")
-        true, predicted = (name_of(sample[key], classes) for key in ("true", "predicted"))
-        sure = "" if sample.get("probability") is None else f", {sample['probability']:.0%}"
+        title = f"{name_of(sample['true'], classes)}\n"
+        title += f"taken for {name_of(sample['predicted'], classes)}"
+        if sample.get("probability") is not None:
+            title += f", {sample['probability']:.0%}"
         color = "black" if sample["true"] == sample["predicted"] else "firebrick"
-        axes.set_title(f"{true}\ntaken for {predicted}{sure}", fontsize=9, color=color)
+        axes.set_title(title, fontsize=9, color=color)
     return drawn(figure)
 
 
-def name_of(answer, classes):
-    """A class's name, or the numbers of a regression; null is one that is not finite."""
+def name_of(answer: int | list[float | None], classes: list[str]) -> str:
+    """Return a class's name, or the numbers of a regression; None is one that is not finite."""
     if isinstance(answer, int):
         return classes[answer]
     return short(", ".join("nan" if value is None else number(value) for value in answer))
 
 
-def short(name):
-    """A class's name as matplotlib takes it: "$" would begin a formula."""
+def short(name: str) -> str:
+    """Return a class's name as matplotlib takes it: "$" would begin a formula."""
     name = str(name).replace("$", r"\$")
-    return name if len(name) <= 16 else f"{name[:15]}…"
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
-def drawn(figure):
+def drawn(figure: "Figure") -> Any:
+    """Return the figure as a uint8 array (height, width, 3)."""
     import numpy
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

@@ -289,7 +289,7 @@ def typed(value: Any, hint: Any) -> Any:
         return {name: typed(item, parts[1]) for name, item in value.items()}
     if kind is list and isinstance(value, list):
         return [typed(item, parts[0]) for item in value]
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, dict):
         hints = typing.get_type_hints(hint)
         return hint(**{name: typed(value.get(name), part) for name, part in hints.items()})
     if hint is float and is_number(value):

@@ -106,8 +106,9 @@ def check_beginning(folder: Path, cfg: Any) -> None:
 def about(state: dict[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint says about its run; {} where that is nothing, or unusable."""
     entry = state.get("about")
-    usable = isinstance(entry, dict) and isinstance(entry.get("config"), dict)
-    return entry if usable else {}
+    if isinstance(entry, dict) and isinstance(entry.get("config"), dict):
+        return entry
+    return {}
 
 
 def check_classes(state: dict[str, Any], data: Any) -> None:
