@@ -348,7 +348,7 @@ def newest(folder: str | Path) -> tuple[Path, State] | None:
 
 
 def to_resume(source: Any) -> State:
-    """Return the state to resume from: of a file, of a folder's newest, or `source` if it is one."""
+    """Return the state to resume from: of a file, the newest of a folder, or `source` itself."""
     return source if isinstance(source, dict) else loaded(source, newest)
 
 

@@ -401,7 +401,8 @@ def seconds_between(start: Any, end: Any) -> float:
 
 def has_bf16() -> bool:
     """Return whether this CPU multiplies bfloat16 in hardware (AVX-512 BF16 or AMX)."""
-    # private: torch.cpu._is_*_supported, no public name yet, torch 2.15; a release without them gets no advice
+    # private: torch.cpu._is_*_supported, no public name yet, torch 2.15
+    # A release without them gets no advice.
     checks = [
         getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")
     ]

@@ -54,7 +54,7 @@ def nearest(name: Any, choices: Iterable[Any]) -> str | None:
 
 
 def is_one_slip(typed: str, meant: str) -> bool:
-    """Return whether one insertion, deletion, replacement or swap of neighbours is the difference."""
+    """Return whether one inserted, deleted, replaced or swapped letter is the difference."""
     start = 0
     while typed[start : start + 1] == meant[start : start + 1] != "":
         start += 1

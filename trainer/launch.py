@@ -1,4 +1,4 @@
-"""Know the other processes of a run: ranks, a shared store, agreement, and what to say when one fails.
+"""Know the other processes of a run: ranks, a shared store, agreement, and the last words.
 
 The processes are torchrun's and share its store. Nothing here imports torch until a rank uses the
 store.

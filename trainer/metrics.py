@@ -90,7 +90,7 @@ class Sums:
         raise NotImplementedError
 
     def compute(self) -> torch.Tensor:
-        """Return the metric over all processes, which all have to call this; nan if without data."""
+        """Return the metric over all processes (all have to call this); nan without data."""
         sums = parallel.add_up(self.sums)
         return torch.tensor(torch.nan) if sums is None else self.value(sums)
 

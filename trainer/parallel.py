@@ -278,10 +278,12 @@ class OverRanks(torch.nn.SyncBatchNorm):
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
         values = wide.new_tensor([input.numel() / channels])  # per channel
         sums = SumOverRanks.apply(torch.cat([values, wide.sum(dims)]))
-        count, total = sums[:1], sums[1:]
+        count = sums[:1]
+        total = sums[1:]
         if count.item() == 1:
             raise ValueError(
-                f"Expected more than 1 value per channel when training, got input size {input.shape}"
+                "Expected more than 1 value per channel when training, "
+                f"got input size {input.shape}"
             )
         mean = total / count
         centred = wide - mean.view(shape)
@@ -596,8 +598,9 @@ def like(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    mesh, placements = target.device_mesh, target.placements
-    return distribute_tensor(tensor.to(target.device), mesh, placements, src_data_rank=None)
+    return distribute_tensor(
+        tensor.to(target.device), target.device_mesh, target.placements, src_data_rank=None
+    )
 
 
 class Agreement:
