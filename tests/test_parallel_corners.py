@@ -110,7 +110,7 @@ REASONS = {
     ("two types", "fsdp"): "Scaled has weights of float32 and float64",
     ("0-dim", "fsdp"): "doesn't support scalar parameters",
     ("sparse", "fsdp"): "Embedding(sparse=True) has gradients that cannot be cut up",
-    ("Adafactor", "fsdp"): "Adafactor looks at whole matrices",
+    ("Adafactor", "fsdp"): "Adafactor needs whole matrices",
     ("fused SGD", "fsdp"): SHARDS,
     ("channels_last", "fsdp"): "channels_last=true: shards have no such order",
     ("again", "fsdp"): "an earlier Trainer has sharded this model",
