@@ -1009,6 +1009,10 @@ def test_a_page_takes_no_more_than_it_can_show(run, tmp_path):
         assert len(text.encode()) < report.MOST_PAGE and all(
             "task=" in command for command in Page(text).all("pre")
         )
+    long = result["best"] | {"name": "val/" + "a" * 2 * 10**6}
+    contents = json.dumps(result | {"best": long, "device": "b" * 2 * 10**6})
+    (tmp_path / "run" / "result.json").write_text(contents, encoding="utf-8")
+    assert len(report.html(tmp_path / "run").encode()) < report.MOST_PAGE
     row, evaluation = '{"epoch": 1}\n', '{"epoch": 1, "val/loss": 2}\n'
     (tmp_path / "run" / "metrics.jsonl").write_text(
         (row * 10 + evaluation) * 10**5, encoding="utf-8"

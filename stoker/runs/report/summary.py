@@ -120,17 +120,18 @@ def number_in(result: RunResult, name: str) -> float | None:
 
 def progress(rows: list[Row], best: Best) -> str:
     """'val/acc rose from 0.8436 after epoch 1 to 0.9777 after epoch 9'."""
+    name = shortened(best.name)
     value = number(best.value)
     evaluated = [row for row in rows if best.name in row]
     if not evaluated or best.epoch is None:
-        return f"{best.name} is {value} at its best"
+        return f"{name} is {value} at its best"
     first = evaluated[0]
     start = f"{number(first[best.name])} after {epoch(first['epoch'])}"
     if first["epoch"] == best.epoch:
         later = ", and not better later" if len(evaluated) > 1 else ""
-        return f"{best.name} was {start}{later}"
+        return f"{name} was {start}{later}"
     way = {True: "rose", False: "fell", None: "went"}[best.is_high]
-    return f"{best.name} {way} from {start} to {value} after {epoch(best.epoch)}"
+    return f"{name} {way} from {start} to {value} after {epoch(best.epoch)}"
 
 
 def latest(rows: list[Row]) -> Best | None:
@@ -148,7 +149,7 @@ def tiles(run: Run) -> list[tuple[str, str]]:
     tiles = [(shortened(name), tile(value)) for name, value in tests_in_units(run).items()][:3]
     best = run.best
     if best is not None:
-        tiles.append((f"best {best.name}", tile(best.value)))
+        tiles.append((f"best {shortened(best.name)}", tile(best.value)))
     if result.seconds is not None:
         tiles.append(("time", seconds(result.seconds)))
     if result.samples_per_second is not None:
