@@ -124,7 +124,9 @@ def read_job(folder: Path) -> Job:
     if result is not None and result.is_finished:
         job.best = result.best
         job.seconds = result.seconds
-        job.test = result.tests()
+        tests = result.tests()
+        # In the order of the file, which is that of the columns of sweep.csv.
+        job.test = {name: value for name, value in result.numbers.items() if name in tests}
         if result.stopped_by("pruned"):
             job.status = "pruned"
             job.note = str(result.stopped)
