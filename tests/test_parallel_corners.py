@@ -112,7 +112,7 @@ REASONS = {
     ("sparse", "fsdp"): "Embedding(sparse=True) has gradients that cannot be cut up",
     ("Adafactor", "fsdp"): "Adafactor needs whole matrices",
     ("fused SGD", "fsdp"): SHARDS,
-    ("channels_last", "fsdp"): "channels_last=true: shards have no such order",
+    ("channels_last", "fsdp"): "channels_last=true: shards have no memory format",
     ("again", "fsdp"): "an earlier Trainer has sharded this model",
 }
 
