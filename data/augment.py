@@ -60,7 +60,8 @@ class Augment:
     def _add(self, item: Any, value: Any) -> None:
         if type(item).__module__.startswith("torchvision.transforms"):
             raise UserError(
-                f"dataset.augment: torchvision's {type(item).__name__} draws one value for a whole batch.\n"
+                f"dataset.augment: torchvision's {type(item).__name__} draws one value for a "
+                "whole batch.\n"
                 f"Type names instead: {', '.join(DEFAULTS)}."
             )
         if callable(item):
@@ -88,7 +89,8 @@ class Augment:
         for name in [*self.geometric, *self.mixing]:
             if len(in_shape) != 3 and name != "mixup":
                 raise UserError(
-                    f"dataset.augment: {name} moves pixels, and these inputs have the shape {tuple(in_shape)}.\n"
+                    f"dataset.augment: {name} moves pixels, and these inputs have the shape "
+                    f"{tuple(in_shape)}.\n"
                     "Type dataset.augment=[] or [mixup]."
                 )
         crop = self.geometric.get("crop", 0)
@@ -213,7 +215,8 @@ def _soft(targets: Tensor, num_classes: int | None, inputs: Tensor) -> Tensor:
         return targets
     if num_classes is None:
         raise UserError(
-            "Augment with mixup or cutmix: give num_classes, since class targets become (N, num_classes) probabilities."
+            "Augment with mixup or cutmix: give num_classes, since class targets become (N, "
+            "num_classes) probabilities."
         )
     dtype = inputs.dtype if inputs.is_floating_point() else torch.float32
     soft = torch.zeros(len(targets), num_classes, dtype=dtype, device=targets.device)

@@ -24,7 +24,10 @@ PIXELS = "pixels.u8"
 SUMS = "crc32.u32"
 ABOUT = "about.json"
 FILES = (PIXELS, SUMS, ABOUT)
-NOTE = "Decoded images, kept by Stoker so that they need not be decoded again. May be deleted at any time."
+NOTE = (
+    "Decoded images, kept by Stoker so that they need not be decoded again. "
+    "May be deleted at any time."
+)
 # How much of the file is mapped at most: without a limit, all of it would count as this process's memory.
 MAPPED = 64 * MIB
 # A page fault maps this much around the address.
@@ -74,7 +77,8 @@ def default_place() -> str:
 
 def _open_or_create(folder: str, about: About) -> "PixelCache":
     """Open a cache, after making it anew if a file is missing or has the wrong size."""
-    images, shape = about["images"], about["shape"]
+    images = about["images"]
+    shape = about["shape"]
     try:
         return PixelCache(folder, images, shape)
     except (FileNotFoundError, WrongSize):
@@ -183,7 +187,8 @@ def create(folder: str, about: About) -> None:
     free = shutil.disk_usage(base).free
     if need > free / 2:
         raise OSError(
-            f"{need / MIB:,.0f} MiB are more than half of the {free / MIB:,.0f} that are free in {base}"
+            f"{need / MIB:,.0f} MiB are more than half of the {free / MIB:,.0f} that are free "
+            f"in {base}"
         )
     temporary = tempfile.mkdtemp(prefix=f"{key}.", dir=base)
     try:

@@ -179,7 +179,8 @@ def _read_or_download(
     if not os.path.isdir(folder) or isinstance(reason, FileNotFoundError):
         raise UserError(
             f"{title} is not in {printable(root)}.\n"
-            f"Type dataset.download=true to fetch it ({size} MB), or dataset.root=DIR for where it lies."
+            f"Type dataset.download=true to fetch it ({size} MB), or dataset.root=DIR for "
+            "where it lies."
         )
     raise UserError(
         f"{title} in {printable(folder)} cannot be read ({printable(reason)}).\n"
@@ -305,6 +306,7 @@ def _check_memory(n: int, size: int) -> None:
     free = free_memory(torch.device("cpu"))
     if size > free:
         raise UserError(
-            f"dataset.n={n}: this takes {size / MIB:,.0f} MiB of memory, and {free / MIB:,.0f} are free.\n"
+            f"dataset.n={n}: this takes {size / MIB:,.0f} MiB of memory, and "
+            f"{free / MIB:,.0f} are free.\n"
             "Type a lower dataset.n, dataset.in_shape or dataset.num_classes."
         )

@@ -147,7 +147,8 @@ def _list_parts(
             raise UserError(
                 f"{printable(os.path.join(top, name))}: "
                 f"there is no image in this folder ({', '.join(IMAGE_ENDINGS)}).\n"
-                "Add some, or remove it; or type dataset.root=DIR for a folder with one folder a class in it."
+                "Add some, or remove it; or type dataset.root=DIR for a folder with one "
+                "folder a class in it."
             )
     for name in ("val", "test"):
         folder = os.path.join(root, name)
@@ -155,7 +156,8 @@ def _list_parts(
             listed[name] = _list_images(folder, classes, state)
             if len(listed[name][0]) == 0:
                 raise UserError(
-                    f"{printable(folder)}: there is no image in this folder.\nAdd some, or remove it."
+                    f"{printable(folder)}: there is no image in this folder.\nAdd some, or "
+                    "remove it."
                 )
     return classes, listed
 

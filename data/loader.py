@@ -355,7 +355,8 @@ class DeviceLoader(Loader):
         no_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if no_memory or "allocate memory" in str(error):
             return TrainingError(
-                f"{part} ({self.nbytes / MIB:,.0f} MiB) does not fit in the memory of {self.device}.\n"
+                f"{part} ({self.nbytes / MIB:,.0f} MiB) does not fit in the memory of "
+                f"{self.device}.\n"
                 "Type dataset.resident=false."
             )
         return TrainingError(f"{part} cannot be read: {cause(error)}.")

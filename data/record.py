@@ -206,7 +206,8 @@ class Data:
                 raise UserError(
                     f"{self.name}: the {name} part has the class {self._class_name(new[0])}, "
                     "and the training part has not.\n"
-                    "Add training samples of it, or type another dataset.split_seed or smaller fractions."
+                    "Add training samples of it, or type another dataset.split_seed or "
+                    "smaller fractions."
                 )
 
     def _class_counts(self, part: str) -> Tensor:
@@ -289,8 +290,10 @@ def _check_part(where: str, part: Split, kind: str) -> None:
     if wrong:
         raise UserError(
             f"{where}: this {type(part).__name__} {wrong}.\n"
-            "A part has len(), nbytes, targets as a tensor, and gives (inputs, targets) for a list of indices: see\n"
-            "examples/own_data.py. DatasetSplit(dataset), of stoker.data.datasets, makes one of a torch Dataset."
+            "A part has len(), nbytes, targets as a tensor, and gives (inputs, targets) for "
+            "a list of indices: see\n"
+            "examples/own_data.py. DatasetSplit(dataset), of stoker.data.datasets, makes one "
+            "of a torch Dataset."
         )
     if len(part) == 0:
         raise UserError(f"{where}: it is empty.")

@@ -214,7 +214,8 @@ def _check_header(path: str, header: list[str], alone: str | None) -> None:
     if len(header) == 1 and header[0] != alone:
         raise UserError(
             f"{shown} has one column only, {header[0][:50]!r}.\n"
-            "If its columns are separated by another character, type \"dataset.delimiter=';'\", or tab."
+            "If its columns are separated by another character, "
+            "type \"dataset.delimiter=';'\", or tab."
         )
     if "" in header:
         raise UserError(
@@ -260,8 +261,10 @@ class RowEncoder:
                 return None
             if is_missing and self.missing == "error":
                 raise UserError(
-                    f"{printable(self.path)}, line {line}: the column {column['name']!r} has no value.\n"
-                    "Type dataset.missing=mean to fill it in, or dataset.missing=drop to leave such rows out."
+                    f"{printable(self.path)}, line {line}: the column {column['name']!r} has "
+                    "no value.\n"
+                    "Type dataset.missing=mean to fill it in, or dataset.missing=drop to "
+                    "leave such rows out."
                 )
             if "categories" in column:
                 row += self._encode_category(line, column, value, is_missing)
@@ -304,7 +307,8 @@ def _warn_of_unknown(path: str, column: Column, values: Values, lines: list[int]
 
 def _warn_of_category(path: str, line: int, name: str, value: str) -> None:
     log.warning(
-        "%s, line %d: %r in the column %r is none of those trained on; such values count as none of them.",
+        "%s, line %d: %r in the column %r is none of those trained on; such values count as "
+        "none of them.",
         printable(path),
         line,
         value[:50],

@@ -150,7 +150,8 @@ class Workers:
             # Too little memory, or a split that cannot be pickled.
             kind = TrainingError if isinstance(error, OSError) else UserError
             raise kind(
-                f"dataset.workers={self.loader.num_workers}: the workers could not be started, {cause(error)}.\n"
+                f"dataset.workers={self.loader.num_workers}: the workers could not be "
+                f"started, {cause(error)}.\n"
                 f"{INSTEAD}"
             ) from error
         if self.processes:
@@ -195,7 +196,8 @@ class Workers:
             if reading and not busy:
                 busy = f"; worker {worker.pid} is reading {reading}"
         return TrainingError(
-            f"dataset.timeout={self.timeout:g}: no batch came within {self.timeout:g} seconds{busy}.\n"
+            f"dataset.timeout={self.timeout:g}: no batch came within {self.timeout:g} "
+            f"seconds{busy}.\n"
             "Type a higher dataset.timeout if that may take so long (0: no limit)."
         )
 
