@@ -270,9 +270,9 @@ def compare(model, run, inputs):
     """
     differences, largest = (
         [],
-        [1.0 if model.target_scale is None else model.target_scale.max().item()],
+        [model.target_scale.max().item() if model.rescales else 1.0],
     )
-    center = 0.0 if model.target_mean is None else model.target_mean
+    center = model.target_mean if model.rescales else 0.0
     with torch.inference_mode():
         for size in (1, 3, len(inputs)):
             both = [

@@ -1,4 +1,4 @@
-"""A trained model ready to use: loaded from its run directory, with its preprocessing, and applied to files."""
+"""Load a trained model from its run directory, preprocessing included, and apply it to files."""
 
 import copy
 import csv
@@ -7,15 +7,18 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from torch import Tensor
 
 from stoker.command import build, trust
 from stoker.data import images, tables
-from stoker.data.description import is_description, names_of
+from stoker.data.description import Description, is_description, names_of
 from stoker.runs import card, resume, saved_config
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer import device as devices
@@ -23,30 +26,42 @@ from stoker.trainer.errors import TrainingError, UserError, log, printable
 from stoker.trainer.files import replacing
 from stoker.trainer.trainer import Trainer
 
-AT_ONCE = 256 * devices.MIB  # bytes of inputs that are worked on together, at most
+AT_ONCE = 256 * devices.MIB  # the most bytes of inputs in one batch
+
+State = dict[str, Any]  # of a checkpoint
+Row = dict[str, Any]
 
 
 class Trained(torch.nn.Module):
-    """A trained model and its preprocessing: what its data set gives -> class scores, or numbers in the data's units.
+    """A trained model with its preprocessing: maps raw inputs to class scores or target values.
 
-    `inputs` are uint8 pixels (N, C, H, W) where the data set has images; of a table the numbers of `columns` as they
-    stand in it, (N, columns), and 0 or 1 for each category, to be computed with in float64; anything else as it is.
-    `classes` are the names of the scores, None for a regression, and `about` is what the data set said of itself
-    (Data.description).
+    Images go in as uint8 pixels, (N, C, H, W). A table goes in as the numbers of `columns`,
+    (N, columns), in their own units, with 0 or 1 for each category; they are computed with in
+    float64. Other inputs go in unchanged. Scores come out as (N, classes), or target values in the
+    data's units, (N, targets).
+
+    Attributes:
+        classes: the names of the scores; None for a regression, or if they have no names.
+        columns: the names of a table's numbers; None for other inputs.
+        about: the description of the data set, `Data.description()`.
     """
 
-    def __init__(self, module, about):
+    def __init__(self, module: torch.nn.Module, about: Description) -> None:
         super().__init__()
-        self.module, self.about = module, about
-        self.classes, self.columns = about["classes"], columns_of(about["table"])
+        self.module = module
+        self.about = about
+        self.classes: list[str] | None = about["classes"]
+        self.columns: list[str] | None = None
+        if about["table"] is not None:
+            columns = about["table"]["columns"]
+            self.columns = list(itertools.chain.from_iterable(map(names_of, columns)))
         self.pixels = about["dtype"] == "uint8"
-        for name, value in constants(about).items():
-            if value is None:  # not as a buffer, which torch.export would miscount
-                setattr(self, name, None)
-            else:
-                self.register_buffer(name, value, persistent=False)
+        numbers = constants(about)
+        self.rescales = "target_mean" in numbers
+        for name, value in numbers.items():
+            self.register_buffer(name, value, persistent=False)
 
-    def forward(self, inputs):
+    def forward(self, inputs: Tensor) -> Any:
         self.check(inputs)
         if self.pixels:
             inputs = inputs.float() * self.scale + self.offset
@@ -56,92 +71,64 @@ class Trained(torch.nn.Module):
                 inputs = torch.where(inputs.isnan(), 0.0, inputs)
             inputs = inputs.float()
         outputs = self.module(inputs)
-        if self.target_mean is not None and card.is_usual(outputs, self.about):
+        if self.rescales and card.is_usual(outputs, self.about):
             outputs = outputs.to(self.target_mean.dtype) * self.target_scale + self.target_mean
         return outputs
 
-    def check(self, inputs):
-        """UserError for inputs of another type or shape than the data set's."""
-        shape, tensor = self.about["in_shape"], isinstance(inputs, torch.Tensor)
-        if (
-            tensor
-            and list(inputs.shape[1:]) == shape
-            and (inputs.dtype == torch.uint8 or not self.pixels)
-        ):
+    def check(self, inputs: Tensor) -> None:
+        """Raise a UserError for inputs of another type or shape than the data set's."""
+        shape = self.about["in_shape"]
+        advice = ""
+        if not isinstance(inputs, Tensor):
+            given = f"a {type(inputs).__name__}"
+            advice = "\nGive torch.as_tensor(inputs) for an array or lists of numbers."
+        elif list(inputs.shape[1:]) == shape and (not self.pixels or inputs.dtype == torch.uint8):
             return
-        takes = (
-            f"a torch.Tensor{' of uint8' if self.pixels else ''}, (N, {', '.join(map(str, shape))})"
-        )
-        takes += ": the numbers of model.columns, in this order" if self.columns is not None else ""
-        given = (
-            f"{inputs.dtype} of shape {tuple(inputs.shape)}"
-            if tensor
-            else f"a {type(inputs).__name__}"
-        )
-        advice = (
-            ""
-            if tensor
-            else "\nGive torch.as_tensor(inputs), where these are an array or lists of numbers."
-        )
-        advice = (
-            "\nGive inputs[None] for a single sample."
-            if tensor and list(inputs.shape) == shape
-            else advice
-        )
-        raise UserError(
-            f"{self.about['dataset']}: the model takes {takes}. This is {given}.{advice}"
-        )
+        else:
+            given = f"{inputs.dtype} of shape {tuple(inputs.shape)}"
+            if list(inputs.shape) == shape:
+                advice = "\nGive inputs[None] for a single sample."
+        kind = " of uint8" if self.pixels else ""
+        takes = f"a torch.Tensor{kind}, (N, {', '.join(map(str, shape))})"
+        if self.columns is not None:
+            takes += ": the numbers of model.columns, in this order"
+        dataset = self.about["dataset"]
+        raise UserError(f"{dataset}: the model takes {takes}. This is {given}.{advice}")
 
 
-def constants(about):
-    """{name: tensor or None} of the numbers of the preprocessing; they are computed as a loader does it."""
-    found = {
-        "scale": None,
-        "offset": None,
-        "mean": None,
-        "std": None,
-        "target_mean": None,
-        "target_scale": None,
-    }
+def constants(about: Description) -> dict[str, Tensor]:
+    """Return the numbers of the preprocessing by name, computed as a loader does it."""
+    numbers = {}
     if about["dtype"] == "uint8":
-        mean, std = torch.tensor(about["mean"] or 0.0), torch.tensor(about["std"] or 1.0)
-        shape = (-1, *[1] * (len(about["in_shape"]) - 1)) if mean.ndim or std.ndim else ()
-        found["scale"], found["offset"] = (
-            (1 / (255 * std)).reshape(shape),
-            (-mean / std).reshape(shape),
-        )
+        mean = torch.tensor(about["mean"] or 0.0)
+        std = torch.tensor(about["std"] or 1.0)
+        shape: Sequence[int] = ()
+        if mean.ndim or std.ndim:
+            shape = (-1, *[1] * (len(about["in_shape"]) - 1))
+        numbers["scale"] = (1 / (255 * std)).reshape(shape)
+        numbers["offset"] = (-mean / std).reshape(shape)
     elif about["table"] is not None:
-        ones = [
-            (c["mean"], c["std"]) if "mean" in c else (0.0, 1.0)
-            for c in about["table"]["columns"]
-            for _ in names_of(c)
-        ]
-        found["mean"], found["std"] = torch.tensor(ones, dtype=torch.float64).T.contiguous()
-    if about["kind"] == "regression" and (about["target_mean"], about["target_scale"]) != (
-        0.0,
-        1.0,
-    ):
+        for name, of_category in (("mean", 0.0), ("std", 1.0)):
+            values: list[float] = []
+            for column in about["table"]["columns"]:
+                values += [column.get(name, of_category)] * len(names_of(column))
+            numbers[name] = torch.tensor(values, dtype=torch.float64)
+    scaling = (about["target_mean"], about["target_scale"])
+    if about["kind"] == "regression" and scaling != (0.0, 1.0):
         for name in ("target_mean", "target_scale"):
-            found[name] = torch.tensor(about[name], dtype=torch.float64)
-    return found
+            numbers[name] = torch.tensor(about[name], dtype=torch.float64)
+    return numbers
 
 
-def columns_of(table):
-    return (
-        None
-        if table is None
-        else [name for column in table["columns"] for name in names_of(column)]
-    )
+def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] = ()) -> Trained:
+    """Load the model of a run directory with its best weights, in eval mode on `device`.
 
-
-def load(folder, device="cpu", trusted=()):
-    """The `Trained` model of a run directory: its best weights, those that were tested, in eval mode on `device`.
-
-    Its data set is not needed. The folder may be anybody's: only trusted constructors are built, beside those of the
-    packages in `trusted`. UserError for what is no run directory, TrainingError where no checkpoint of it is good.
+    The data set is not needed. The folder may be anybody's: only trusted constructors are called,
+    and those of the packages in `trusted`. UserError if it is not a run directory, TrainingError if
+    none of its checkpoints can be read.
     """
     with trust.trusting([trusted] if isinstance(trusted, str) else trusted):
-        device = devices.choose(device)
+        chosen = devices.choose(device)
         saved_config.check_folder(folder)
         config = saved_config.load_config("run", folder)
         try:
@@ -149,202 +136,248 @@ def load(folder, device="cpu", trusted=()):
             _, state = best(folder)
             about = description(folder, state)
             if about is None:
-                what = "its checkpoints do not say what the inputs are; an older version wrote them"
-                raise UserError(f"{what}.\nType the command that trained it with another run_dir.")
+                raise UserError(
+                    "its checkpoints do not describe the inputs; an older version wrote them.\n"
+                    "Type the command that trained it with another run_dir."
+                )
             with torch.random.fork_rng(devices=[]):
                 module = tested(config, state, about)
         except UserError as error:
             raise saved_config.of_run(folder, in_python(error)) from None
     model = Trained(module, about).eval().requires_grad_(False)
-    return (model.float() if device.type == "mps" else model).to(device)  # mps has no float64
+    if chosen.type == "mps":  # it has no float64
+        model = model.float()
+    return model.to(chosen)
 
 
-def in_python(error):
-    """The error with its advice on what to trust as Python takes it, where there is no command line."""
+def in_python(error: UserError) -> UserError:
+    """Turn advice for the command line on what to trust into Python, unless it is a command."""
     if HydraConfig.initialized():
         return error
     return UserError(re.sub(r"trusted=\[(\w+)\]", r'trusted=["\1"]', str(error)))
 
 
-def best(folder):
-    """(path, state) of a run's best checkpoint; an error where it has none."""
+def best(folder: str | Path) -> tuple[Path, State]:
+    """Return the path and the state of a run's best checkpoint; an error if there is none."""
     try:
         found = checkpoint.best(Path(folder) / "checkpoints")
     except TrainingError as error:  # its advice is for a training
-        alone = Path(folder) / "model.safetensors"
-        what = f"The tested weights are in {alone}, and model.md beside it says how to load them."
-        raise TrainingError(
-            f"{str(error).splitlines()[0]}\n{what if alone.is_file() else ''}"
-        ) from None
+        text = str(error).splitlines()[0] + "\n"
+        weights = Path(folder) / "model.safetensors"
+        if weights.is_file():
+            text += (
+                f"The tested weights are in {weights}; model.md beside it says how to load them."
+            )
+        raise TrainingError(text) from None
     if found is None:
-        raise UserError(
-            f"run={folder}: no checkpoint is in it. Type the command that made it and run_dir={folder}."
-        )
+        again = f"Type the command that made it and run_dir={folder}."
+        raise UserError(f"run={folder}: there is no checkpoint in it. {again}")
     return found
 
 
-def tested(config, state, about):
-    """The module with the weights that are evaluated, such as an average of them, which its callbacks know."""
-    if not isinstance(state.get("model"), dict) or not all(
-        isinstance(x, torch.Tensor) for x in state["model"].values()
-    ):
-        raise UserError("its checkpoint has no model's weights.")
+def tested(config: dict[str, Any], state: State, about: Description) -> torch.nn.Module:
+    """Build the module with the weights that are evaluated: an average, if there is one."""
+    weights = state.get("model")
+    if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
+        raise UserError("its checkpoint has no weights of a model.")
     sizes = {"in_shape": tuple(about["in_shape"]), "num_classes": about["num_classes"]}
     build.without_downloads("model", config["model"])
-    build.check_size("model", config["model"], state["model"], **sizes)
+    build.check_size("model", config["model"], weights, **sizes)
     module = build.build("model", config["model"], **sizes)
     nodes = saved_config.evaluating_callbacks(config["callbacks"])
     for name, node in nodes.items():
         build.check_nested(f"callbacks.{name}", node)
     callbacks = [build.build(f"callbacks.{name}", node) for name, node in nodes.items()]
-    token = parallel.alone.set(
-        True
-    )  # it only asks the callbacks, whichever of several processes it is
+    # Each of several processes may load a model for itself.
+    token = parallel.alone.set(True)
     try:
         with Trainer(
             module, callbacks=callbacks, device="cpu", strategy="single", channels_last=False
         ) as trainer:
             trainer.load_state_dict(state)
-            with trainer.evaluating():  # a copy: other weights may be there for the time of it
-                weights = copy.deepcopy(dict(module.state_dict()))
+            with trainer.evaluating():  # the weights of an average are in place only here
+                evaluated = copy.deepcopy(dict(module.state_dict()))
     finally:
         parallel.alone.reset(token)
-    module.load_state_dict(weights)
+    module.load_state_dict(evaluated)
     return module
 
 
-def description(folder, state):
-    """What a checkpoint says of the inputs and outputs of its model, None in one of before; UserError for nonsense."""
-    about = resume.about(state).get("inputs")
-    if about is None:
-        return None
-    if not is_description(about):
+def description(folder: str | Path, state: State) -> Description | None:
+    """Return what a checkpoint says of its model's inputs and outputs; None in an old one.
+
+    UserError for what no run has written.
+    """
+    about: Description | None = resume.about(state).get("inputs")
+    if about is not None and not is_description(about):
         raise UserError(
-            f"run={folder}: what its checkpoint says of the inputs is nothing that a run has written."
+            f"run={folder}: its checkpoint describes the inputs in a way that no run does."
         )
     return about
 
 
-def predict(model, path, *, batch_size=512, missing=None, delimiter=None, skip=False):
-    """Yields what a `Trained` model says of an image, of the images below a folder, or of the rows of a csv file.
+def predict(
+    model: Trained,
+    path: str | Path,
+    *,
+    batch_size: int = 512,
+    missing: str | None = None,
+    delimiter: str | None = None,
+    skip: bool = False,
+) -> Iterator[Row]:
+    """Yield the prediction for an image, for the images below a folder, or for the rows of a csv file.
 
-    That is {"file" or "line", "class", "probability", "probabilities": {class: its own}}, or of a regression a
-    "value", in the data's own units. One batch after another is read, whatever their number. `missing` and `delimiter`
-    are those of the run's table unless they are given. UserError for what cannot be read; with `skip` such images are
-    left out, with a warning.
+    A row has "file" or "line", and for a classification "class", "probability" and
+    "probabilities", {class: probability}; for a regression "value", in the data's units. Only one
+    batch is read at a time. `missing` and `delimiter` are by default those of the run's table.
+    UserError for what cannot be read; with `skip` such images are left out, with a warning.
     """
-    about, path = model.about, os.path.expanduser(str(path))
+    about = model.about
+    path = os.path.expanduser(str(path))
     size = max(1, min(batch_size, AT_ONCE // (8 * math.prod(about["in_shape"]))))
+    batches: Iterable[tuple[Sequence[Any], Tensor]]
     if model.columns is not None:
-        key, batches = "line", row_batches(path, about["table"], size, missing, delimiter)
+        key = "line"
+        batches = row_batches(path, about["table"], size, missing, delimiter)
     elif card.is_image(about):
-        key, batches = "file", image_batches(path, about["in_shape"], size, skip)
+        key = "file"
+        batches = image_batches(path, about["in_shape"], size, skip)
     else:
-        what = f"the run was trained on {about['dataset']}, which is neither images nor a table"
         raise UserError(
-            f"input={printable(path)}: {what}.\nIn Python, stoker.load(DIR) takes its tensors."
+            f"input={printable(path)}: the run was trained on {about['dataset']}, "
+            "which is neither images nor a table.\nIn Python, stoker.load(DIR) takes its tensors."
         )
-    device, names = next(model.parameters(), torch.empty(0)).device, model.classes
+    device = next(model.parameters(), torch.empty(0)).device
     for labels, inputs in batches:
         with torch.inference_mode():
             outputs = model(inputs.to(device))
-        if not card.is_usual(outputs, about):
-            tensor = isinstance(outputs, torch.Tensor)
-            what = (
-                f"outputs of shape {tuple(outputs.shape[1:])}"
-                if tensor
-                else f"a {type(outputs).__name__}"
-            )
-            what += ", and not one number a class or target"
-            raise UserError(f"the model gives {what}.\nIn Python, stoker.load(DIR) gives them.")
+        check_usual(outputs, about)
         outputs = outputs.cpu()
         if not outputs.isfinite().all():
-            first = labels[(~outputs.isfinite()).flatten(1).any(1).nonzero()[0].item()]
+            first = labels[int((~outputs.isfinite()).flatten(1).any(1).nonzero()[0])]
             where = f"{printable(path)}, line {first}" if key == "line" else printable(first)
             raise TrainingError(f"{where}: the model gives numbers that are not finite.")
-        if about["kind"] == "regression":
-            for label, values in zip(labels, outputs.tolist(), strict=True):
-                yield {key: label, "value": values[0] if len(values) == 1 else values}
-            continue
-        names = names or [str(i) for i in range(about["num_classes"])]
-        for label, shares in zip(labels, outputs.softmax(1).tolist(), strict=True):
-            shares = [float(f"{share:.9g}") for share in shares]  # as many digits as a float32 has
-            most = max(range(len(shares)), key=shares.__getitem__)
-            found = {"class": names[most], "probability": shares[most]}
-            yield {key: label, **found, "probabilities": dict(zip(names, shares, strict=True))}
+        for label, answer in zip(labels, answers(outputs, about), strict=True):
+            yield {key: label, **answer}
 
 
-def row_batches(path, table, size, missing=None, delimiter=None, key="input"):
-    """Yields (the numbers of their lines, float64 (N, columns)) of the rows of a csv file."""
+def check_usual(outputs: Any, about: Description) -> None:
+    """Raise a UserError unless the outputs are one number per class or target."""
+    if card.is_usual(outputs, about):
+        return
+    gives = f"a {type(outputs).__name__}"
+    if isinstance(outputs, Tensor):
+        gives = f"outputs of shape {tuple(outputs.shape[1:])}"
+    raise UserError(
+        f"the model gives {gives}, and not one number a class or target.\n"
+        "In Python, stoker.load(DIR) gives them."
+    )
+
+
+def answers(outputs: Tensor, about: Description) -> Iterator[Row]:
+    """Yield what the outputs of each sample say."""
+    if about["kind"] == "regression":
+        for values in outputs.tolist():
+            yield {"value": values[0] if len(values) == 1 else values}
+        return
+    names = about["classes"] or [str(i) for i in range(about["num_classes"])]
+    for shares in outputs.softmax(1).tolist():
+        shares = [float(f"{share:.9g}") for share in shares]  # the digits of a float32
+        probabilities = dict(zip(names, shares, strict=True))
+        name = max(probabilities, key=probabilities.__getitem__)
+        yield {"class": name, "probability": probabilities[name], "probabilities": probabilities}
+
+
+def row_batches(
+    path: str,
+    table: dict[str, Any],
+    size: int,
+    missing: str | None = None,
+    delimiter: str | None = None,
+    key: str = "input",
+) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Yield (line numbers, float64 (N, columns)) of the rows of a csv file."""
     if os.path.isdir(path):
         raise UserError(
-            f"{key}={printable(path)}: this is a folder, and the run takes a table. Type {key}=FILE.csv."
+            f"{key}={printable(path)}: this is a folder, and the run takes a table. "
+            f"Type {key}=FILE.csv."
         )
-    delimiter = table["delimiter"] if delimiter is None else delimiter
-    names = [column["name"] for column in table["columns"]]
-    alone = names[0] if len(names) == 1 else None
+    if delimiter is None:
+        delimiter = table["delimiter"]
+    if missing is None:
+        missing = table["missing"]
+    columns = table["columns"]
+    alone = columns[0]["name"] if len(columns) == 1 else None
     rows = tables.read_rows(path, delimiter, key, alone)
     _, header = next(rows)
-    missing = table["missing"] if missing is None else missing
-    encode = tables.RowEncoder(table, header, path, missing).encode
-    encoded = ((line, row) for line, values in rows if (row := encode(line, values)) is not None)
-    empty = True
-    while batch := list(itertools.islice(encoded, size)):
+    encoder = tables.RowEncoder(table, header, path, missing)
+    encoded = ((line, encoder.encode(line, values)) for line, values in rows)
+    whole = (pair for pair in encoded if pair[1] is not None)
+    is_empty = True
+    while batch := list(itertools.islice(whole, size)):
         lines, inputs = zip(*batch, strict=True)
         yield lines, torch.tensor(inputs, dtype=torch.float64)
-        empty = False
-    if empty:
+        is_empty = False
+    if is_empty:
         raise UserError(f"{key}={printable(path)}: there is no row in it.")
 
 
-def image_batches(path, in_shape, size, skip):
-    """Yields (their paths, uint8 (N, C, H, W)) of the images below a folder, or of one; resized to what is taken."""
+def image_batches(
+    path: str, in_shape: Sequence[int], size: int, skip: bool
+) -> Iterator[tuple[Sequence[str], Tensor]]:
+    """Yield (paths, uint8 (N, C, H, W)) of one image or of those below a folder, resized."""
     if not os.path.exists(path):
         raise UserError(f"input={printable(path)}: there is no such file or folder.")
     channels, *shape = in_shape
-    alone = not os.path.isdir(path)
-    files = iter([path]) if alone else images_below(path)
-    large = math.prod(shape) >= 256 * 256
-    broken, given, endings = [], 0, ", ".join(images.IMAGE_ENDINGS)
+    endings = ", ".join(images.IMAGE_ENDINGS)
+    is_folder = os.path.isdir(path)
+    files = images_below(path) if is_folder else iter([path])
+    broken: list[str] = []
+    is_empty = True
 
-    def decode(file):
+    def decode(file: str) -> Tensor | None:
         try:
             return images.decode_image(file, shape, channels, resize=True)
         except images.BrokenImage as error:
-            if alone:
-                what = f"The run takes an image, or a folder of images ({endings})"
-                raise UserError(f"input={str(error).splitlines()[0]}\n{what}.") from None
+            if not is_folder:
+                takes = f"The run takes an image, or a folder of images ({endings})"
+                raise UserError(f"input={str(error).splitlines()[0]}\n{takes}.") from None
             if not skip:
                 raise
             broken.append(file)
+            return None
 
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16) if large else 1) as pool:
+    threads = 1
+    if math.prod(shape) >= 256 * 256:  # decoding smaller ones holds the interpreter's lock
+        threads = min(os.cpu_count() or 1, 16)
+    with ThreadPoolExecutor(threads) as pool:
         while batch := list(itertools.islice(files, size)):
-            pixels = list(pool.map(decode, batch))
-            there = [file for file, image in zip(batch, pixels, strict=True) if image is not None]
-            given += len(there)
-            if there:
-                yield there, torch.stack([image for image in pixels if image is not None])
-    shown = ", ".join(map(printable, broken[:3])) + ", ..." * (len(broken) > 3)
-    if not given:
-        what = (
-            f"none of its images can be read ({shown})"
-            if broken
-            else f"there is no image below it ({endings})"
-        )
-        raise UserError(f"input={printable(path)}: {what}. Type input=FOLDER or input=IMAGE.")
-    if broken:
-        what = "images cannot be read and are" if len(broken) > 1 else "image cannot be read and is"
-        log.warning("%d %s left out: %s", len(broken), what, shown)
+            decoded = dict(zip(batch, pool.map(decode, batch), strict=True))
+            whole = {file: pixels for file, pixels in decoded.items() if pixels is not None}
+            if whole:
+                is_empty = False
+                yield list(whole), torch.stack(list(whole.values()))
+
+    shown = ", ".join(map(printable, broken[:3]))
+    if len(broken) > 3:
+        shown += ", ..."
+    if is_empty:
+        reason = f"there is no image below it ({endings})"
+        if broken:
+            reason = f"none of its images can be read ({shown})"
+        raise UserError(f"input={printable(path)}: {reason}. Type input=FOLDER or input=IMAGE.")
+    if len(broken) == 1:
+        log.warning("1 image cannot be read and is left out: %s", shown)
+    elif broken:
+        log.warning("%d images cannot be read and are left out: %s", len(broken), shown)
 
 
-def images_below(folder):
-    """Yields the paths of the images below a folder, in the order of their names; no links to folders are followed."""
+def images_below(folder: str) -> Iterator[str]:
+    """Yield the paths of the images below a folder by name, following no links to folders."""
 
-    def refuse(error):
-        raise UserError(
-            f"{printable(error.filename)}: this folder cannot be read ({error.strerror})."
-        )
+    def refuse(error: OSError) -> None:
+        name = printable(error.filename)
+        raise UserError(f"{name}: this folder cannot be read ({error.strerror}).")
 
     for root, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -353,10 +386,10 @@ def images_below(folder):
                 yield os.path.join(root, name)
 
 
-def write(rows, output=None):
-    """Writes what `predict` gives to a .csv or .jsonl file, whole or not at all, and gives the number of rows.
+def write(rows: Iterable[Row], output: str | Path | None = None) -> int:
+    """Write what `predict` yields to a .csv or .jsonl file, and return the number of rows.
 
-    Without `output`, each is printed as a line of JSON.
+    The file appears whole or not at all. Without `output`, print each row as a line of JSON.
     """
     count = 0
     if output is None:
@@ -370,51 +403,55 @@ def write(rows, output=None):
         open(partial, "w", encoding="utf-8", errors="surrogateescape", newline="") as file,
     ):
         writer = csv.writer(file, lineterminator="\n")
-        for row in rows:
+        for count, row in enumerate(rows, 1):
             if path.suffix == ".jsonl":
                 file.write(json.dumps(row) + "\n")
-            else:
-                cells = flat(row)
-                if not count:
-                    writer.writerow(cells)
-                writer.writerow(cells.values())
-            count += 1
+                continue
+            cells = flat(row)
+            if count == 1:
+                writer.writerow(cells)
+            writer.writerow(cells.values())
     return count
 
 
-def flat(row):
-    """{column: value} of what `predict` gives: a column for each class, P(class), or for each of several targets."""
-    cells = {
-        key: value
-        for key, value in row.items()
-        if key != "probabilities" and not isinstance(value, list)
-    }
-    cells |= {f"P({name})": share for name, share in row.get("probabilities", {}).items()}
-    if isinstance(row.get("value"), list):
-        cells |= {f"value {i}": value for i, value in enumerate(row["value"])}
+def flat(row: Row) -> Row:
+    """Return the cells of a row by column: P(class) for each class, "value i" for each target."""
+    cells = {}
+    for key, value in row.items():
+        if key == "probabilities":
+            for name, share in value.items():
+                cells[f"P({name})"] = share
+        elif isinstance(value, list):
+            for i, number in enumerate(value):
+                cells[f"{key} {i}"] = number
+        else:
+            cells[key] = value
     return cells
 
 
-def check_output(output, endings=()):
-    """UserError where no new file can be written to `output`, a name with one of the endings if there are any.
+def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
+    """Raise a UserError unless `output` can be a new file, with one of the endings if there are any.
 
-    Looked at before anything is computed. Whose a file is that is there already, nobody knows: none is replaced.
+    It is called before anything is computed. No file is replaced: it may be anybody's.
     """
-    path, shown = Path(output), f"output={printable(output)}"
+    path = Path(output)
+    shown = f"output={printable(output)}"
     if str(output) == "-":
         raise UserError(
-            "output=-: give the name of a file. What task=predict finds is printed where there is none."
+            "output=-: give the name of a file. Without one, task=predict prints its rows."
         )
-    if path.is_dir() or not path.parent.is_dir():
-        what = (
-            "this is a folder" if path.is_dir() else f"there is no folder {printable(path.parent)}"
-        )
-        raise UserError(f"{shown}: {what}. Type output=FILE for a new file.")
+    if path.is_dir():
+        raise UserError(f"{shown}: this is a folder. Type output=FILE for a new file.")
+    if not path.parent.is_dir():
+        parent = printable(path.parent)
+        raise UserError(f"{shown}: there is no folder {parent}. Type output=FILE for a new file.")
     if endings and path.suffix not in endings:
         raise UserError(
-            f"{shown}: its name does not end in {' or '.join(endings)}. Type output=NAME{endings[0]}."
+            f"{shown}: its name does not end in {' or '.join(endings)}. "
+            f"Type output=NAME{endings[0]}."
         )
     if os.path.lexists(path):
         raise UserError(
-            f"{shown}: there is such a file, and none is replaced. Type another output, or remove it."
+            f"{shown}: there is such a file, and none is replaced. "
+            "Type another output, or remove it."
         )
