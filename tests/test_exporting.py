@@ -127,7 +127,7 @@ def test_the_model_of_a_table_takes_its_columns_as_they_are(run, form):
             in text
         )
         assert (
-            "a number that is missing is nan, and a category that is missing, or another one, is 0 for each"
+            "a missing number is nan, and a category that is missing or unknown is 0 for each"
             in text
         )
         assert "`outputs` of shape (N, 1), numbers of y in the data's own units" in text

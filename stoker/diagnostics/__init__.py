@@ -1,1 +1,1 @@
-"""What to look at when a run is slow, wrong or not yet started: timing, doctor, plan, lr_find, overfit, profiling."""
+"""Look into a run that is slow, wrong or not yet started."""

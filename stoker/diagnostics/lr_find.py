@@ -39,7 +39,7 @@ def lr_find(
     """Train for up to `steps` steps while the rate grows from `lowest` to `highest`.
 
     It ends early if the smoothed loss is four times its lowest value (the idea is from Smith 2017,
-    arXiv 1506.01186, section 3.3), and restores the trainer's state. UserError if there is no curve.
+    arXiv 1506.01186, section 3.3), and restores the trainer's state. UserError without a curve.
     """
     check_number("steps", steps, whole=True, least=FEWEST)
     loader = seekable(train_loader, trainer.seed)
@@ -82,8 +82,8 @@ def lr_find(
         reason = "the loader gave no more batches, or the loss was no longer finite"
         raise UserError(f"No curve after {len(rates)} steps: {reason}.")
     # A tenth of the rate with the lowest loss: within a factor of five of the best of seven rates
-    # for linear, mlp and cnn on the digits with AdamW and SGD, where the steepest point and fastai's
-    # "valley" were off by up to a hundred.
+    # for linear, mlp and cnn on the digits with AdamW and SGD, where the steepest point and
+    # fastai's "valley" were off by up to a hundred.
     return Curve(rates, losses, rates[losses.index(min(losses))] / 10)
 
 

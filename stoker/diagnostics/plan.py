@@ -1,4 +1,4 @@
-"""Estimate what a run will take, from a few real steps: memory, disk and time; and draw its schedule."""
+"""Estimate the memory, disk space and time of a run from a few real steps; draw its schedule."""
 
 import contextlib
 import itertools
@@ -33,7 +33,7 @@ MOST_RATES = 10**5  # that are computed of a schedule
 
 @dataclass
 class Estimate:
-    """What was measured, in seconds and MiB, and the rates of the schedule, {step: rate} from 1 on."""
+    """What was measured, in seconds and MiB, and the schedule, {step: rate} from step 1 on."""
 
     steps: int  # of the whole run
     timed: int
@@ -214,7 +214,7 @@ def rates(trainer: Trainer, before: list[dict[str, Any]], steps: int) -> dict[in
 
 
 def picture(values: Sequence[float], width: int = WIDTH, encoding: str = "utf-8") -> str:
-    """Draw the values as a line of blocks, at most `width` and evenly spaced; the highest is full."""
+    """Draw the values as a line of at most `width` blocks, evenly spaced; the highest is full."""
     width = min(width, len(values))
     values = [values[round(i * (len(values) - 1) / max(1, width - 1))] for i in range(width)]
     highest = max(values)

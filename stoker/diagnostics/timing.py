@@ -1,4 +1,4 @@
-"""Where the time of a fit goes: sampled steps, split into stages, and one sentence on what to change."""
+"""Split the time of a fit into stages, by sampled steps, and say what to change."""
 
 import itertools
 import math
@@ -60,7 +60,7 @@ class Span(AbstractContextManager[None]):
 class Timing(Callback):
     """Split the time of a fit into STAGES; after the first epoch, say what to change.
 
-    It listens to the spans of the Trainer. Evaluations, checkpoints and loggers are timed each time.
+    It listens to the spans of the Trainer. Evaluations, checkpoints and loggers are always timed.
     Of the steps it samples the first one of the fit, which stands for itself, and at random as many
     first steps of epochs and other steps as take MOST_COST of the time. A sampled step is cut by
     marks in the work of the device (events on a GPU), for which nothing waits. A step that is one
@@ -355,8 +355,10 @@ def verdict(
     worthwhile = [name for name in WORTH if name in names and share[name] >= WORTH[name]]
     if not worthwhile:
         if share["step"] > compute / 2 and not captured:  # nobody knows what is in it
-            steps = percent(share["step"])
-            return f"this Trainer's own train_step took {steps} of the time: set profile=true to see what is in it"
+            return (
+                f"this Trainer's own train_step took {percent(share['step'])} of the time: "
+                "set profile=true to see what is in it"
+            )
         return f"compute bound: {percent(compute)} of the time is forward, backward and optimizer"
 
     worst = max(worthwhile, key=lambda name: share[name] - AIM.get(name, 0.0))

@@ -46,6 +46,13 @@ class Trained(torch.nn.Module):
         about: the description of the data set, `Data.description()`.
     """
 
+    scale: Tensor
+    offset: Tensor
+    mean: Tensor
+    std: Tensor
+    target_mean: Tensor
+    target_scale: Tensor
+
     def __init__(self, module: torch.nn.Module, about: Description) -> None:
         super().__init__()
         self.module = module
@@ -225,7 +232,7 @@ def predict(
     delimiter: str | None = None,
     skip: bool = False,
 ) -> Iterator[Row]:
-    """Yield the prediction for an image, for the images below a folder, or for the rows of a csv file.
+    """Yield the predictions for an image, the images below a folder, or the rows of a csv file.
 
     A row has "file" or "line", and for a classification "class", "probability" and
     "probabilities", {class: probability}; for a regression "value", in the data's units. Only one
@@ -430,7 +437,7 @@ def flat(row: Row) -> Row:
 
 
 def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
-    """Raise a UserError unless `output` can be a new file, with one of the endings if there are any.
+    """Raise a UserError unless `output` can be a new file, with one of the endings if any.
 
     It is called before anything is computed. No file is replaced: it may be anybody's.
     """
