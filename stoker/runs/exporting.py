@@ -89,7 +89,7 @@ weights = load_file("{file}")  # {{name: tensor}}; runs no code
 with safe_open("{file}", framework="pt") as file:
     about = json.loads(file.metadata()["inputs"])  # the preprocessing: mean, std, columns, classes
 print(about["kind"], len(weights), "tensors")"""
-MODULES = """Build these modules with the same names, then `model.load_state_dict(weights)` and `model.eval()`:
+MODULES = """Build these modules with the same names, then `load_state_dict(weights)` and `eval()`:
 ```
 {}
 ```
