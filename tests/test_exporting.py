@@ -303,7 +303,7 @@ def test_a_model_that_is_another_one_when_exported_is_noticed_and_nothing_is_lef
 
 
 def test_a_model_that_cannot_be_exported_is_the_users_error(run, capfd):
-    for make, says in ((Unsteady, ""), (Fixed, "write x.shape.0. in place of len")):
+    for make, says in ((Unsteady, ""), (Fixed, "write x.shape.0. instead of len")):
         model = trained(make)
         with pytest.raises(
             UserError, match=rf"(?s)cannot be exported.*{says}.*Type format=safetensors"

@@ -50,7 +50,7 @@ class Profile(Callback):
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.profiler: torch.profiler.profile | None = None
+        self.profiler: Any = None  # a torch.profiler.profile while it runs
         self.recorded = 0  # steps
 
     def on_fit_start(self, trainer: Trainer) -> None:

@@ -5,7 +5,7 @@ import math
 import random
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -86,7 +86,7 @@ class Timing(Callback):
         self.within: list[str] = []  # the spans of `whole` that are open, the innermost last
         self.turned = 0.0
         # {stage: seconds} of each sampled step, by its kind
-        self.sampled: dict[str, list[Counter[str]]] = {"fit": [], "epoch": [], "other": []}
+        self.sampled: dict[str, list[dict[str, float]]] = {"fit": [], "epoch": [], "other": []}
         self.unread: list[tuple[str, list[Mark]]] = []  # the device may not have come to these yet
         self.marks: list[Mark] = []  # of the step that is being sampled
         self.waited = False  # whether Python waited for the device in that step
@@ -213,7 +213,7 @@ class Timing(Callback):
     def read(self) -> None:
         """Turn the marks of sampled steps into seconds; the device must have come to them."""
         for kind, marks in self.unread:
-            seconds: Counter[str] = Counter()
+            seconds: dict[str, float] = defaultdict(float)
             for (_, start), (stage, end) in itertools.pairwise(marks):
                 if stage is not None:
                     seconds[stage] += devices.seconds_between(start, end)
@@ -236,12 +236,13 @@ class Timing(Callback):
         epochs = max(0, trainer.step - 1) // per_epoch - self.first_step // per_epoch
         others = trainer.step - self.first_step - 1 - epochs
         count = {"fit": 1, "epoch": epochs, "other": others}
-        steps: Counter[str] = Counter()
+        steps = dict.fromkeys(STAGES, 0.0)
         for kind, samples in self.sampled.items():
-            for stage, seconds in sum(samples, Counter()).items():
-                steps[stage] += count[kind] / len(samples) * seconds
+            for sample in samples:
+                for stage, seconds in sample.items():
+                    steps[stage] += count[kind] / len(samples) * seconds
         # The samples give an estimate, which is scaled to the time that there was.
-        scale = (total - sum(whole.values())) / max(steps.total(), 1e-9)
+        scale = (total - sum(whole.values())) / max(sum(steps.values()), 1e-9)
         took = {stage: whole.get(stage, scale * steps[stage]) for stage in STAGES}
         return {stage: seconds for stage, seconds in took.items() if seconds > 0}
 

@@ -247,7 +247,7 @@ def place(folder: str | Path, form: str, output: str | Path | None) -> Path:
 def to_onnx(model: Trained, inputs: Tensor, path: str) -> Run:
     import onnxruntime
 
-    program = torch.onnx.export(
+    program: Any = torch.onnx.export(
         traced(model, inputs),
         input_names=["inputs"],
         output_names=["outputs"],
@@ -348,9 +348,10 @@ def write_card(
     show = "print(outputs[0])"
     if about["classes"] and is_usual:
         show = f"classes = {about['classes']}\nprint(classes[outputs[0].argmax()])"
-    modules = ""
-    described = facts(about, outputs)
-    if form == "safetensors":
+    if form != "safetensors":
+        modules = ""
+        described = facts(about, outputs)
+    else:
         modules = MODULES.format("\n".join(map(printable, str(model.module).splitlines())))
         described = card.facts(about, is_usual)
     config = yaml.safe_dump(shown(saved_config.load_config("run", folder)), sort_keys=False)
