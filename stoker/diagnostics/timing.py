@@ -186,7 +186,7 @@ class Timing(Callback):
         self.waited = False
         self.gap = "other"  # the stage of what is done outside of spans
         # The marks would become a part of a graph.
-        for name in ["transfer"] if is_captured(trainer) else SAMPLED:
+        for name in ["transfer"] if captures(trainer) else SAMPLED:
             trainer.spans[name] = self.heard[name]
         self.marks = [(None, devices.mark(self.device))]
         self.mark_cost = time.perf_counter() - start
@@ -271,18 +271,13 @@ class Timing(Callback):
             workers=workers,
             cores=launch.cores(),
             fits=fits,
-            captured=is_captured(trainer),
+            captured=captures(trainer),
             batch_size=loader.batch_size,
             steps_per_epoch=trainer.steps_per_epoch,
             total_steps=trainer.total_steps,
             eval_every=trainer.eval_every or trainer.steps_per_epoch,
             save_every=reason_to_save(trainer),
         )
-
-
-def is_captured(trainer: Trainer) -> bool:
-    """Return whether a step is one CUDA graph."""
-    return captures(trainer)
 
 
 def reason_to_save(trainer: Trainer) -> tuple[str, float] | None:
