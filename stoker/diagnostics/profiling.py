@@ -92,7 +92,7 @@ class Profile(Callback):
         if self.profiler is not None:  # the run ended before the last of the steps
             self.stop()
 
-    def stop(self) -> torch.profiler.profile:
+    def stop(self) -> Any:
         """Stop the profiler, and return it."""
         profiler = self.profiler
         self.profiler = None

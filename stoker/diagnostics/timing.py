@@ -290,9 +290,9 @@ def reason_to_save(trainer: Trainer) -> tuple[str, float] | None:
     if not steps and saver.epochs:
         steps = saver.epochs * trainer.steps_per_epoch
     # Each evaluation may be the best so far, which is saved.
-    evaluates = trainer.val_loader is not None and trainer.eval_every
-    if evaluates and (not steps or trainer.eval_every < steps):
-        return "eval_every", trainer.eval_every
+    every = trainer.eval_every if trainer.val_loader is not None else None
+    if every and (not steps or every < steps):
+        return "eval_every", every
     for key in ("every", "epochs", "minutes"):
         value = getattr(saver, key)
         if value:

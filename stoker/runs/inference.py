@@ -190,7 +190,7 @@ def tested(config: dict[str, Any], state: State, about: Description) -> torch.nn
     sizes = {"in_shape": tuple(about["in_shape"]), "num_classes": about["num_classes"]}
     build.without_downloads("model", config["model"])
     build.check_size("model", config["model"], weights, **sizes)
-    module = build.build("model", config["model"], **sizes)
+    module: torch.nn.Module = build.build("model", config["model"], **sizes)
     nodes = saved_config.evaluating_callbacks(config["callbacks"])
     for name, node in nodes.items():
         build.check_nested(f"callbacks.{name}", node)
