@@ -22,9 +22,15 @@ LOCK = ".lock"  # the name of the file in a run directory
 FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")  # that a run writes into
 locks: set[FileIO] = set()  # the files that this process has locked
 
+
+def close_all() -> None:
+    """Close the files in a forked process: a worker that outlives a killed run must not keep its directory locked."""
+    for file in locks:
+        file.close()
+
+
 if hasattr(os, "register_at_fork"):
-    # A worker that outlives a killed run must not keep its directory locked.
-    os.register_at_fork(after_in_child=lambda: [file.close() for file in locks])
+    os.register_at_fork(after_in_child=close_all)
 
 
 @contextlib.contextmanager

@@ -261,9 +261,8 @@ class Resolver:
             pieces[i] = str(part)
             self.spend(len(pieces[i]) // 100, name, depth)  # before they are put together
         text = "".join(pieces)
-        if (
-            "${" in text
-        ):  # also one whose "$" and "{" come from two keys: the next to read it would look it up
+        # Also if "$" and "{" come from two keys: whoever reads the text next would look it up.
+        if "${" in text:
             raise self.refusal(name, value)
         return text
 
