@@ -1037,7 +1037,7 @@ def test_mistakes_are_answered(tmp_path, capsys, run):
         ([str(tmp_path / "mien")], f"there is no such folder. Did you mean '{tmp_path / 'mine'}'?"),
         (
             [str(tmp_path / "folder")],
-            f"error: {tmp_path / 'folder'}: there is no config.yaml in it, so it is no run",
+            f"error: {tmp_path / 'folder'}: there is no config.yaml in it, so it is not a run",
         ),
         (
             [str(tmp_path / "sweep")],

@@ -205,6 +205,8 @@ def evaluation_of(entries: Any) -> Evaluation:
         is_known = False
     if evaluation.confusion is not None:
         is_known = is_known and is_confusion(evaluation.confusion, len(classes))
+    if evaluation.chance is not None:
+        is_known = is_known and 0 < evaluation.chance <= 1
     if not is_known:
         raise ValueError
     evaluation.worst = samples_of(evaluation.worst, evaluation)
