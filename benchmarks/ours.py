@@ -8,6 +8,7 @@ import torch
 from stoker.data.loader import make_loaders
 from stoker.trainer.callbacks import Callback, Checkpoint, NaNGuard, Progress
 from stoker.trainer.metrics import Accuracy
+from stoker.trainer.process import few_threads, tune_process
 
 from benchmarks import work
 from stoker import Trainer
@@ -66,6 +67,8 @@ def ours(job, clock):
         [Timing()] if "timed" in job.variants else []
     )
     more = dict(variant.split("=") for variant in job.variants if "=" in variant)
+    tunings = plain(more.pop("tune", '["allocator", "threads"]'))
+    tune_process(torch.device(job.device), tunings)  # as the command does
     with Trainer(
         work.model(job),
         loss=torch.nn.CrossEntropyLoss(),
@@ -78,7 +81,8 @@ def ours(job, clock):
         seed=job.seed,
         **{key: plain(value) for key, value in more.items()},
     ) as trainer:
-        trainer.fit(train, val)
+        with few_threads(trainer.module, job.batch_size if "threads" in tunings else None):
+            trainer.fit(train, val)
         return trainer.module
 
 
