@@ -13,7 +13,6 @@ from stoker.trainer.errors import UserError
 # How an optimizer works, not what it computes: a GPU's checkpoint has others than the CPU needs.
 WAYS = ("foreach", "fused", "capturable")
 ANYTHING = object()
-AXES = (2, 3, 5, 7, 11, 13)  # lengths that stand for the axes of a parameter
 
 
 def check(part: Any, state: Any, name: str) -> None:
@@ -28,13 +27,13 @@ def check(part: Any, state: Any, name: str) -> None:
         if has_usual_state(part):
             check_optimizer(part, state, name)
     elif isinstance(part, torch.nn.Module):
-        like = {}
-        for key, value in part.state_dict().items():
-            like[key] = value if isinstance(value, torch.Tensor) else ANYTHING
+        like = part.state_dict()
+        for key, value in like.items():
+            if not isinstance(value, torch.Tensor):
+                like[key] = ANYTHING
         check_like(state, like, name)
     elif isinstance(part, torch.amp.GradScaler):
-        if part.is_enabled():
-            check_scaler(part, state, name)
+        check_scaler(part, state, name)
     elif name in ("train_loss", "grad_norm"):
         # nan: the mean of a diverged training is not finite.
         check_like(state, {"total": math.nan, "samples": 0}, name)
@@ -54,8 +53,7 @@ def check_like(state: Any, like: Any, name: str) -> None:
         if not torch.nn.parameter.is_lazy(like) and not is_like_tensor(state, like):
             refuse(state, shown(like), name)
     elif isinstance(like, dict):
-        if not isinstance(state, dict):
-            refuse(state, "a dict", name)
+        require(isinstance(state, dict), state, "a dict", name)
         for key in [*like, *state]:
             place = f"{name}.{str(key)[:80]}"
             if key not in state:
@@ -64,21 +62,19 @@ def check_like(state: Any, like: Any, name: str) -> None:
                 refuse("there", None, place)
             check_like(state[key], like[key], place)
     elif isinstance(like, (list, tuple)):
-        if not isinstance(state, (list, tuple)) or len(state) != len(like):
-            refuse(state, f"a list of {len(like)}", name)
-        for i, (item, like_item) in enumerate(zip(state, like, strict=True)):
-            check_like(item, like_item, f"{name}.{i}")
+        fits = isinstance(state, (list, tuple)) and len(state) == len(like)
+        require(fits, state, f"a list of {len(like)}", name)
+        for i, item in enumerate(like):
+            check_like(state[i], item, f"{name}.{i}")
     elif isinstance(like, bool):
-        if not isinstance(state, bool):
-            refuse(state, "true or false", name)
+        require(isinstance(state, bool), state, "true or false", name)
     elif isinstance(like, str):
-        if not isinstance(state, str):
-            refuse(state, "a text", name)
+        require(isinstance(state, str), state, "a text", name)
     elif isinstance(like, (int, float)):
-        if not is_number(state, finite=math.isfinite(like)):
-            refuse(state, "a number", name)
-    elif like is None and not (state is None or isinstance(state, bool) or is_number(state)):
-        refuse(state, "null or a number", name)
+        require(is_number(state, finite=math.isfinite(like)), state, "a number", name)
+    elif like is None:
+        fits = state is None or isinstance(state, bool) or is_number(state)
+        require(fits, state, "null or a number", name)
 
 
 def is_like_tensor(state: Any, like: torch.Tensor) -> bool:
@@ -107,102 +103,82 @@ def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
 
 
 def check_scaler(scaler: torch.amp.GradScaler, state: Any, name: str) -> None:
-    """Raise UserError for numbers that no scaler has."""
+    """Raise UserError for numbers that no scaler has; a disabled one loads none."""
+    if not scaler.is_enabled():
+        return
     like = scaler.state_dict()
     check_like(state, like, name)
     for key, value in like.items():
         number = state[key]
-        may_be_0 = key == "_growth_tracker"
-        if type(number) is not type(value) or number < 0 or (number == 0 and not may_be_0):
-            refuse(number, f"a {type(value).__name__} above 0", f"{name}.{key}")
+        kind = type(value)
+        least = 0 if key == "_growth_tracker" else math.ulp(0.0)
+        fits = type(number) is kind and number >= least
+        require(fits, number, f"a {kind.__name__} above 0", f"{name}.{key}")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, name: str) -> None:
     """Compare a state of torch's form; torch itself compares only the numbers of parameters."""
     like = optimizer.state_dict()
-    form = {"state": ANYTHING, "param_groups": [ANYTHING] * len(like["param_groups"])}
+    groups = like["param_groups"]
+    form = {"state": ANYTHING, "param_groups": [ANYTHING] * len(groups)}
     check_like(state, form, name)
-    groups = zip(state["param_groups"], like["param_groups"], strict=True)
-    indices: list[int] = []
-    for i, (group, like_group) in enumerate(groups):
-        check_group(group, like_group, f"{name}.param_groups.{i}")
-        indices += like_group["params"]
-    if not isinstance(state["state"], dict):
-        refuse(state["state"], "a dict", f"{name}.state")
-    expected = {**expected_moments(optimizer, like), **like["state"]}
+    for i, group in enumerate(groups):
+        check_group(state["param_groups"][i], group, f"{name}.param_groups.{i}")
+    require(isinstance(state["state"], dict), state["state"], "a dict", f"{name}.state")
+    count = sum(len(group["params"]) for group in groups)
+    expected = {**expected_moments(optimizer), **like["state"]}
     for index, moments in state["state"].items():
         place = f"{name}.state.{str(index)[:80]}"
-        if index not in indices or isinstance(index, bool) or not isinstance(moments, dict):
-            refuse(moments, f"the state of one of {len(indices)} parameters", place)
+        fits = type(index) is int and index in range(count) and isinstance(moments, dict)
+        require(fits, moments, f"the state of one of {count} parameters", place)
         if index in expected:
             check_like(moments, loosely(expected[index]), place)
         step = moments.get("step", 0)
-        if is_number(step) and step < 0:
-            refuse(float(step), "a number of steps", f"{place}.step")
+        if is_number(step):
+            require(step >= 0, step, "a number of steps", f"{place}.step")
 
 
 def check_group(group: Any, like: dict[str, Any], place: str) -> None:
     """Compare one parameter group: the same parameters, switches and texts, numbers for numbers."""
-    if not isinstance(group, dict):
-        refuse(group, "a dict", place)
+    require(isinstance(group, dict), group, "a dict", place)
     for key, value in like.items():
+        where = f"{place}.{key}"
         if key not in group:
-            refuse("missing", None, f"{place}.{key}")
+            refuse("missing", None, where)
         if key in WAYS:
             continue
         if key in ("params", "param_names") or isinstance(value, (bool, str)):
-            if repr(group[key]) != repr(value):
-                refuse(group[key], value, f"{place}.{key}")
+            require(repr(group[key]) == repr(value), group[key], value, where)
         else:
-            check_like(group[key], loosely(value), f"{place}.{key}")
+            check_like(group[key], loosely(value), where)
 
 
-def expected_moments(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> dict[int, dict[str, Any]]:
+def expected_moments(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """Return {index of a parameter: what one of torch's optimizers keeps for it}.
 
-    It is what a first step makes, here of small parameters on the CPU.
+    A copy of the optimizer takes a first step on the meta device, where tensors have no memory.
     """
     expected: dict[int, dict[str, Any]] = {}
     if not type(optimizer).__module__.startswith("torch.optim"):
         return expected
-    for like, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        moments = first_moments(optimizer, group)
-        for index, parameter, kept in zip(like["params"], group["params"], moments, strict=True):
-            if kept and parameter.ndim <= len(AXES):
-                expected[index] = {k: enlarged(v, parameter.shape) for k, v in kept.items()}
-    return expected
-
-
-def first_moments(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what the optimizer keeps for each parameter of a group after a first step.
-
-    A copy of the optimizer takes that step with small parameters, each of whose axes has a length
-    that stands for it: some optimizers keep sums over an axis.
-    """
-    small = []
-    for parameter in group["params"]:
-        stand_in = torch.nn.Parameter(torch.zeros(AXES[: parameter.ndim], dtype=parameter.dtype))
-        stand_in.grad = torch.zeros_like(stand_in)
-        small.append(stand_in)
-    usual = {key: value for key, value in group.items() if key not in WAYS}
     twin = copy.copy(optimizer)
     twin.state = collections.defaultdict(dict)
-    twin.param_groups = [{**usual, **dict.fromkeys(WAYS, False), "params": small}]
     # Without torch's wrappers, which import its compiler: a second.
     step = inspect.unwrap(type(optimizer).step)
-    with torch.no_grad(), contextlib.suppress(RuntimeError):  # SparseAdam needs sparse gradients
-        step(twin)
-    return [twin.state[parameter] for parameter in small]
-
-
-def enlarged(value: Any, shape: torch.Size) -> Any:
-    """Return a stand-in's moment with the lengths of the real parameter, on the meta device."""
-    if not isinstance(value, torch.Tensor) or not value.ndim:
-        return value
-    lengths = dict(zip(AXES, shape, strict=False))
-    return torch.empty([lengths.get(n, n) for n in value.shape], dtype=value.dtype, device="meta")
+    for group in optimizer.param_groups:
+        stand_ins = []
+        for parameter in group["params"]:
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            stand_in = torch.nn.Parameter(empty)
+            stand_in.grad = empty
+            stand_ins.append(stand_in)
+        twin.param_groups = [{**group, **dict.fromkeys(WAYS, False), "params": stand_ins}]
+        # Some read a number, after they have made their state; SparseAdam needs sparse gradients.
+        with torch.no_grad(), contextlib.suppress(RuntimeError):
+            step(twin)
+        for stand_in in stand_ins:
+            expected[len(expected)] = twin.state[stand_in]
+    return {index: moments for index, moments in expected.items() if moments}
 
 
 def has_usual_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -218,9 +194,10 @@ def loosely(value: Any) -> Any:
         return {key: loosely(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [loosely(item) for item in value]
-    if not isinstance(value, bool) and is_number(value, finite=False):
-        return 0.0
-    return value
+    if isinstance(value, torch.Tensor):
+        return value if value.ndim else 0.0
+    is_plain_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return 0.0 if is_plain_number else value
 
 
 def is_number(value: Any, finite: bool = True) -> bool:
@@ -234,6 +211,12 @@ def is_number(value: Any, finite: bool = True) -> bool:
     if isinstance(value, int):
         return abs(value) < 2**63
     return math.isfinite(value) or not finite
+
+
+def require(fits: bool, value: Any, wanted: Any, name: str) -> None:
+    """Raise UserError for the value at `name` unless it `fits`."""
+    if not fits:
+        refuse(value, wanted, name)
 
 
 def refuse(value: Any, wanted: Any, name: str) -> NoReturn:
