@@ -420,7 +420,7 @@ class ShadowWeights(Callback):
         assert self.shadow is not None
         current = floating_state(trainer)
         shadow = parallel.local(self.shadow[name] for name in current)
-        average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # torch has no types
+        average = get_ema_multi_avg_fn(decay)
         average(shadow, parallel.local(current.values()), None)
         self.step = trainer.step
         return current
