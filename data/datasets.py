@@ -190,7 +190,7 @@ def _read_or_download(
 
 def _read_cifar(title: str, root: str) -> Known:
     """Read CIFAR's files, which are pickles: torchvision unpickles none unless the MD5 sums of all are right."""
-    import torchvision  # type: ignore[import-untyped]  # it has no types
+    import torchvision
 
     dataset = getattr(torchvision.datasets, title)
     splits = []

@@ -213,6 +213,8 @@ class TensorBoard(Logger):
     With `histograms=n` also the distribution of each weight, every `n` epochs.
     """
 
+    writer: Any  # a SummaryWriter
+
     def __init__(self, folder: str | os.PathLike[str], histograms: int = 0) -> None:
         self.folder = os.fspath(folder)
         self.histograms = check_number(
@@ -233,7 +235,7 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard.summary import hparams
 
         # What a killed run wrote after its last checkpoint is hidden: it comes again.
-        self.writer: Any = SummaryWriter(self.folder, purge_step=(self.begun_at or 0) + 1)
+        self.writer = SummaryWriter(self.folder, purge_step=(self.begun_at or 0) + 1)
         # The tab has a column for each setting: show those that change the result.
         shown = {}
         for key, value in self.config.items():

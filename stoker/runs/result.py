@@ -206,7 +206,7 @@ def of_fit(trainer: Any, saver: Any) -> RunResult:
         precision=summary.precision(trainer),
         versions=versions(),
         parameters=sum(p.numel() for p in trainer.module.parameters()),
-        memory_mib=summary.memory_of_a_step(trainer),
+        memory_mib=dict(summary.memory_of_a_step(trainer)),
     )
     if saver.best:
         mode = "max" if saver.sign > 0 else "min"
@@ -254,6 +254,7 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
     tested = numbers({k: v for k, v in result.numbers.items() if k.startswith("test/")})
     if tested:
         yield f"test     {tested}"
+    assert result.seconds is not None
     time = f"time     {seconds(result.seconds)}"
     if result.samples_per_second:
         time += f", with {result.samples_per_second:,} samples/s in training"

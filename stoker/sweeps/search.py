@@ -15,7 +15,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import settings
-from stoker.command.build import locate
+from stoker.command.trust import locate
 from stoker.runs.lock import held
 from stoker.runs.result import Best, RunResult
 from stoker.sweeps import jobs, launchers

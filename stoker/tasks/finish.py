@@ -73,8 +73,10 @@ def load_best(parts: Parts, saver: "Checkpoint") -> bool:
     trainer = parts.trainer
     if not saver.best or saver.best["step"] == trainer.step:
         return True
-    found = checkpoint.together("best", lambda: checkpoint.best(saver.folder))
-    trainer.load_state_dict(found[1])
+    best = checkpoint.together("best", lambda: checkpoint.best(saver.folder))
+    assert best is not None
+    _, state = best
+    trainer.load_state_dict(state)
     return bool(trainer.step == saver.best["step"])
 
 

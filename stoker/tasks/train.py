@@ -242,4 +242,4 @@ def finish_loggers(folder: Path, loggers: list["Logger"], result: RunResult) -> 
     evaluation = json_files.read_json(folder / directory.EVALUATION) or {}
     outcome = "stopped" if result.stopped_by("time_limit") else "done"
     for logger in loggers:
-        logger.finish(result.steps, result.final_numbers(), evaluation, outcome)
+        logger.finish(result.steps or 0, result.final_numbers(), evaluation, outcome)
