@@ -23,6 +23,7 @@ from stoker.trainer.errors import (
     check_choice,
     check_number,
     did_you_mean,
+    first_few,
     log,
     printable,
 )
@@ -293,12 +294,6 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
     total = sum(map(len, splits.values()))
     log.warning("%d of %d images cannot be read and are left out: %s", len(broken), total, shown)
     return whole
-
-
-def first_few(names: Sequence[str], count: int) -> str:
-    """List the first `count` of some names for people."""
-    shown = ", ".join(map(printable, names[:count]))
-    return f"{shown}, ..." if len(names) > count else shown
 
 
 def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[float]]:

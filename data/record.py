@@ -9,7 +9,14 @@ import torch
 from stoker.data.description import KINDS, Description
 from stoker.data.splits import Split
 from stoker.trainer.device import random_stream
-from stoker.trainer.errors import UserError, check_choice, check_number, did_you_mean, printable
+from stoker.trainer.errors import (
+    UserError,
+    check_choice,
+    check_number,
+    did_you_mean,
+    first_few,
+    printable,
+)
 from torch import Tensor
 
 
@@ -231,12 +238,9 @@ def input_type(part: Split) -> torch.dtype:
 
 def unknown_class(name: str, known: Sequence[str]) -> UserError:
     """Make the UserError for a class that a trained model does not know."""
-    shown = ", ".join(map(printable, known[:10]))
-    if len(known) > 10:
-        shown += ", ..."
     return UserError(
         f"dataset: the run knows no class {printable(name)!r}.{did_you_mean(name, known)}\n"
-        f"Its {len(known)} classes are {shown}.\n"
+        f"Its {len(known)} classes are {first_few(known, 10)}.\n"
         "Rename or remove what is of another; images lie in a folder for each class."
     )
 

@@ -14,7 +14,7 @@ import torch
 from stoker.data.description import Column, Description, is_description
 from stoker.data.record import Data, unknown_class
 from stoker.data.splits import check_fractions, cut, split_indices
-from stoker.trainer.errors import UserError, check_choice, did_you_mean, log, printable
+from stoker.trainer.errors import UserError, check_choice, did_you_mean, first_few, log, printable
 from stoker.trainer.files import open_plain
 from torch import Tensor
 
@@ -133,12 +133,10 @@ def _check_columns(path: str, key: str, names: Sequence[str], columns: dict[str,
     """Check that a table has the columns that a setting names."""
     for name in names:
         if name not in columns:
-            some = ", ".join(map(printable, list(columns)[:20]))
-            more = ", ..." if len(columns) > 20 else ""
             raise UserError(
                 f"dataset.{key}={name}: {printable(path)} has no such column."
                 f"{did_you_mean(name, columns)}\n"
-                f"It has {some}{more}."
+                f"It has {first_few(list(columns), 20)}."
             )
 
 

@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 log = logging.getLogger("stoker")
@@ -106,26 +106,27 @@ def check_number(
     """
     if (value is None and optional) or (auto and value == "auto"):
         return value
-    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    kinds = int if whole else (int, float)
     is_huge = isinstance(value, int) and abs(value) >= 2**63
+    fits = isinstance(value, kinds) and not isinstance(value, bool)
+    fits = fits and not is_huge and math.isfinite(value)
     limits = []
     if least is not None:
         limits.append(f"at least {least}")
+        fits = fits and value >= least
     if above is not None:
         limits.append(f"above {above}")
+        fits = fits and value > above
     if most is not None:
         limits.append(f"at most {most}")
+        fits = fits and value <= most
+    if fits:
+        return value
     if is_huge:
         limits.append("below 2**63")
-    if is_number and not is_huge and math.isfinite(value):
-        in_range = (
-            (least is None or value >= least)
-            and (above is None or value > above)
-            and (most is None or value <= most)
-        )
-        if in_range:
-            return value
-    wanted = " ".join(["a whole number" if whole else "a number", " and ".join(limits)]).strip()
+    wanted = "a whole number" if whole else "a number"
+    if limits:
+        wanted += f" {' and '.join(limits)}"
     if auto:
         wanted = f"auto, {wanted}" if optional else f"auto, or {wanted}"
     if optional:
@@ -137,6 +138,12 @@ def check_number(
 def printable(text: object) -> str:
     """Escape what is not a letter, digit, sign or space: a file name may move the cursor."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+
+
+def first_few(names: Sequence[str], count: int) -> str:
+    """Return the first `count` names, ready to be printed, and "..." if there are more."""
+    shown = ", ".join(map(printable, names[:count]))
+    return f"{shown}, ..." if len(names) > count else shown
 
 
 def cause(error: BaseException) -> str:

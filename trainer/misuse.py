@@ -9,7 +9,7 @@ import torch
 from stoker.trainer import device as devices
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import UserError, log
+from stoker.trainer.errors import UserError, first_few, log
 from stoker.trainer.loading import Seekable
 
 if TYPE_CHECKING:
@@ -258,11 +258,10 @@ def warn_of_untrained(trainer: "Trainer") -> None:
         if parameter.requires_grad and id(parameter) not in trained:
             names.append(name)
     if names and launch.is_first():
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         log.warning(
             "No optimizer has %s: not trained. Unfreeze them before the Trainer is made, or name a "
             "second optimizer in stateful().",
-            shown,
+            first_few(names, 3),
         )
 
 

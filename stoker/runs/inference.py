@@ -22,7 +22,7 @@ from stoker.data.description import Description, is_description, names_of
 from stoker.runs import card, resume, saved_config
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer import device as devices
-from stoker.trainer.errors import TrainingError, UserError, log, printable
+from stoker.trainer.errors import TrainingError, UserError, first_few, log, printable
 from stoker.trainer.files import replacing
 from stoker.trainer.trainer import Trainer
 
@@ -365,9 +365,7 @@ def image_batches(
                 is_empty = False
                 yield list(whole), torch.stack(list(whole.values()))
 
-    shown = ", ".join(map(printable, broken[:3]))
-    if len(broken) > 3:
-        shown += ", ..."
+    shown = first_few(broken, 3)
     if is_empty:
         reason = f"there is no image below it ({endings})"
         if broken:

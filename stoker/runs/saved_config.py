@@ -15,7 +15,7 @@ from stoker.command.build import check_nested, is_on, without_downloads
 from stoker.runs.directory import CONFIG, TYPED
 from stoker.runs.result import are_overrides
 from stoker.trainer import files
-from stoker.trainer.errors import UserError, did_you_mean
+from stoker.trainer.errors import UserError, did_you_mean, first_few
 
 # Limits on a config.yaml: bytes, levels of nesting, and values once each ${...} is replaced.
 # Ours have 3 KB, 4 levels and 100 values.
@@ -188,9 +188,7 @@ def hint_for(key: str, folder: Path) -> str:
     if any((run / "job.json").exists() for run in runs):
         others = f" or another of its {len(runs)} jobs" if len(runs) > 1 else ""
         return f" It is a sweep: type {key}={runs[0]}{others}."
-    names = ", ".join(run.name for run in runs[:MOST_NAMES])
-    if len(runs) > MOST_NAMES:
-        names += ", ..."
+    names = first_few([run.name for run in runs], MOST_NAMES)
     return f"\nIt is a folder of runs, {names}: type {key}={runs[-1]}, or another one."
 
 

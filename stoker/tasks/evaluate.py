@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from stoker.command import arguments
 from stoker.runs import resume, saved_config
 from stoker.tasks.parts import building
-from stoker.trainer.errors import UserError, log
+from stoker.trainer.errors import UserError, first_few, log
 
 
 def evaluate(cfg: DictConfig) -> None:
@@ -27,10 +27,8 @@ def evaluate(cfg: DictConfig) -> None:
             warn_of_other_data(parts.data, state, split)
         lacking = parts.data.classes_without_samples(part)
         if lacking:
-            shown = ", ".join(lacking[:10])
-            if len(lacking) > 10:
-                shown += ", ..."
-            log.warning("%s: there are no samples of %s.", parts.data.name, shown)
+            classes = first_few(lacking, 10)
+            log.warning("%s: there are no samples of %s.", parts.data.name, classes)
         results = parts.trainer.evaluate(loader, split)
     numbers = [f"{name.removeprefix(f'{split}/')} {value}" for name, value in results.items()]
     print(f"weights  {path}")
