@@ -44,16 +44,18 @@ class Text:
 class Setting:
     """What the command knows about one key, or about all keys of one group.
 
-    limit: what it may be, beside being of its default's type.
-    tasks: the tasks that use it.
-    resume: what it may be when a run continues: the "same"; "longer" when another run starts from a checkpoint of
-        this one (`resume=FILE`); "any" where it changes no result.
-    path: whether it is a path, which may contain commas.
-    local: whether the ranks of one run may differ in it.
-    debug: the value that debug=true gives it; None changes nothing.
-    loader: whether it configures the loader, and not the data set beside which it stands.
-    once: whether it is about starting a run, so that the command that continues the run leaves it out.
-    aliases: other names that people type for it.
+    Attributes:
+        limit: What it may be, beside being of its default's type.
+        tasks: The tasks that use it.
+        resume: What it may be when a run continues: the "same"; "longer" when another run starts
+            from a checkpoint of this one (`resume=FILE`); "any" where it changes no result.
+        path: Whether it is a path, which may contain commas.
+        local: Whether the ranks of one run may differ in it.
+        debug: The value that debug=true gives it; None changes nothing.
+        loader: Whether it configures the loader, and not the data set beside which it stands.
+        once: Whether it is about starting a run, so that the command that continues the run leaves
+            it out.
+        aliases: Other names that people type for it.
     """
 
     limit: Limit | None = None

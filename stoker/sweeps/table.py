@@ -89,7 +89,7 @@ class Sweep:
 
     @property
     def wanted(self) -> list[Job]:
-        """The jobs of the last command: a larger sweep may have used the directory before."""
+        """The jobs of the last command. A larger sweep may have used the directory before."""
         if self.planned is None or self.is_search:  # whose trials may have any number
             return self.jobs
         return [
