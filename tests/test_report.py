@@ -31,7 +31,7 @@ from stoker.trainer import readable
 from stoker.trainer.metrics import Accuracy, default_metrics
 
 from stoker import Trainer
-from stoker.command import keys
+from stoker.command import dotted
 from stoker.runs import examine, plots, report
 from stoker.runs.page import Column, plain, render
 from stoker.runs.report import curves, evaluation, setup, summary, words
@@ -595,13 +595,15 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         if seen:
             run.evaluation = report.inputs.evaluation_of(seen)
         run.config = {"monitor": "none", "monitor_mode": "auto"}
-        assert summary.verdict(run) == said
+        assert summary.quality_verdict(run) == said
 
 
 def test_data_of_ones_own_has_its_own_name():
     def about(**dataset):
         config = {"model": {"_target_": "stoker.models.mlp.MLP"}, "dataset": dataset}
-        return summary.about(report.inputs.Run(Path(), keys.flat(config), RunResult(device="cpu")))
+        return summary.about(
+            report.inputs.Run(Path(), dotted.flat(config), RunResult(device="cpu"))
+        )
 
     assert about(_target_="stoker.data.datasets.digits") == "MLP on digits, cpu"
     assert about(_target_="stoker.data.tables.csv", path="a/houses.csv") == "MLP on houses.csv, cpu"
@@ -699,7 +701,9 @@ def test_errors_are_tiles_in_the_units_of_their_target():
         "model": {"_target_": "models.MLP"},
         "dataset": {"_target_": "stoker.data.tables.csv", "path": "a.csv"},
     }
-    run = report.inputs.Run(Path(), keys.flat(config), evaluation=report.inputs.evaluation_of(seen))
+    run = report.inputs.Run(
+        Path(), dotted.flat(config), evaluation=report.inputs.evaluation_of(seen)
+    )
     assert summary.about(run) == "MLP on a.csv, target price"
 
 

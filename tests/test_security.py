@@ -21,7 +21,7 @@ from test_cli import CONFIGS, ROOT, compose, forked  # noqa: F401
 
 import stoker as package
 from stoker import Trainer
-from stoker.command import arguments, build, keys, trust
+from stoker.command import arguments, build, dotted, trust
 from stoker.runs import inference, saved_config
 from stoker.sweeps import sweep, table
 
@@ -221,7 +221,7 @@ def test_what_is_not_of_the_listed_kinds_is_not_built(typed, target):
 
 
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2}
-AS_ANOTHER = {key: LINEAR for key in build.GIVES if key not in ("model", "loss")}
+AS_ANOTHER = {key: LINEAR for key in build.PART_CLASSES if key not in ("model", "loss")}
 AS_ANOTHER |= {
     "metrics.a": LINEAR,
     "callbacks.a": LINEAR,
@@ -330,7 +330,7 @@ def edit(**values):
         filled = json.loads(
             json.dumps(values).replace("CANARY", str(canary)).replace("AWAY", str(away))
         )
-        keys.put(config, {key.replace("__", "."): value for key, value in filled.items()})
+        dotted.put(config, {key.replace("__", "."): value for key, value in filled.items()})
         (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
     return hostile

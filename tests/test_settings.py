@@ -9,7 +9,7 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.settings import AUGMENTATIONS
 
 from stoker import configs
-from stoker.command import keys, settings
+from stoker.command import dotted, settings
 
 
 def test_the_augmentations_are_those_that_there_are():
@@ -95,7 +95,7 @@ def composed(*overrides):
     """{key: default} of the config of these choices."""
     with hydra.initialize_config_dir(str(CONFIGS)):
         cfg = hydra.compose("train", list(overrides))
-    return keys.flat(cfg)
+    return dotted.flat(cfg)
 
 
 def test_every_key_of_the_config_has_one_record():

@@ -760,9 +760,10 @@ def test_a_reason_has_no_traceback():
     except ZeroDivisionError as error:
         assert re.fullmatch(
             r"ZeroDivisionError: division by zero \(.*test_sweep\.py:\d+\)",
-            exit_codes.reason(error),
+            exit_codes.failure_text(error),
         )
     assert (
-        exit_codes.reason(FileNotFoundError(2, "No such file", "a.csv")) == "a.csv: no such file.\n"
+        exit_codes.failure_text(FileNotFoundError(2, "No such file", "a.csv"))
+        == "a.csv: no such file.\n"
     )
     assert Path(sweep.__file__).is_file()

@@ -13,7 +13,7 @@ from stoker.trainer.trainer import Trainer
 from torch import nn
 
 from stoker.diagnostics import timing as timing_module
-from stoker.diagnostics.timing import MOST_COST, SOON, STAGES, Timing, verdict
+from stoker.diagnostics.timing import MOST_COST, SOON, STAGES, Timing, speed_verdict
 from stoker.runs.loggers import Logger
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -584,5 +584,5 @@ COPIES = {"transfer": 1.0, "step": 3.0}
 def test_the_verdict_is_a_function_of_the_shares(seconds, facts, said, monkeypatch):
     monkeypatch.setattr(timing_module, "SOON", SOON)
     lasting = {stage: 10 * spent for stage, spent in seconds.items()}
-    given = verdict(lasting, where="GPU", **facts)
+    given = speed_verdict(lasting, where="GPU", **facts)
     assert given is None if said is None else said in given

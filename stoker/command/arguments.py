@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from stoker import configs
 from stoker.command import settings
-from stoker.command.keys import plain
+from stoker.command.dotted import plain
 from stoker.trainer import launch
 from stoker.trainer.errors import UserError, is_one_slip
 

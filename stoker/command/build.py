@@ -12,15 +12,15 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from stoker.command import arguments
-from stoker.command.keys import plain
-from stoker.command.trust import is_own, locate
+from stoker.command.dotted import plain
+from stoker.command.trust import is_trusted_by_user, locate
 from stoker.trainer.errors import UserError, as_typed, did_you_mean
 
 # Of Hydra's own keys those that a node may have: the others change how Hydra builds, and what it allows.
 KEYS = ("_target_", "_partial_", "_args_")
 FACTORIES = ("optimizer", "scheduler", "dataset.augment")  # the Trainer or the loader calls them
 # What each part of a run is. A class that makes anything else is not called: it could take any memory first.
-GIVES: dict[str, tuple[str, ...]] = {
+PART_CLASSES: dict[str, tuple[str, ...]] = {
     "dataset": ("stoker.data.record.Data",),
     "model": ("torch.nn.Module",),
     "loss": ("torch.nn.Module",),
@@ -32,7 +32,7 @@ GIVES: dict[str, tuple[str, ...]] = {
     "sweep": ("optuna.pruners.BasePruner",),
 }
 # The packages whose functions give a part: what a function gives is not known before it is called.
-MAKERS = {
+PART_PACKAGES = {
     "dataset": "stoker.data.",
     "model": "torchvision.models.",
     "optimizer": "stoker.trainer.optimizers.",
@@ -59,8 +59,12 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     target = node["_target_"]
     part = part_of(key)
     check_node(key, node, offered)
-    if part in GIVES and not is_own(target) and not promises(part, locate(key, target)):
-        raise UserError(f"{key}._target_={target}: this gives no {GIVES[part][0]}.")
+    if (
+        part in PART_CLASSES
+        and not is_trusted_by_user(target)
+        and not returns_part(part, locate(key, target))
+    ):
+        raise UserError(f"{key}._target_={target}: this gives no {PART_CLASSES[part][0]}.")
     if node.get("_partial_") and key not in FACTORIES:
         raise UserError(f"{key}._partial_=true: a run needs what {target} gives. Leave it out.")
     try:
@@ -80,10 +84,10 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         raise
     except REFUSALS as error:
         raise refusal(key, target, error) from error
-    if part in GIVES and not is_part(part, built):
+    if part in PART_CLASSES and not is_part(part, built):
         raise UserError(
             f"{key}._target_={target}: this gives a {type(built).__name__}, "
-            f"and not a {GIVES[part][0]}."
+            f"and not a {PART_CLASSES[part][0]}."
         )
     return built
 
@@ -125,7 +129,11 @@ def arguments_to_pass(
 
 def refusal(key: str, target: str, error: Exception) -> Exception:
     """Return the UserError for a value that a constructor refused, or the error itself if it is a bug in user code."""
-    if is_own(target) and not isinstance(error, ValueError) and "argument" not in str(error):
+    if (
+        is_trusted_by_user(target)
+        and not isinstance(error, ValueError)
+        and "argument" not in str(error)
+    ):
         return error  # it needs its traceback
     if target.startswith("stoker.models."):  # whose messages begin with the argument's name
         argument = str(error).partition("=")[0]
@@ -134,12 +142,12 @@ def refusal(key: str, target: str, error: Exception) -> Exception:
     return UserError(f"{key} ({target}): {first_line(error)}")
 
 
-def promises(part: str, located: Any) -> bool:
+def returns_part(part: str, located: Any) -> bool:
     """Return whether a trusted class or function gives this part of a run, as far as is known before it is called."""
     if isinstance(located, type):
         return issubclass(located, classes_of(part))
     module = f"{getattr(located, '__module__', None)}."
-    return part in MAKERS and module.startswith(MAKERS[part])
+    return part in PART_PACKAGES and module.startswith(PART_PACKAGES[part])
 
 
 def is_part(part: str, built: Any) -> bool:
@@ -150,10 +158,10 @@ def is_part(part: str, built: Any) -> bool:
 
 
 def classes_of(part: str) -> tuple[type, ...]:
-    """Return the classes of GIVES, without importing torchmetrics only for the question."""
+    """Return the classes of PART_CLASSES, without importing torchmetrics only for the question."""
     return tuple(
         hydra.utils.get_object(name)
-        for name in GIVES[part]
+        for name in PART_CLASSES[part]
         if name.partition(".")[0] in sys.modules
     )
 
@@ -174,7 +182,7 @@ def check_nested(key: str, node: Any) -> None:
     for name, item in items_of(node):
         if isinstance(item, dict) and "_target_" in item:
             target = str(item["_target_"])
-            if not is_own(target):
+            if not is_trusted_by_user(target):
                 raise UserError(
                     f"{key}.{name}._target_={target}: only a model and a loss may have a _target_ "
                     f"inside.\nType trusted=[{target.partition('.')[0]}] if you know what it does."
@@ -298,7 +306,7 @@ def check_size(
     import torch
 
     target = node.get("_target_") if isinstance(node, (dict, DictConfig)) else None
-    if weights is None and (not isinstance(target, str) or is_own(target)):
+    if weights is None and (not isinstance(target, str) or is_trusted_by_user(target)):
         return
     place = f"{key}._target_={target}"
     wanted = {name: tuple(tensor.shape) for name, tensor in (weights or {}).items()}

@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stoker.command import arguments, settings
 from stoker.command.defaults import defaults
-from stoker.command.keys import flat, plain
+from stoker.command.dotted import flat, plain
 from stoker.command.messages import no_such_key
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.settings import Checked, Choice, Number

@@ -10,7 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
 from stoker.command import arguments, settings
-from stoker.command.keys import plain
+from stoker.command.dotted import plain
 
 
 def defaults() -> dict[str, Any]:

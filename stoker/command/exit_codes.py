@@ -31,7 +31,7 @@ FAILING = {
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE", "ENOMEM")
 }
 # What Hydra and OmegaConf raise for mistakes that they have no words for.
-WITHOUT_WORDS = (
+WITHOUT_MESSAGE = (
     ValueError,
     TypeError,
     AttributeError,
@@ -48,7 +48,7 @@ def run(main: Callable[[], Any]) -> None:
     """Run `main` and end the process with its exit code."""
     code: Any
     try:
-        code = answered(main)
+        code = run_and_report(main)
     except KeyboardInterrupt:
         code = say_interrupted()
     except SystemExit as end:
@@ -58,7 +58,7 @@ def run(main: Callable[[], Any]) -> None:
     launch.end(code)
 
 
-def answered(main: Callable[[], Any]) -> int:
+def run_and_report(main: Callable[[], Any]) -> int:
     """Run `main`, print what there is to say of its end, and return the exit code; KeyboardInterrupt on a signal."""
     open_closed()
     launch.quieten()
@@ -81,10 +81,10 @@ def answered(main: Callable[[], Any]) -> int:
     except Exception as error:
         if is_interruption(error):
             raise KeyboardInterrupt from None
-        return report(with_words(error))
+        return report(with_message(error))
 
 
-def with_words(error: Exception) -> Exception:
+def with_message(error: Exception) -> Exception:
     """Return the error, or one with a message in place of what a library raises without one."""
     if type(error).__module__.partition(".")[0] in LAUNCHERS:
         return TrainingError(
@@ -92,7 +92,7 @@ def with_words(error: Exception) -> Exception:
             "The same command with hydra.sweep.dir=DIR goes on."
         )
     ours = isinstance(error, UserError)
-    if isinstance(error, WITHOUT_WORDS) and not ours and not HydraConfig.initialized():
+    if isinstance(error, WITHOUT_MESSAGE) and not ours and not HydraConfig.initialized():
         # Hydra lets a few mistakes through to the libraries below it, such as a key inside a list.
         lines = str(error).splitlines() or [type(error).__name__]
         return UserError(f"{' '.join(sys.argv[1:])}: this does not go together ({lines[0]}).")
@@ -176,7 +176,7 @@ def exit_code(error: BaseException) -> int:
     return BUG
 
 
-def reason(error: BaseException) -> str:
+def failure_text(error: BaseException) -> str:
     """Return why a run failed, as its result.json says it."""
     if exit_code(error) == BUG and not isinstance(error, processes.JobFailed):
         return cause(error)

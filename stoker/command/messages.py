@@ -10,7 +10,7 @@ from typing import Any
 from stoker import configs
 from stoker.command import arguments, settings
 from stoker.command.defaults import of_choices
-from stoker.command.keys import flat
+from stoker.command.dotted import flat
 from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, did_you_mean, nearest, printable
 

@@ -80,7 +80,7 @@ def trusting(packages: Sequence[str]) -> Iterator[None]:
         arguments.typed_in_python.reset(token)
 
 
-def is_own(target: str) -> bool:
+def is_trusted_by_user(target: str) -> bool:
     """Return whether the command line makes this target trusted: by its name, or by trusted=[...]."""
     allowed = patterns([], arguments.typed())
     return any(fnmatch.fnmatchcase(target, pattern) for pattern in allowed)
@@ -101,7 +101,7 @@ def locate(key: str, target: str) -> Any:
     """Return what `_target_` names; UserError if it is not there or not trusted, and then it is not imported."""
     place = f"{key}._target_={target}"
     top = target.partition(".")[0]
-    if not is_own(target) and not is_listed(target):
+    if not is_trusted_by_user(target) and not is_listed(target):
         package = ".".join(target.split(".")[:2])
         near = did_you_mean(package, [package for package in TRUSTED if "." in package])
         raise UserError(
@@ -114,7 +114,7 @@ def locate(key: str, target: str) -> Any:
     except NOT_THERE as error:
         reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
         raise UserError(f"{place}: {reason}.{similar_target(target)}") from error
-    if not is_own(target) and not is_of_kind(located):
+    if not is_trusted_by_user(target) and not is_of_kind(located):
         raise UserError(
             f"{place}: not among what may be built.\nType trusted=[{top}] if you know what it does."
         )

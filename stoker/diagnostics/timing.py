@@ -247,7 +247,7 @@ class Timing(Callback):
         return {stage: seconds for stage, seconds in took.items() if seconds > 0}
 
     def sentence(self, trainer: Trainer) -> str | None:
-        """Return the `verdict` on the fit so far."""
+        """Return the `speed_verdict` on the fit so far."""
         loader: Any = trainer.train_loader
         kind = "own"
         workers = 0
@@ -263,7 +263,7 @@ class Timing(Callback):
             kind = "augmented" if augments else "resident"
         elif isinstance(loader, StreamedOnce):
             kind = "decoded"
-        return verdict(
+        return speed_verdict(
             self.split(trainer),
             where="CPU" if trainer.device.type == "cpu" else "GPU",
             idle=sum(self.idle) / max(1, len(self.idle)),
@@ -309,7 +309,7 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
     return {}
 
 
-def verdict(
+def speed_verdict(
     seconds: dict[str, float],
     *,
     where: str = "CPU",

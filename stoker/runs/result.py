@@ -235,9 +235,9 @@ def write_failure(folder: str | Path, error: BaseException, code: int) -> bool:
     if before is not None and (before.is_finished or before.has_failed):
         return False
     try:
-        RunResult(overrides=arguments.typed(), error=exit_codes.reason(error), code=code).write(
-            folder
-        )
+        RunResult(
+            overrides=arguments.typed(), error=exit_codes.failure_text(error), code=code
+        ).write(folder)
     except OSError:  # a full disk may be why
         return False
     return True

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from stoker.command import keys, settings
+from stoker.command import dotted, settings
 from stoker.runs.directory import CONFIG, RESULT, WRITTEN
 from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
@@ -144,8 +144,8 @@ def check_settings(name: str, state: dict[str, Any], cfg: Any, *, longer: bool =
 
 def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> None:
     """Raise UserError where two configs differ in more than a resumed run may, or with `longer` a longer one."""
-    before = keys.flat(before)
-    now = keys.flat(now)
+    before = dotted.flat(before)
+    now = dotted.flat(now)
     changed = [
         key
         for key in sorted({*before, *now})

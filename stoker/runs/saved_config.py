@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from stoker import configs
-from stoker.command import arguments, check, defaults, keys, settings
+from stoker.command import arguments, check, defaults, dotted, settings
 from stoker.command.build import check_nested, is_on, without_downloads
 from stoker.runs.directory import CONFIG, TYPED
 from stoker.runs.result import are_overrides
@@ -68,7 +68,7 @@ def check_typed(task: str, saved: Config) -> None:
 
     A value that the run took from the environment has to be typed.
     """
-    before = keys.flat(saved)
+    before = dotted.flat(saved)
     for key in sorted(arguments.typed_keys()):
         if task not in settings.record(key).tasks and "${" not in str(before.get(key)):
             takes = ", ".join(f"{name}=" for name in settings.keys_of(task))
@@ -98,7 +98,7 @@ def merged(cfg: DictConfig, saved: Config) -> Config:
         typed = {key for key in typed if not key.startswith("dataset")}
     everywhere = {key for key in typed if settings.record(key).tasks == settings.TASKS}
     typed = typed.difference(of_the_task, everywhere)
-    keys.put(config, {key: OmegaConf.select(cfg, key) for key in typed})
+    dotted.put(config, {key: OmegaConf.select(cfg, key) for key in typed})
     return config
 
 
@@ -296,7 +296,7 @@ def for_reading(config: Any) -> Config:
 
     Any other ${...}, such as one that reads the environment, stays as it is written.
     """
-    values = keys.flat(config)
+    values = dotted.flat(config)
     for name, value in values.items():
         while isinstance(value, str) and re.fullmatch(KEY_PATH, value) and value[2:-1] in values:
             value = values[value[2:-1]]

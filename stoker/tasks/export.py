@@ -3,7 +3,7 @@
 from omegaconf import DictConfig
 
 from stoker.command import settings
-from stoker.command.keys import plain
+from stoker.command.dotted import plain
 from stoker.runs import saved_config
 from stoker.trainer.errors import UserError
 

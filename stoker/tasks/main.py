@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from stoker.command import arguments, exit_codes, processes, settings, shell
 from stoker.command.build import retarget
 from stoker.command.check import check_config, keep_texts
-from stoker.command.keys import plain
+from stoker.command.dotted import plain
 from stoker.command.trust import TRUSTED, patterns
 from stoker.runs import resume, saved_config
 from stoker.runs.result import write_failure

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from stoker.command import settings
 from stoker.command.build import build, check_size, is_on
-from stoker.command.keys import plain
+from stoker.command.dotted import plain
 from stoker.command.trust import locate
 from stoker.sweeps import launchers
 from stoker.trainer import launch

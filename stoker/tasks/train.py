@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from stoker.command import arguments, keys, processes, settings, shell
+from stoker.command import arguments, dotted, processes, settings, shell
 from stoker.command.build import build
 from stoker.command.trust import own_packages
 from stoker.runs import directory, json_files, lock, provenance, resume, saved_config
@@ -58,7 +58,7 @@ def shared_versions() -> dict[str, Any]:
 
 def shared_settings(cfg: DictConfig) -> dict[str, Any]:
     """Return {key: value} of the settings that all processes of a run share."""
-    values = keys.flat(keys.plain(cfg, resolve=True))
+    values = dotted.flat(dotted.plain(cfg, resolve=True))
     return {key: value for key, value in values.items() if not settings.record(key).local}
 
 
@@ -134,7 +134,7 @@ def config_file(cfg: DictConfig, folder: Path) -> "Callback":
 
 def saved_values(cfg: DictConfig) -> dict[str, Any]:
     """Return the config for files: with its interpolations, so that nothing from the environment gets into one."""
-    values = keys.plain(cfg)
+    values = dotted.plain(cfg)
     del values["run_dir"]
     return values
 

@@ -56,7 +56,7 @@ def facts(run: inputs.Run) -> dict[str, Any]:
         "words": words,
         "seconds": seconds,
         "about": summary.about(run),
-        "verdict": summary.verdict(run),
+        "verdict": summary.quality_verdict(run),
         "chosen_by": seen and seen.split == "val" and best and best.name.startswith("val/"),
         "split": inputs.SPLITS[seen.split] if seen else None,
         "tiles": summary.tiles(run),

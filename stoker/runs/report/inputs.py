@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.command import keys
+from stoker.command import dotted
 from stoker.runs import directory, saved_config
 from stoker.runs.json_files import is_number
 from stoker.runs.report.words import one_line, shortened
@@ -121,7 +121,7 @@ def read_run(folder: str | Path) -> Run:
         overrides = None
     return Run(
         folder=folder,
-        config=keys.flat(config),
+        config=dotted.flat(config),
         result=result or RunResult(),
         has_ended=result is not None,
         rows=read_rows(folder / directory.METRICS),

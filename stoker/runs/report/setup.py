@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from stoker.command import keys
+from stoker.command import dotted
 from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
 from stoker.configs import FOLDER
@@ -59,7 +59,7 @@ def defaults_of(overrides: list[str]) -> dict[str, Any]:
         else:
             with hydra.initialize_config_dir(str(FOLDER)):
                 config = hydra.compose("train", chosen)
-        return keys.flat(OmegaConf.to_container(config, resolve=False))
+        return dotted.flat(OmegaConf.to_container(config, resolve=False))
     except Exception:  # Hydra raises anything; a report without marked settings is still a report
         return {}
 

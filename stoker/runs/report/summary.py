@@ -40,7 +40,7 @@ def data_name(run: Run) -> str:
     return (shortened(Path(place).name) if isinstance(place, str) else "") or name
 
 
-def verdict(run: Run) -> str:
+def quality_verdict(run: Run) -> str:
     """Return one sentence: how good the run is, against chance and against its first evaluation."""
     if run.result.error:
         return f"The run failed: {one_line(run.result.error)}"
