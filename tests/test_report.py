@@ -33,6 +33,7 @@ from stoker.trainer.metrics import Accuracy, default_metrics
 from stoker import Trainer
 from stoker.command import dotted
 from stoker.runs import examine, plots, report
+from stoker.runs.evaluation import Sample
 from stoker.runs.page import Column, plain, render
 from stoker.runs.report import curves, evaluation, setup, summary, words
 from stoker.runs.result import RunResult
@@ -227,7 +228,7 @@ def test_an_evaluation_that_looks_gives_the_same_numbers():
     results, seen = examine.evaluate(trainer, loader, "test", data)
     assert results == trainer.evaluate(loader, "test") and list(trainer.metrics) == ["acc"]
     (_, _, whole), _ = make_loaders(data, batch_size=25)
-    assert examine.evaluate(trainer, whole, "test", data)[1]["confusion"] == seen["confusion"]
+    assert examine.evaluate(trainer, whole, "test", data)[1].confusion == seen.confusion
     trainer.close()
 
 
@@ -273,7 +274,9 @@ def test_samples_that_are_no_tensors_are_named_alone():
         def __getitem__(self, index):
             return {"words": [list.__getitem__(self, i) for i in index]}, torch.zeros(len(index))
 
-    assert examine.show(Words("abc"), None, 1) == {}
+    sample = Sample(1, 0, 0)
+    examine.show(sample, Words("abc"), None)
+    assert sample == Sample(1, 0, 0)
 
 
 @pytest.mark.parametrize("targets", [1, 3])

@@ -1,13 +1,19 @@
-"""What is looked at while the best weights are tested: the classes confused, the hardest samples, the errors."""
+"""Examine the best weights while they are tested: the classes confused, the hardest samples, the errors."""
 
 import base64
+import dataclasses
 import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from stoker.data.record import Data
+from stoker.data.splits import Split
+from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.json_files import finite
 from stoker.trainer import launch, parallel
 from stoker.trainer.errors import printable
@@ -19,289 +25,353 @@ NAME = "examined"  # among the trainer's metrics, during that evaluation
 MOST_CLASSES = 1000  # of a confusion matrix, which has the square of it
 MOST_SAMPLES = 16  # of the worst, and of the most uncertain
 MOST_POINTS = 2000  # (true, predicted) of a regression, evenly spread over the split
-MOST_TARGETS = 8  # numbers a sample of a regression that are kept
+MOST_TARGETS = 8  # numbers per sample of a regression that are kept
 MOST_COLUMNS = 12  # of a table's row
 SIDE = 64  # pixels of a picture's longer side
 
 
-class Examination:
-    """A metric beside the others, without a value of its own: what it saw is in `found` afterwards.
+class Highest:
+    """The `MOST_SAMPLES` rows with the highest value in a column, of all batches and processes.
 
-    It waits for no device, and holds as much for any size of a split: the `MOST_SAMPLES` rows of the highest scores.
-    A sample's number in the split comes from the order of the batches, all but the last of which have `batch_size`
-    samples; of each a process has every `ranks`-th one. (float32, which is all that mps has, tells 2**24 apart.)
+    Of equal values the first one wins; nan is the highest value.
+    """
+
+    def __init__(self, column: int, width: int) -> None:
+        self.column = column
+        self.width = width
+        self.kept: list[Tensor] = []
+
+    def add(self, rows: Tensor) -> None:
+        """Take the rows of a batch, without waiting for the device."""
+        rows = torch.cat([*self.kept, rows])
+        self.kept = [self.select(rows)]
+
+    def compute(self) -> list[list[float]]:
+        """Return the rows, the highest first; all processes have to call this."""
+        rows = gather(self.kept, MOST_SAMPLES, self.width)
+        return self.select(rows).tolist()
+
+    def select(self, rows: Tensor) -> Tensor:
+        values = rows[:, self.column]
+        order = values.argsort(descending=True, stable=True)
+        return rows.index_select(0, order[:MOST_SAMPLES])
+
+
+class Examination:
+    """A metric without a value of its own, which makes the record of an evaluation.
+
+    It does not wait for the device, and takes the same memory for any size of a split. A sample's number in the split
+    comes from the order of the batches, all but the last of which have `batch_size` samples; of each batch a process
+    has every `ranks`-th sample. (float32, the widest type of mps, counts up to 2**24.)
     """
 
     higher_is_better = None
 
-    def __init__(self, samples, batch_size, num_classes):
-        self.samples, self.batch_size, self.num_classes = samples, batch_size, num_classes
-        self.share = max(1, len(range(launch.rank(), batch_size, parallel.ranks())))
+    def __init__(self, split: str, loader: Any, data: Data) -> None:
+        self.split = split
+        self.data = data
+        self.samples: int = loader.samples
+        self.batch_size: int = loader.batch_size
+        self.ranks = parallel.ranks()
+        self.rank = launch.rank() if self.ranks > 1 else 0
+        share = len(range(self.rank, self.batch_size, self.ranks))
+        self.share = max(1, share)
         self.reset()
 
-    def reset(self):
-        self.seen, self.usual, self.tops, self.found = 0, True, {}, None
+    def reset(self) -> None:
+        self.count = 0  # samples of this process so far
+        self.is_usual = True
+        # None where the outputs are not one row of numbers per sample.
+        self.evaluation: Evaluation | None = None
 
-    def update(self, outputs, targets):
-        tensors = isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)
-        self.usual = (
-            self.usual and tensors and tuple(outputs.shape) == (len(targets), self.num_classes)
-        )
-        if self.usual:
-            own = torch.arange(self.seen, self.seen + len(outputs), device=outputs.device)
-            ranks = parallel.ranks()
-            numbers = own // self.share * self.batch_size + own % self.share * ranks + launch.rank()
-            self.look(outputs.detach(), targets, own if ranks == 1 else numbers)
-            self.seen += len(outputs)
+    def update(self, outputs: Any, targets: Any) -> None:
+        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+            self.is_usual = False
+            return
+        size = len(outputs)
+        shape = (len(targets), self.data.num_classes)
+        if outputs.shape != shape:
+            self.is_usual = False
+        if self.is_usual:
+            samples = torch.arange(self.count, self.count + size, device=outputs.device)
+            self.add(outputs.detach(), targets, self.numbers(samples))
+            self.count += size
 
-    def compute(self):
-        """nan: all that there is to know is in `found`, None where the outputs are not what is usual; all ask."""
-        self.found = (
-            self.summary() if parallel.add_up(int(self.usual)) == parallel.ranks() else None
-        )
+    def numbers(self, samples: Tensor) -> Tensor:
+        """Return the places in the split of samples of this process."""
+        batches = samples // self.share
+        places = samples % self.share * self.ranks + self.rank
+        return batches * self.batch_size + places
+
+    def compute(self) -> float:
+        """Make the record, and return nan; all processes have to call this."""
+        usual_ranks = parallel.add_up(int(self.is_usual))
+        if usual_ranks == self.ranks:
+            data = self.data
+            self.evaluation = Evaluation(self.split, data.kind, self.samples)
+            if data.table is not None:
+                self.evaluation.target = data.table["target"]
+            self.complete(self.evaluation)
         return math.nan
 
-    def keep(self, name, scores, rows):
-        """Keeps the rows of the highest scores; of equal ones those that came first."""
-        rows = torch.cat([scores.unsqueeze(1), rows], 1)
-        rows = torch.cat([self.tops[name], rows]) if name in self.tops else rows
-        self.tops[name] = rows.index_select(
-            0, rows[:, 0].argsort(descending=True, stable=True)[:MOST_SAMPLES]
-        )
+    def add(self, outputs: Tensor, targets: Tensor, numbers: Tensor) -> None:
+        """Take a batch whose samples have these numbers."""
+        raise NotImplementedError
 
-    def top(self, name):
-        """The rows that all processes have kept, best first, without their scores; nan is the highest score."""
-        rows = gather(self.tops.get(name), MOST_SAMPLES, self.width)
-        order = sorted(
-            range(len(rows)),
-            key=lambda i: (-rows[i][0] if rows[i][0] == rows[i][0] else -math.inf, i),
-        )
-        return [rows[i][1:] for i in order[:MOST_SAMPLES]]
+    def complete(self, evaluation: Evaluation) -> None:
+        """Add what the batches have shown to the record."""
+        raise NotImplementedError
 
 
 class Classes(Examination):
-    """Of a classification: the confusion matrix, and the samples of the highest loss and of the highest entropy.
+    """The confusion matrix, and the samples with the highest loss and the highest entropy.
 
-    The loss is minus the logarithm of the true class's probability, whatever was trained with; entropy in nats.
+    The loss is minus the logarithm of the true class's probability, whatever the model was trained with.
     """
 
-    width = 7
-
-    def reset(self):
+    def reset(self) -> None:
         super().reset()
-        self.confusion = (
-            Confusion(self.num_classes) if 2 <= self.num_classes <= MOST_CLASSES else None
-        )
+        self.worst = Highest(column=4, width=6)
+        self.uncertain = Highest(column=5, width=6)
+        self.confusion: Confusion | None = None
+        classes = self.data.num_classes
+        if 2 <= classes <= MOST_CLASSES:
+            self.confusion = Confusion(classes)
 
-    def look(self, outputs, targets, numbers):
+    def add(self, outputs: Tensor, targets: Tensor, numbers: Tensor) -> None:
         logs = wide(outputs).log_softmax(-1)
-        true, predicted, shares = class_of(targets, outputs), outputs.argmax(-1), logs.exp()
-        losses = -logs.gather(1, true.unsqueeze(1)).squeeze(1)
-        probability = shares.gather(1, predicted.unsqueeze(1)).squeeze(1)
+        shares = logs.exp()
+        true = class_of(targets, outputs)
+        predicted = outputs.argmax(-1)
+        probability = one_per_row(shares, predicted)
+        losses = -one_per_row(logs, true)
         entropy = torch.special.entr(shares).sum(-1)
         columns = [numbers, true, predicted, probability, losses, entropy]
         rows = torch.stack([column.to(losses.dtype) for column in columns], 1)
-        self.keep("worst", losses, rows)
-        self.keep("uncertain", entropy, rows)
+        self.worst.add(rows)
+        self.uncertain.add(rows)
         if self.confusion is not None:
             self.confusion.update(outputs, targets)
 
-    def summary(self):
-        names = ("index", "true", "predicted", "probability", "loss", "entropy")
-        found = {
-            "confusion": self.confusion.compute().tolist() if self.confusion is not None else None
-        }
-        for name in ("worst", "uncertain"):
-            found[name] = [dict(zip(names, row, strict=True)) for row in self.top(name)]
-            for sample in found[name]:
-                sample |= {key: int(sample[key]) for key in ("index", "true", "predicted")}
-        return found
+    def complete(self, evaluation: Evaluation) -> None:
+        data = self.data
+        classes = data.num_classes
+        evaluation.classes = list(map(str, data.classes or range(classes)))
+        labels = data.parts()[self.split].targets
+        counts = torch.bincount(labels, minlength=classes)
+        evaluation.chance = counts.max().item() / self.samples
+        if self.confusion is not None:
+            evaluation.confusion = self.confusion.compute().tolist()
+        evaluation.worst = list(map(classified, self.worst.compute()))
+        evaluation.uncertain = list(map(classified, self.uncertain.compute()))
+
+
+def one_per_row(values: Tensor, classes: Tensor) -> Tensor:
+    """Return the value of each row's class."""
+    values = values.gather(1, classes.unsqueeze(1))
+    return values.squeeze(1)
+
+
+def classified(row: list[float]) -> Sample:
+    """Return the sample of a row of `Classes`."""
+    index, true, predicted, probability, loss, entropy = row
+    return Sample(int(index), int(true), int(predicted), probability, loss, entropy)
 
 
 class Numbers(Examination):
-    """Of a regression: every so-manieth (true, predicted), and the samples of the highest mean squared error.
+    """Evenly spread (true, predicted) of a regression, and the samples with the highest mean squared error.
 
-    Of several targets the first `MOST_TARGETS`. All as the data set gives its targets: `in_units` has the user's.
+    The record has the first `MOST_TARGETS` of several targets, in the user's units.
     """
 
-    def __init__(self, samples, batch_size, num_classes):
-        self.targets = min(num_classes, MOST_TARGETS)
-        self.width = 3 + 2 * self.targets
-        super().__init__(samples, batch_size, num_classes)
+    def __init__(self, split: str, loader: Any, data: Data) -> None:
+        self.targets = min(data.num_classes, MOST_TARGETS)
+        super().__init__(split, loader, data)
 
-    def reset(self):
+    def reset(self) -> None:
         super().reset()
-        self.points, self.every = [], max(1, math.ceil(self.samples / MOST_POINTS))
+        self.worst = Highest(column=1, width=2 + 2 * self.targets)
+        self.points: list[Tensor] = []
+        every = math.ceil(self.samples / MOST_POINTS)
+        self.every = max(1, every)
 
-    def look(self, outputs, targets, numbers):
-        true, predicted = wide(targets), wide(outputs)
+    def add(self, outputs: Tensor, targets: Tensor, numbers: Tensor) -> None:
+        true = wide(targets)
+        predicted = wide(outputs)
         losses = (predicted - true).square().mean(1)
-        both = torch.cat([true[:, : self.targets], predicted[:, : self.targets]], 1)
-        self.keep(
-            "worst",
-            losses,
-            torch.cat([torch.stack([numbers.to(losses.dtype), losses], 1), both], 1),
-        )
-        self.points.append(both[-self.seen % self.every :: self.every])
+        pairs = torch.stack([true, predicted], 1)
+        pairs = pairs[..., : self.targets].flatten(1)
+        columns = [numbers.to(losses.dtype), losses, *pairs.unbind(1)]
+        self.worst.add(torch.stack(columns, 1))
+        start = -self.count % self.every
+        self.points.append(pairs[start :: self.every])
 
-    def summary(self):
-        points = torch.cat(self.points) if self.points else None
-        points = gather(points, MOST_POINTS + 1, 2 * self.targets)
-        worst = [(int(row[0]), row[1], *self.halves(row[2:])) for row in self.top("worst")]
-        names = ("index", "loss", "true", "predicted")
-        return {
-            "points": [self.halves(row) for row in points],
-            "worst": [dict(zip(names, row, strict=True)) for row in worst],
-        }
+    def complete(self, evaluation: Evaluation) -> None:
+        scale = torch.as_tensor(self.data.target_scale)
+        evaluation.standardised = bool((scale != 1).any())
+        points = gather(self.points, MOST_POINTS + 1, 2 * self.targets)
+        evaluation.points = self.in_units(points)
+        evaluation.worst = []
+        for index, loss, *numbers in self.worst.compute():
+            row = torch.tensor(numbers, dtype=torch.float64)
+            [(true, predicted)] = self.in_units(row)
+            sample = Sample(int(index), true, predicted, loss=loss)
+            evaluation.worst.append(sample)
 
-    def halves(self, row):
-        return [row[: self.targets], row[self.targets :]]
+    def in_units(self, rows: Tensor) -> list[list[list[float]]]:
+        """Return [true numbers, predicted numbers] of each row, in the user's units."""
+        scale = self.per_target(self.data.target_scale)
+        mean = self.per_target(self.data.target_mean)
+        pairs = rows.view(-1, 2, self.targets) * scale + mean
+        return pairs.tolist()
 
-
-def in_units(found, data):
-    """What `Numbers` has found, with the true and the predicted numbers in the user's units."""
-
-    def values(numbers):
-        mean, scale = (
-            torch.as_tensor(value, dtype=torch.float64)
-            for value in (data.target_mean, data.target_scale)
-        )
-        mean, scale = (part[: len(numbers)] if part.ndim else part for part in (mean, scale))
-        return (torch.tensor(numbers, dtype=torch.float64) * scale + mean).tolist()
-
-    worst = [
-        sample | {key: values(sample[key]) for key in ("true", "predicted")}
-        for sample in found["worst"]
-    ]
-    return {"points": [[values(part) for part in both] for both in found["points"]], "worst": worst}
+    def per_target(self, value: float | list[float] | Tensor) -> Tensor:
+        """Return a number or one per target as one for each that is kept."""
+        values = torch.as_tensor(value, dtype=torch.float64)
+        return values.expand(self.data.num_classes)[: self.targets]
 
 
-def gather(rows, most, width):
-    """The rows of all processes, of which each has at most so many, or None: a list of lists of numbers."""
+def gather(batches: list[Tensor], most: int, width: int) -> Tensor:
+    """Return the rows (n, width) of all processes, as float64 on the CPU; each process has at most `most`."""
+    rows = torch.empty(0, width, dtype=torch.float64)
+    if batches:
+        rows = torch.cat(batches).cpu().double()
     if parallel.ranks() == 1:
-        return [] if rows is None else rows.tolist()
+        return rows
     slots = torch.zeros(launch.world_size(), most, 1 + width, dtype=torch.float64)
-    if rows is not None:
-        slots[launch.rank(), : len(rows)] = torch.cat(
-            [torch.ones(len(rows), 1), rows.cpu()], 1
-        ).double()
-    slots = parallel.add_up(slots).view(-1, 1 + width)
-    return slots[slots[:, 0] == 1, 1:].tolist()
+    slot = slots[launch.rank(), : len(rows)]
+    slot[:, 0] = 1  # taken
+    slot[:, 1:] = rows
+    slots = parallel.add_up(slots).flatten(0, 1)
+    is_taken = slots[:, 0] == 1
+    return slots[is_taken, 1:]
 
 
-def evaluate(trainer, loader, split, data):
-    """(what `trainer.evaluate` gives, what there is to see beside it: `write` wants that, or None).
+def evaluate(
+    trainer: Trainer, loader: Any, split: str, data: Data
+) -> tuple[dict[str, float], Evaluation | None]:
+    """Return what `trainer.evaluate` returns, and the record for `write`.
 
-    None where a Trainer of one's own may mean something else by outputs, or the model or the loss has others.
+    The record is None if a subclass of the Trainer may mean something else by outputs, or if the model or the loss has
+    other outputs than usual.
     """
-    own = type(trainer)
-    usual = default_metrics(data.kind).keys() <= trainer.metrics.keys()
-    if (
-        not usual
-        or own.update_metrics is not Trainer.update_metrics
-        or own.evaluate is not Trainer.evaluate
-    ):
+    if not is_usual(trainer, data):
         return trainer.evaluate(loader, split), None
     kind = Classes if data.kind == "classification" else Numbers
-    trainer.metrics[NAME] = seen = kind(loader.samples, loader.batch_size, data.num_classes)
+    examination = kind(split, loader, data)
+    trainer.metrics[NAME] = examination
     try:
         results = trainer.evaluate(loader, split)
     finally:
         del trainer.metrics[NAME]
     del results[f"{split}/{NAME}"]
-    if seen.found is None:
-        return results, None
-    about = {"split": split, "kind": data.kind, "samples": loader.samples}
-    if data.table is not None:
-        about["target"] = data.table["target"]
-    if data.kind == "classification":
-        counts = torch.bincount(getattr(data, split).targets, minlength=data.num_classes)
-        about |= {"classes": list(map(str, data.classes or range(data.num_classes)))}
-        about |= {"chance": counts.max().item() / loader.samples}
-        return results, about | seen.found
-    about["standardised"] = bool((torch.as_tensor(data.target_scale) != 1).any())
-    return results, about | in_units(seen.found, data)
+    return results, examination.evaluation
 
 
-def write(path, found, data):
-    """Writes evaluation.json: what `evaluate` saw, and each sample of it as it can be shown."""
-    part, shown = getattr(data, found["split"]), {}
-    lists = {name: found[name] for name in ("worst", "uncertain") if name in found}
-    for sample in (sample for samples in lists.values() for sample in samples):
-        if (index := sample["index"]) not in shown:
-            shown[index] = show(part, data, index)
-    lists = {
-        name: [sample | shown[sample["index"]] for sample in samples]
-        for name, samples in lists.items()
-    }
-    write_text(path, json.dumps(finite(found | lists), separators=(",", ":")) + "\n")
+def is_usual(trainer: Trainer, data: Data) -> bool:
+    """Whether the trainer evaluates as Trainer does, with the default metrics of this data."""
+    kind = type(trainer)
+    if kind.evaluate is not Trainer.evaluate:
+        return False
+    if kind.update_metrics is not Trainer.update_metrics:
+        return False
+    needed = default_metrics(data.kind)
+    return needed.keys() <= trainer.metrics.keys()
 
 
-def show(part, data, index):
-    """{"file" or "line", "png" or "columns"} of a sample, as far as there are such."""
-    files = getattr(part, "files", None)
-    found = (
-        {"file": printable(Path(files[index]).relative_to(files.root))}
-        if hasattr(files, "root")
-        else {}
-    )
-    if getattr(part, "lines", None) is not None:
-        found["line"] = int(part.lines[index])
-    with torch.random.fork_rng(devices=[]):  # a split of the user's own may draw
+def write(path: Path, evaluation: Evaluation, data: Data) -> None:
+    """Write evaluation.json: the record, with each of its samples as it can be shown."""
+    part = data.parts()[evaluation.split]
+    for samples in (evaluation.worst, evaluation.uncertain):
+        for sample in samples or []:
+            show(sample, part, data)
+    contents = dataclasses.asdict(evaluation, dict_factory=without_none)
+    text = json.dumps(finite(contents), separators=(",", ":"))
+    write_text(path, f"{text}\n")
+
+
+def without_none(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in entries if value is not None}
+
+
+def show(sample: Sample, part: Split, data: Data) -> None:
+    """Add the file, the line, the picture and the columns of a sample, as far as its split has them."""
+    index = sample.index
+    files: Any = getattr(part, "files", None)
+    if hasattr(files, "root"):
+        path = Path(files[index])
+        sample.file = printable(path.relative_to(files.root))
+    lines = getattr(part, "lines", None)
+    if lines is not None:
+        sample.line = int(lines[index])
+    with torch.random.fork_rng(devices=[]):  # your own split may draw
         inputs, _ = part[[index]]
-    if not isinstance(inputs, torch.Tensor):
-        return found
-    inputs = inputs[0]
-    if len(inputs.shape) == 3:
-        return found | {"png": png(inputs)}
-    return found | {"columns": columns(inputs, data)} if len(inputs.shape) == 1 else found
+    if not isinstance(inputs, Tensor):
+        return
+    if inputs.ndim == 4:
+        sample.png = png(inputs[0])
+    elif inputs.ndim == 2:
+        sample.columns = columns(inputs[0], data)
 
 
-def png(image):
-    """The picture (C, H, W) as base64: uint8 as it is, floats from the least to the most; grey, or its first three
-    channels."""
+def png(image: Tensor) -> str:
+    """Return a small PNG of an image (C, H, W), as base64: grey, or its first three channels.
+
+    uint8 stays as it is; floats are scaled from the lowest to the highest.
+    """
     from PIL import Image
 
     image = image.detach().cpu()
     if image.dtype != torch.uint8:
-        low, high = image.min(), image.max()
-        image = ((image - low) / (high - low).clamp_min(1e-12) * 255).round().to(torch.uint8)
-    image = image[:3] if len(image) >= 3 else image[:1]
-    rows = image.permute(1, 2, 0).contiguous()
-    mode, size = ("RGB" if len(image) == 3 else "L"), (rows.shape[1], rows.shape[0])
-    picture = Image.frombytes(mode, size, bytes(rows.reshape(-1).numpy()))
+        low = image.min()
+        span = image.max() - low
+        shares = (image - low) / span.clamp_min(1e-12)
+        image = (shares * 255).round().to(torch.uint8)
+    pixels = image[:3].permute(1, 2, 0) if len(image) >= 3 else image[0]
+    picture = Image.fromarray(pixels.numpy())
     picture.thumbnail((SIDE, SIDE))
-    picture.save(stream := io.BytesIO(), "PNG")
-    return base64.b64encode(stream.getvalue()).decode()
+    stream = io.BytesIO()
+    picture.save(stream, "PNG")
+    png = stream.getvalue()
+    return base64.b64encode(png).decode()
 
 
-def columns(inputs, data):
-    """{column: what is in it} of a table's row; of other vectors their numbers."""
+def columns(inputs: Tensor, data: Data) -> dict[str, Any]:
+    """Return {column: value} of a table's row; of other vectors their numbers."""
     values = inputs.tolist()
     if data.table is None:
-        return {f"x{i}": float(f"{value:.4g}") for i, value in enumerate(values[:MOST_COLUMNS])}
-    found, place = {}, 0
-    for column in data.table["columns"]:
-        if "categories" in column:
-            block = values[place : place + len(column["categories"])]
-            found[column["name"]] = column["categories"][block.index(1)] if 1 in block else ""
-            place += len(block)
-        else:
-            filled = (
-                values[place] == 0 and data.table.get("missing") == "mean"
-            )  # as a missing one is
-            mean = f"{column['mean']:.6g} (the mean)"
-            found[column["name"]] = (
-                mean if filled else as_written(values[place], column["mean"], column["std"])
-            )
+        first = enumerate(values[:MOST_COLUMNS])
+        return {f"x{i}": float(f"{value:.4g}") for i, value in first}
+    fills_in = data.table.get("missing") == "mean"
+    row: dict[str, Any] = {}
+    place = 0
+    for column in data.table["columns"][:MOST_COLUMNS]:
+        categories = column.get("categories")
+        if categories is None:
+            row[column["name"]] = in_file(values[place], column, fills_in)
             place += 1
-    return dict(list(found.items())[:MOST_COLUMNS])
+        else:
+            end = place + len(categories)
+            block = values[place:end]
+            row[column["name"]] = categories[block.index(1)] if 1 in block else ""
+            place = end
+    return row
 
 
-def as_written(value, mean, std):
-    """The number of the fewest decimals whose standardised value this is: float32 has lost what stood in the file."""
-    numbers = [
-        round(value * std + mean, digits) + 0.0 for digits in range(-15, 31)
-    ]  # + 0.0: of -0.0 it makes 0.0
-    same = ((torch.tensor(numbers, dtype=torch.float64) - mean) / std).float() == value
-    return numbers[same.int().argmax()] if same.any() else numbers[-1]
+def in_file(value: float, column: dict[str, Any], fills_in: bool) -> float | str:
+    """Return what a table's file has for a standardised value, which is 0 for a missing one that was filled in."""
+    mean = column["mean"]
+    if fills_in and value == 0:
+        return f"{mean:.6g} (the mean)"
+    return as_written(value, mean, column["std"])
+
+
+def as_written(value: float, mean: float, std: float) -> float:
+    """Return the number with the fewest decimals whose standardised value this is: float32 lost those of the file."""
+    number = value * std + mean
+    for digits in range(-15, 31):
+        rounded = round(number, digits)
+        standardised = (rounded - mean) / std
+        if torch.tensor(standardised, dtype=torch.float32).item() == value:
+            break
+    return rounded + 0.0  # 0.0 for -0.0

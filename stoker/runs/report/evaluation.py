@@ -5,8 +5,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.page import Column
-from stoker.runs.report.inputs import Evaluation, Sample, is_small_png
+from stoker.runs.report.inputs import is_small_png
 from stoker.runs.report.words import one_line, percent, shortened
 from stoker.trainer.readable import number
 

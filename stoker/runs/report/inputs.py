@@ -14,6 +14,7 @@ from typing import Any
 
 from stoker.command import dotted
 from stoker.runs import directory, saved_config
+from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.json_files import is_number
 from stoker.runs.report.words import one_line, shortened
 from stoker.runs.result import RunResult, typed
@@ -33,42 +34,6 @@ SPLITS = {"train": "training", "val": "validation", "test": "test"}  # in words
 BETTER = {"val/acc": "max", "val/r2": "max", "val/loss": "min"}  # of what monitor=auto chooses from
 
 Row = dict[str, float]  # a row of metrics.jsonl, its numbers alone; it has an "epoch"
-
-
-@dataclass
-class Sample:
-    """A sample of the evaluation: class indices of a classification, or the numbers of a regression."""
-
-    index: int  # its place in the split
-    true: Any
-    predicted: Any
-    probability: float | None  # of the predicted class
-    file: str | None
-    line: int | None
-    png: str | None
-    columns: dict[str, Any] | None
-
-
-@dataclass
-class Evaluation:
-    """What evaluation.json says. `points` is of a regression; `classes` to `confusion` are of a classification."""
-
-    kind: str  # "classification" or "regression"
-    split: str
-    samples: int
-    target: str | None
-    standardised: bool | None
-    points: list[Any] | None  # [true numbers, predicted numbers]
-    classes: list[str] | None
-    chance: float | None  # the share of the most frequent class
-    confusion: list[list[int]] | None  # row: true class, column: predicted class
-    worst: list[Any] | None  # of Sample
-    uncertain: list[Any] | None
-
-    @property
-    def targets(self) -> int:
-        """How many numbers a regression predicts."""
-        return min((len(true) for true, _ in self.points or []), default=1)
 
 
 @dataclass
@@ -194,7 +159,7 @@ def evaluation_of(entries: Any) -> Evaluation:
 
     Single points and samples that are malformed are left out, as those of a prediction that is not finite.
     """
-    evaluation: Evaluation = typed(entries, Evaluation)
+    evaluation: Evaluation = typed({**entries, "worst": None, "uncertain": None}, Evaluation)
     classes = [shortened(name, MOST_NAME) for name in evaluation.classes or []]
     evaluation.classes = classes
     evaluation.target = one_line(evaluation.target)
@@ -209,8 +174,8 @@ def evaluation_of(entries: Any) -> Evaluation:
         is_known = is_known and 0 < evaluation.chance <= 1
     if not is_known:
         raise ValueError
-    evaluation.worst = samples_of(evaluation.worst, evaluation)
-    evaluation.uncertain = samples_of(evaluation.uncertain, evaluation)
+    evaluation.worst = samples_of(entries.get("worst"), evaluation)
+    evaluation.uncertain = samples_of(entries.get("uncertain"), evaluation)
     return evaluation
 
 
@@ -230,10 +195,10 @@ def is_confusion(counts: list[list[int]], size: int) -> bool:
     return min(map(min, counts)) >= 0 and sum(map(sum, counts)) > 0
 
 
-def samples_of(entries: list[Any] | None, evaluation: Evaluation) -> list[Sample]:
+def samples_of(entries: Any, evaluation: Evaluation) -> list[Sample]:
     """Return the samples that are well-formed."""
     samples = []
-    for entry in (entries or [])[:MOST_SAMPLES]:
+    for entry in typed(entries or [], list[Any])[:MOST_SAMPLES]:
         try:
             sample: Sample = typed(entry, Sample)
         except TypeError:

@@ -4,9 +4,10 @@ import math
 import re
 from pathlib import Path
 
+from stoker.runs.evaluation import Evaluation
 from stoker.runs.json_files import is_number
 from stoker.runs.report.curves import metric_of
-from stoker.runs.report.inputs import SPLITS, Best, Evaluation, Row, Run
+from stoker.runs.report.inputs import SPLITS, Best, Row, Run
 from stoker.runs.report.words import amount, epoch, one_line, percent, shortened, tile
 from stoker.runs.result import RunResult
 from stoker.trainer.readable import number, seconds
