@@ -105,7 +105,10 @@ class Augment:
         return self.mix(inputs, targets, generator)
 
     def draw(
-        self, shape: Sequence[int], generator: Generator, flips: Tensor | None = None
+        self,
+        shape: Sequence[int],
+        generator: Generator,
+        flips: Tensor | None = None,
     ) -> Draws:
         """Draw what the geometric ones need for a batch of (N, C, H, W).
 
@@ -124,7 +127,12 @@ class Augment:
             for name in SLIDING:
                 if name in self.geometric:
                     k = self.geometric[name]
-                    offsets = torch.randint(-k, k + 1, column, generator=generator)
+                    offsets = torch.randint(
+                        -k,
+                        k + 1,
+                        column,
+                        generator=generator,
+                    )
                     draws[f"{name} {axis}"] = offsets
         if "cutout" in self.geometric:
             # The middle lies anywhere in the image, so the square may hang over the border.
@@ -172,7 +180,12 @@ class Augment:
         return moved
 
     def _sources(
-        self, n: int, size: int, axis: int, draws: Draws, device: torch.device
+        self,
+        n: int,
+        size: int,
+        axis: int,
+        draws: Draws,
+        device: torch.device,
     ) -> tuple[Tensor, Tensor | None]:
         """Return from which row, or column, each one is read, (N, size), and after a shift whether it is visible."""
         # The last operation is undone first: from the pixel that is written back to the pixel that is read.
@@ -219,7 +232,12 @@ def _soft(targets: Tensor, num_classes: int | None, inputs: Tensor) -> Tensor:
             "num_classes) probabilities."
         )
     dtype = inputs.dtype if inputs.is_floating_point() else torch.float32
-    soft = torch.zeros(len(targets), num_classes, dtype=dtype, device=targets.device)
+    soft = torch.zeros(
+        len(targets),
+        num_classes,
+        dtype=dtype,
+        device=targets.device,
+    )
     return soft.scatter_(1, targets.unsqueeze(1), 1)
 
 
@@ -232,7 +250,12 @@ def _with_neighbours(values: Tensor, share: Tensor) -> Tensor:
 
 
 def _mixup(
-    inputs: Tensor, targets: Tensor, generator: Generator, *, a: float, num_classes: int | None
+    inputs: Tensor,
+    targets: Tensor,
+    generator: Generator,
+    *,
+    a: float,
+    num_classes: int | None,
 ) -> Pair:
     if not inputs.is_floating_point():
         inputs = inputs.float()
@@ -242,7 +265,12 @@ def _mixup(
 
 
 def _cutmix(
-    inputs: Tensor, targets: Tensor, generator: Generator, *, a: float, num_classes: int | None
+    inputs: Tensor,
+    targets: Tensor,
+    generator: Generator,
+    *,
+    a: float,
+    num_classes: int | None,
 ) -> Pair:
     targets = _soft(targets, num_classes, inputs)
     side = (1 - sample_beta(a, generator)).sqrt()

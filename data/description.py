@@ -34,31 +34,35 @@ def _has_form(about: Any) -> bool:
     """Do the work of `is_description`; a missing or odd part may also raise."""
     shape = about["in_shape"]
     outputs = about["num_classes"]
-    if not isinstance(shape, list) or not 1 <= len(shape) <= 8 or not _is_size(outputs):
+    kind = about["kind"]
+    classes = about["classes"]
+    if not isinstance(shape, list) or not 1 <= len(shape) <= 8:
         return False
     # In this order: the product of anybody's values may take any memory.
-    if not all(map(_is_size, shape)) or math.prod(shape) > MOST_NUMBERS:
+    if not all(map(_is_size, [outputs, *shape])) or math.prod(shape) > MOST_NUMBERS:
         return False
-    if about["kind"] not in KINDS or not isinstance(about["dataset"], str):
+    if kind not in KINDS or not isinstance(about["dataset"], str):
         return False
     if not isinstance(getattr(torch, about["dtype"]), torch.dtype):
         return False
-    classes = about["classes"]
-    if classes is not None and (not _are(str, classes) or len(classes) != outputs):
-        return False
-    if classes is not None and about["kind"] != "classification":
-        return False
+    if classes is not None:
+        if kind != "classification" or not _are(str, classes):
+            return False
+        if len(classes) != outputs:
+            return False
     for key in ("mean", "std"):
         values = about[key]
-        if values is not None and len(values) != shape[0]:
-            return False
-        if values is not None and not _are_numbers(values, positive=key == "std"):
+        if values is None:
+            continue
+        if len(values) != shape[0] or not _are_numbers(values, positive=key == "std"):
             return False
     for key in ("target_mean", "target_scale"):
-        values = about[key] if isinstance(about[key], list) else [about[key]]
-        if not _are_numbers(values, positive=key == "target_scale"):
-            return False
+        values = about[key]
+        if not isinstance(values, list):
+            values = [values]
         if len(values) not in (1, outputs):
+            return False
+        if not _are_numbers(values, positive=key == "target_scale"):
             return False
     table = about["table"]
     if table is None:
@@ -100,7 +104,9 @@ def _are_numbers(values: object, positive: bool = False) -> bool:
     if not isinstance(values, list):
         return False
     for value in values:
-        if type(value) not in (int, float) or not abs(value) < 2**1023:
+        if type(value) not in (int, float):
+            return False
+        if not abs(value) < 2**1023:  # NaN is not either
             return False
         if positive and value <= 0:
             return False

@@ -82,7 +82,14 @@ def image_folder(
     )
     shape, resize = _choose_shape(listed["train"][0], size, trained, skip)
     count = sum(len(files) for files, _ in listed.values())
-    pixels, place = _open_cache(cache, root, [channels, *shape], resize, count, state)
+    pixels, place = _open_cache(
+        cache,
+        root,
+        [channels, *shape],
+        resize,
+        count,
+        state,
+    )
     splits = {}
     used = 0
     for name, (files, targets) in listed.items():
@@ -91,7 +98,16 @@ def image_folder(
             # Files come class by class. Neighbours in the cache are strangers, so that a block is a fair sample.
             generator = torch.Generator().manual_seed(mix_seed("slots"))
             slots = torch.randperm(len(files), generator=generator)
-        splits[name] = ImageSplit(files, targets, shape, channels, resize, pixels, slots, place)
+        splits[name] = ImageSplit(
+            files,
+            targets,
+            shape,
+            channels,
+            resize,
+            pixels,
+            slots,
+            place,
+        )
         used += len(files)
     if skip:
         splits = _without_broken(splits, classes)
@@ -221,7 +237,10 @@ def _list_images(top: str, classes: list[str], state: "hashlib.blake2b") -> "Fil
 
 
 def _choose_shape(
-    files: "Paths", size: int | None, trained: Description | None, skip: bool
+    files: "Paths",
+    size: int | None,
+    trained: Description | None,
+    skip: bool,
 ) -> tuple[tuple[int, int], bool]:
     """Return (height, width) of all samples, and whether images are resized to that."""
     if size is not None:
@@ -261,7 +280,12 @@ def _open_cache(
     """Open the cache of these images: its key is `state` and all else that the pixels depend on."""
     import PIL
 
-    about = {"root": os.path.realpath(root), "images": images, "shape": shape, "resized": resized}
+    about = {
+        "root": os.path.realpath(root),
+        "images": images,
+        "shape": shape,
+        "resized": resized,
+    }
     state.update(f"{shape} {resized} {images} {VERSION} {PIL.__version__}".encode())
     return open_cache(setting, state.hexdigest(), about)
 
@@ -479,7 +503,12 @@ class ImageSplit:
         return pixels
 
     def _decode(self, index: int) -> Tensor:
-        return decode_image(self.files[index], self.size, self.channels, self.resize)
+        return decode_image(
+            self.files[index],
+            self.size,
+            self.channels,
+            self.resize,
+        )
 
 
 class BrokenImage(UserError):

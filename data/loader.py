@@ -117,7 +117,8 @@ def _choose_place(
     splits: dict[str, Split], device: torch.device, resident: str | bool
 ) -> tuple[bool, str]:
     """Decide whether the splits are resident, and say why."""
-    streamed = sorted({type(s).__name__ for s in splits.values() if not hasattr(s, "tensors")})
+    kinds = {type(split) for split in splits.values() if not hasattr(split, "tensors")}
+    streamed = sorted(kind.__name__ for kind in kinds)
     if streamed and resident is not False:
         reason = f"{' and '.join(streamed)} without tensors(), which would give all of a part"
         if resident == "auto":
@@ -131,7 +132,8 @@ def _choose_place(
     free = free_memory(device)
     # The processes of a machine share its memory; a GPU belongs to one.
     sharing = launch.local_world_size() if device.type == "cpu" else 1
-    return size <= free / 2 / sharing, f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free"
+    fits = size <= free / 2 / sharing
+    return fits, f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free"
 
 
 def _check_unused(key: str, value: Any, unused: Any, default: Any) -> None:
@@ -284,7 +286,12 @@ class Loader(Seekable):
         for inputs, targets in self.read(self._dealt(whole), epoch):
             count = -(-len(inputs) // self.share)  # `read` may give several batches at once
             shape = inputs.shape[1:]
-            draws = self._draws(epoch, position + done, whole[done : done + count], shape)
+            draws = self._draws(
+                epoch,
+                position + done,
+                whole[done : done + count],
+                shape,
+            )
             inputs = self.augment.images(inputs, draws)
             for batch in zip(inputs.split(self.share), targets.split(self.share), strict=True):
                 if self.augment.rest:
@@ -309,7 +316,11 @@ class Loader(Seekable):
         return [batch[self.mine] for batch in whole if len(batch) > launch.rank()]
 
     def _draws(
-        self, epoch: int, position: int, whole: Sequence[Tensor], shape: Sequence[int]
+        self,
+        epoch: int,
+        position: int,
+        whole: Sequence[Tensor],
+        shape: Sequence[int],
     ) -> Draws:
         """Draw what the augmentation needs for this process's part of the whole batches from `position` on."""
         if not self.augment.geometric:
@@ -320,7 +331,10 @@ class Loader(Seekable):
             flips = self.flip_parity[batch] ^ bool(epoch % 2)
             generator = self._seeded("augment", epoch, number)
             draws.append(self.augment.draw((len(batch), *shape), generator, flips))
-        return {name: torch.cat([draw[name][mine] for draw in draws]) for name in draws[0]}
+        joined = {}
+        for name in draws[0]:
+            joined[name] = torch.cat([draw[name][mine] for draw in draws])
+        return joined
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterable[Batch]:
         """Yield (inputs, targets) on the device for these lists of samples, one or more of them at a time."""
@@ -431,9 +445,20 @@ class StreamedOnce(Seekable):
         **options: Any,
     ) -> None:
         self.loader: Loader = HostLoader(
-            data, split, batch_size, workers=workers, timeout=timeout, **options
+            data,
+            split,
+            batch_size,
+            workers=workers,
+            timeout=timeout,
+            **options,
         )
-        self.make_resident = functools.partial(DeviceLoader, data, split, batch_size, **options)
+        self.make_resident = functools.partial(
+            DeviceLoader,
+            data,
+            split,
+            batch_size,
+            **options,
+        )
         self.samples = self.loader.samples
         self.nbytes = self.loader.nbytes
         self.batch_size = batch_size

@@ -201,14 +201,15 @@ class Data:
         if self.kind != "classification":
             return
         trained = self._class_counts("train")
-        present = trained.nonzero().view(-1).tolist()
-        if len(present) == 1:
+        labels = trained.nonzero().view(-1).tolist()
+        if len(labels) == 1:
             raise UserError(
                 f"{self.name}: all {trained.sum()} training samples are of one class, "
-                f"{self._class_name(present[0])}. There is nothing to learn."
+                f"{self._class_name(labels[0])}. There is nothing to learn."
             )
         for name in self.parts():
-            new = ((trained == 0) & (self._class_counts(name) > 0)).nonzero().view(-1).tolist()
+            present = self._class_counts(name) > 0
+            new = (present & (trained == 0)).nonzero().view(-1).tolist()
             if new:
                 raise UserError(
                     f"{self.name}: the {name} part has the class {self._class_name(new[0])}, "

@@ -30,7 +30,12 @@ class TensorSplit:
     `lines`: of a table, the line number of each sample in its file; the header is line 1.
     """
 
-    def __init__(self, inputs: Tensor, targets: Tensor, lines: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        lines: Tensor | None = None,
+    ) -> None:
         self.inputs = inputs
         self.targets = targets
         self.lines = lines
@@ -86,13 +91,16 @@ def check_fractions(**fractions: float) -> list[float]:
     for key, value in fractions.items():
         check_number(f"dataset.{key}", value, least=0, most=0.95)
     if sum(fractions.values()) > 0.95:
-        given = " + ".join(f"dataset.{key}={value}" for key, value in fractions.items())
-        raise UserError(f"{given}: that leaves too little to train on.")
+        given = [f"dataset.{key}={value}" for key, value in fractions.items()]
+        raise UserError(f"{' + '.join(given)}: that leaves too little to train on.")
     return list(fractions.values())
 
 
 def split_indices(
-    targets: Tensor | int, fractions: Sequence[float], seed: int, stratified: bool = True
+    targets: Tensor | int,
+    fractions: Sequence[float],
+    seed: int,
+    stratified: bool = True,
 ) -> list[Tensor]:
     """Divide samples into [rest, part, part, ...]: sorted indices, one part for each of `fractions`.
 

@@ -282,7 +282,11 @@ class RowEncoder:
         return number
 
     def _encode_category(
-        self, line: int, column: Column, value: str, is_missing: bool
+        self,
+        line: int,
+        column: Column,
+        value: str,
+        is_missing: bool,
     ) -> list[float]:
         name = column["name"]
         if value not in column["categories"] and not is_missing and name not in self.warned:
@@ -445,7 +449,11 @@ def _describe_odd(values: Values, lines: list[int], odd: list[int]) -> str:
 
 
 def _read_target(
-    name: str, values: Values, lines: list[int], kind: str, trained: Description | None
+    name: str,
+    values: Values,
+    lines: list[int],
+    kind: str,
+    trained: Description | None,
 ) -> tuple[str, list[str] | None, Tensor]:
     """Return (kind, class names or None, targets): int64 (N,), or float64 (N, 1) for a regression."""
     if trained is not None and trained["classes"] is not None:
@@ -502,7 +510,11 @@ def _class_name(value: str | float) -> str:
 
 
 def _describe(
-    name: str, values: Values, lines: list[int], train: Tensor, categorical: bool
+    name: str,
+    values: Values,
+    lines: list[int],
+    train: Tensor,
+    categorical: bool,
 ) -> Column:
     """Return {"name", "mean", "std"} of a numeric column, {"name", "categories"} of another, by the rows `train`."""
     kinds = {values[i] for i in train.tolist()}

@@ -71,7 +71,8 @@ class WhitenedCNN(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training or self.views == "none":
             return self.logits(inputs)
-        weighted = [share * self.logits(view) for share, view in weighted_views(inputs, self.views)]
+        views = weighted_views(inputs, self.views)
+        weighted = [share * self.logits(view) for share, view in views]
         return functools.reduce(torch.add, weighted)
 
     def logits(self, inputs: Tensor) -> Tensor:

@@ -40,16 +40,17 @@ def walk(
         is_named = hasattr(batch, "_fields")
         if not is_named and all(isinstance(value, PLAIN) for value in batch):
             return plain_list(batch)
-        items = [walk(function, value, f"{name}[{i}]", plain_list) for i, value in enumerate(batch)]
+        items = []
+        for i, value in enumerate(batch):
+            items.append(walk(function, value, f"{name}[{i}]", plain_list))
         return type(batch)(*items) if is_named else type(batch)(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         walked = copy.copy(batch)
         for field in dataclasses.fields(batch):
             value = getattr(batch, field.name)
+            value = walk(function, value, f"{name}.{field.name}", plain_list)
             # Not dataclasses.replace, which runs __init__ again; and this works on a frozen one.
-            object.__setattr__(
-                walked, field.name, walk(function, value, f"{name}.{field.name}", plain_list)
-            )
+            object.__setattr__(walked, field.name, value)
         return walked
     return batch
 

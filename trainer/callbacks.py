@@ -308,7 +308,12 @@ class Checkpoint(Monitor):
         if launch.is_first():
             assert self.writer is not None
             path = checkpoint.path_of(self.folder, trainer.step)
-            self.writing = self.writer.submit(self.write, path, state, self.best)
+            self.writing = self.writer.submit(
+                self.write,
+                path,
+                state,
+                self.best,
+            )
 
     def write(self, path: Path, state: State, best: dict[str, float] | None) -> None:
         """Write the new file, then remove the old ones that are not kept. Runs in the thread."""
@@ -343,7 +348,11 @@ class EarlyStopping(Monitor):
     """Stop after `patience` evaluations in a row that do not improve by more than `min_delta`."""
 
     def __init__(
-        self, patience: int, min_delta: float = 0.0, monitor: str = "auto", mode: str = "auto"
+        self,
+        patience: int,
+        min_delta: float = 0.0,
+        monitor: str = "auto",
+        mode: str = "auto",
     ) -> None:
         super().__init__(monitor, mode)
         self.patience: int = settings.check("patience", patience)

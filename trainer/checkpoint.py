@@ -194,7 +194,9 @@ def pack(value: Any, tensors: Tensors, name: str) -> Any:
     if isinstance(value, dict):
         return pack_dict(value, tensors, name)
     if isinstance(value, (list, tuple)):
-        items = [pack(item, tensors, f"{name}/{i}") for i, item in enumerate(value)]
+        items = []
+        for i, item in enumerate(value):
+            items.append(pack(item, tensors, f"{name}/{i}"))
         return items if isinstance(value, list) else {MARK: "tuple", "items": items}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -247,7 +249,10 @@ def restore(part: Any, state: Any) -> None:
     """
     if isinstance(part, torch.nn.Module):
         current = part.state_dict()
-        state = {name: parallel.like(value, current.get(name)) for name, value in state.items()}
+        laid_out = {}
+        for name, value in state.items():
+            laid_out[name] = parallel.like(value, current.get(name))
+        state = laid_out
     if isinstance(part, torch.optim.Optimizer) and has_usual_state(part):
         groups = []
         for current, group in zip(part.param_groups, state["param_groups"], strict=True):

@@ -46,11 +46,13 @@ def nearest(name: Any, choices: Iterable[Any]) -> str | None:
     """
     typed = str(name)[:100]
     names = [str(choice) for choice in choices]
-    close = [choice for choice in names if choice.lower() == typed.lower()]
+    lower = typed.lower()
+    close = [choice for choice in names if choice.lower() == lower]
     if not close:
-        close = [choice for choice in names if is_one_slip(typed.lower(), choice.lower())]
+        close = [choice for choice in names if is_one_slip(lower, choice.lower())]
     cutoff = 0.0 if close else 0.6
-    return next(iter(difflib.get_close_matches(typed, close or names, n=1, cutoff=cutoff)), None)
+    matches = difflib.get_close_matches(typed, close or names, n=1, cutoff=cutoff)
+    return matches[0] if matches else None
 
 
 def is_one_slip(typed: str, meant: str) -> bool:
@@ -60,19 +62,28 @@ def is_one_slip(typed: str, meant: str) -> bool:
         start += 1
     a = typed[start:]
     b = meant[start:]
-    swapped = a[:2] == b[1::-1] and a[2:] == b[2:]
-    return swapped or b in (a[1:], a) or a[1:] == b[1:] or a == b[1:]
+    rest = b[1:]
+    if a[1:] in (b, rest):  # one letter too much, or another one
+        return True
+    if a in (b, rest):  # one letter too few, or none
+        return True
+    is_swapped = a[:2] == b[1::-1]
+    return is_swapped and a[2:] == b[2:]
 
 
 def as_typed(value: Any) -> str:
     """Return a value as you type it on the command line: null, true, [1,2], {a:1}."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{as_typed(item)}" for key, item in value.items()) + "}"
+        pairs = [f"{key}:{as_typed(item)}" for key, item in value.items()]
+        return "{" + ",".join(pairs) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(as_typed(item) for item in value) + "]"
+        items = map(as_typed, value)
+        return "[" + ",".join(items) + "]"
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def check_choice(key: str, value: Any, choices: Collection[Any]) -> Any:
@@ -158,5 +169,6 @@ def cause(error: BaseException) -> str:
         description += f": {text.splitlines()[0]}"
     frames = traceback.extract_tb(error.__traceback__)
     if frames:
-        description += f" ({frames[-1].filename}:{frames[-1].lineno})"
+        innermost = frames[-1]
+        description += f" ({innermost.filename}:{innermost.lineno})"
     return printable(description)

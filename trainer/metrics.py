@@ -129,8 +129,10 @@ def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     if outputs.ndim > 1 and outputs.shape[1] > 1:
         if targets.shape == outputs.shape[:1] + outputs.shape[2:]:
             return targets
-        if targets.shape == outputs.shape and ((targets.sum(1) - 1).abs() < 0.01).all():
-            return targets.argmax(1)
+        if targets.shape == outputs.shape:
+            off = (targets.sum(1) - 1).abs()
+            if (off < 0.01).all():
+                return targets.argmax(1)
     raise UserError(
         "This metric is for one class a sample: outputs (N, classes, ...) and targets (N, ...); "
         f"these are {tuple(outputs.shape)} and {tuple(targets.shape)}.\n"
@@ -259,7 +261,9 @@ class R2(Sums):
         offsets = wide(targets) - self.origin
         errors = wide(outputs) - wide(targets)
         samples = torch.full_like(self.origin, len(targets))
-        self.add(torch.stack([offsets.sum(0), (offsets**2).sum(0), (errors**2).sum(0), samples]))
+        squares = offsets**2
+        residual = errors**2
+        self.add(torch.stack([offsets.sum(0), squares.sum(0), residual.sum(0), samples]))
 
     def compute(self) -> torch.Tensor:
         if parallel.ranks() > 1:

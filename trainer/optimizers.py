@@ -250,5 +250,10 @@ def decoupled_sgd(
                 # torch multiplies the decay by the rate.
                 groups.append({"params": parameters, "lr": rate, "weight_decay": decay / rate})
     return torch.optim.SGD(
-        groups, lr=lr * per_step, momentum=momentum, nesterov=True, fused=fused, foreach=foreach
+        groups,
+        lr=lr * per_step,
+        momentum=momentum,
+        nesterov=True,
+        fused=fused,
+        foreach=foreach,
     )

@@ -42,4 +42,6 @@ def duration(value: float) -> str:
     """Return "0.61 ms", "120 ms", "4.2 s" or "4 min 10 s"."""
     if value >= 1:
         return seconds(value)
-    return f"{1000 * value:.2f} ms" if value < 0.01 else f"{1000 * value:.0f} ms"
+    milliseconds = 1000 * value
+    decimals = 2 if value < 0.01 else 0
+    return f"{milliseconds:.{decimals}f} ms"

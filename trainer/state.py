@@ -71,7 +71,12 @@ def check_like(state: Any, like: Any, name: str) -> None:
     elif isinstance(like, str):
         require(isinstance(state, str), state, "a text", name)
     elif isinstance(like, (int, float)):
-        require(is_number(state, finite=math.isfinite(like)), state, "a number", name)
+        require(
+            is_number(state, finite=math.isfinite(like)),
+            state,
+            "a number",
+            name,
+        )
     elif like is None:
         fits = state is None or isinstance(state, bool) or is_number(state)
         require(fits, state, "null or a number", name)
@@ -124,13 +129,23 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, name: str) -> 
     check_like(state, form, name)
     for i, group in enumerate(groups):
         check_group(state["param_groups"][i], group, f"{name}.param_groups.{i}")
-    require(isinstance(state["state"], dict), state["state"], "a dict", f"{name}.state")
+    require(
+        isinstance(state["state"], dict),
+        state["state"],
+        "a dict",
+        f"{name}.state",
+    )
     count = sum(len(group["params"]) for group in groups)
     expected = {**expected_moments(optimizer), **like["state"]}
     for index, moments in state["state"].items():
         place = f"{name}.state.{str(index)[:80]}"
         fits = type(index) is int and index in range(count) and isinstance(moments, dict)
-        require(fits, moments, f"the state of one of {count} parameters", place)
+        require(
+            fits,
+            moments,
+            f"the state of one of {count} parameters",
+            place,
+        )
         if index in expected:
             check_like(moments, loosely(expected[index]), place)
         step = moments.get("step", 0)

@@ -20,10 +20,13 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     device = devices.describe(trainer.device)
     yield f"device   {device}, {precision(trainer)} ({trainer.precision_reason})"
     weights = list(trainer.module.parameters())
+    total = sum(p.numel() for p in weights)
     frozen = sum(p.numel() for p in weights if not p.requires_grad)
-    name = parallel.plain_text(trainer.module).partition("(")[0]
-    line = f"model    {name}, {sum(p.numel() for p in weights):,} parameters"
-    yield line + (f", {frozen:,} of them frozen" if frozen else "")
+    name, _, _ = parallel.plain_text(trainer.module).partition("(")
+    line = f"model    {name}, {total:,} parameters"
+    if frozen:
+        line += f", {frozen:,} of them frozen"
+    yield line
     batch_size = getattr(trainer.train_loader, "batch_size", None)
     optimizer = trainer.optimizer
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
@@ -57,12 +60,18 @@ def precision(trainer: "Trainer") -> str:
     return PRECISIONS[trainer.dtype]
 
 
-def data_line(data: Any, loaders: Sequence[Any], why: str, whole: bool = False) -> str:
+def data_line(
+    data: Any,
+    loaders: Sequence[Any],
+    why: str,
+    whole: bool = False,
+) -> str:
     """Return the line on the data that is used; `whole` if the one part is all of it."""
     counts = []
     for name, part in zip(("train", "val", "test"), loaders, strict=True):
         if part is not None:
-            counts.append(f"all {part.samples:,}" if whole else f"{part.samples:,} {name}")
+            count = f"{part.samples:,}"
+            counts.append(f"all {count}" if whole else f"{count} {name}")
     inputs = f"{data.in_shape[0]} numbers"
     if len(data.in_shape) > 1:
         inputs = "x".join(map(str, data.in_shape))
