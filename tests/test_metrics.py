@@ -16,7 +16,7 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, Mean, TopK, default_metrics
 from torch.nn.functional import one_hot
 
-from stoker.command import build, trust
+from stoker.command import build, compatible, trust
 
 N, CLASSES, TARGETS = 100, 6, 3
 CLASSIFIERS = {
@@ -410,4 +410,4 @@ def test_logits_are_not_measured_as_numbers(loss, usual):
     labels = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
     part = TensorSplit(torch.randn(3, 5), labels)
     data = Data("labels", part, None, None, (5,), 2, kind="regression")
-    assert build.has_usual_outputs(torch.nn.Linear(5, 2), loss, data) == usual
+    assert compatible.has_usual_outputs(torch.nn.Linear(5, 2), loss, data) == usual
