@@ -71,12 +71,8 @@ def check_like(state: Any, like: Any, name: str) -> None:
     elif isinstance(like, str):
         require(isinstance(state, str), state, "a text", name)
     elif isinstance(like, (int, float)):
-        require(
-            is_number(state, finite=math.isfinite(like)),
-            state,
-            "a number",
-            name,
-        )
+        fits = is_number(state, finite=math.isfinite(like))
+        require(fits, state, "a number", name)
     elif like is None:
         fits = state is None or isinstance(state, bool) or is_number(state)
         require(fits, state, "null or a number", name)
@@ -99,7 +95,9 @@ def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
         raise UserError(f"The checkpoint was written with another scheduler than {kind}.")
     check_like(state, like, name)
     for key in inspect.signature(type(scheduler)).parameters:
-        if key in like and key != "last_epoch" and state[key] != like[key]:
+        if key == "last_epoch" or key not in like:
+            continue
+        if state[key] != like[key]:
             raise UserError(
                 f"The checkpoint's {kind} has {key}={state[key]}, and this one {like[key]}: "
                 "torch's schedules keep what they began with.\nType the settings and epochs of "
@@ -116,9 +114,12 @@ def check_scaler(scaler: torch.amp.GradScaler, state: Any, name: str) -> None:
     for key, value in like.items():
         number = state[key]
         kind = type(value)
-        least = 0 if key == "_growth_tracker" else math.ulp(0.0)
-        fits = type(number) is kind and number >= least
-        require(fits, number, f"a {kind.__name__} above 0", f"{name}.{key}")
+        place = f"{name}.{key}"
+        wanted = f"a {kind.__name__} above 0"
+        require(type(number) is kind, number, wanted, place)
+        may_be_0 = key == "_growth_tracker"
+        fits = number >= 0 if may_be_0 else number > 0
+        require(fits, number, wanted, place)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, name: str) -> None:
