@@ -8,20 +8,31 @@ from pathlib import Path
 from stoker.command import settings
 from stoker.trainer import launch
 
+# A value that Hydra reads as one text without quotes.
+PLAIN = r"[A-Za-z0-9_/.:+-][A-Za-z0-9_/.:+ -]*(?<! )"
+
 
 def command(overrides: Iterable[str], *more: str, start: Iterable[str] | None = None) -> str:
     """Return the command that continues a run with these settings; of each key the last one counts.
 
-    Settings that are only for starting a run are left out. `start` stands before them, by default this program.
+    Settings that are only for starting a run are left out. `start` stands before them, by default
+    this program.
     """
-    typed = {override.partition("=")[0]: override for override in [*overrides, *more]}
-    kept = [override for key, override in typed.items() if not settings.record(key).once]
-    return shlex.join([*(start or launch.program()), *kept])
+    words = list(start or launch.program())
+    last: dict[str, str] = {}
+    for override in [*overrides, *more]:
+        key, _, _ = override.partition("=")
+        last[key] = override
+    for key, override in last.items():
+        if not settings.record(key).once:
+            words.append(override)
+    return shlex.join(words)
 
 
 def setting(key: str, value: str | Path) -> str:
     """Return 'key=value' as Hydra reads it: a value with unusual characters stands in quotes."""
-    if re.fullmatch(r"[A-Za-z0-9_/.:+-][A-Za-z0-9_/.:+ -]*(?<! )", str(value)):
-        return f"{key}={value}"
-    quoted = str(value).replace("'", "\\'")
+    text = str(value)
+    if re.fullmatch(PLAIN, text):
+        return f"{key}={text}"
+    quoted = text.replace("'", "\\'")
     return f"{key}='{quoted}'"

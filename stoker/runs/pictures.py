@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.trainer.readable import number
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_NAMES = 40  # classes of a matrix that shows their names
@@ -20,12 +21,15 @@ Evaluation = dict[str, Any]  # what is in evaluation.json
 def of(evaluation: Evaluation) -> dict[str, Any]:
     """Return {name: image} of an evaluation.json, each a uint8 array (height, width, 3)."""
     split = evaluation.get("split")
-    classes = [short(name) for name in evaluation.get("classes") or ()]
+    names = evaluation.get("classes") or []
+    classes = [short(name) for name in names]
     images = {}
-    if evaluation.get("confusion"):
-        images[f"{split}/confusion"] = confusion(evaluation["confusion"], classes)
+    counts = evaluation.get("confusion")
+    if counts:
+        images[f"{split}/confusion"] = confusion(counts, classes)
     for kind in ("worst", "uncertain"):
-        shown = [sample for sample in evaluation.get(kind) or () if sample.get("png")]
+        hardest = evaluation.get(kind) or []
+        shown = [sample for sample in hardest if sample.get("png")]
         if shown:
             images[f"{split}/{kind}"] = samples(shown, classes)
     return images
@@ -39,19 +43,32 @@ def confusion(counts: list[list[int]], classes: list[str]) -> Any:
     side = min(3 + 0.4 * size, 12)
     figure = Figure((side, side), layout="constrained")
     axes = figure.add_subplot(xlabel="predicted", ylabel="true")
-    shares = [[count / max(1, sum(row)) for count in row] for row in counts]
+    shares = [shares_of(row) for row in counts]
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if size <= MOST_NAMES:
         axes.set_xticks(range(size), classes, rotation=90)
         axes.set_yticks(range(size), classes)
     if size <= MOST_NUMBERS:
-        for true in range(size):
-            for predicted in range(size):
-                count = counts[true][predicted]
-                color = "white" if shares[true][predicted] > 0.5 else "black"
-                text = f"{count:,}" if count else ""
-                axes.text(predicted, true, text, ha="center", va="center", color=color)
+        for true, row in enumerate(counts):
+            write_counts(axes, true, row)
     return drawn(figure)
+
+
+def shares_of(row: list[int]) -> list[float]:
+    """Return the counts as shares of their sum."""
+    total = max(1, sum(row))
+    return [count / total for count in row]
+
+
+def write_counts(axes: "Axes", true: int, row: list[int]) -> None:
+    """Write the counts of a true class into its cells; 0 is left out."""
+    shares = shares_of(row)
+    for predicted, count in enumerate(row):
+        if count == 0:
+            continue
+        color = "white" if shares[predicted] > 0.5 else "black"
+        text = f"{count:,}"
+        axes.text(predicted, true, text, ha="center", va="center", color=color)
 
 
 def samples(shown: list[dict[str, Any]], classes: list[str]) -> Any:
@@ -63,28 +80,41 @@ def samples(shown: list[dict[str, Any]], classes: list[str]) -> Any:
     figure = Figure((2 * COLUMNS, 2.4 * rows), layout="constrained")
     for place, sample in enumerate(shown, 1):
         axes = figure.add_subplot(rows, COLUMNS, place)
-        axes.imshow(imread(io.BytesIO(base64.b64decode(sample["png"]))), cmap="gray")
+        png = base64.b64decode(sample["png"])
+        axes.imshow(imread(io.BytesIO(png)), cmap="gray")
         axes.axis("off")
-        title = f"{name_of(sample['true'], classes)}\n"
-        title += f"taken for {name_of(sample['predicted'], classes)}"
-        if sample.get("probability") is not None:
-            title += f", {sample['probability']:.0%}"
-        color = "black" if sample["true"] == sample["predicted"] else "firebrick"
-        axes.set_title(title, fontsize=9, color=color)
+        is_right = sample["true"] == sample["predicted"]
+        color = "black" if is_right else "firebrick"
+        axes.set_title(title(sample, classes), fontsize=9, color=color)
     return drawn(figure)
+
+
+def title(sample: dict[str, Any], classes: list[str]) -> str:
+    """Return the class of a sample and the predicted one, in two lines."""
+    true = name_of(sample["true"], classes)
+    predicted = name_of(sample["predicted"], classes)
+    text = f"{true}\ntaken for {predicted}"
+    probability = sample.get("probability")
+    if probability is not None:
+        text += f", {probability:.0%}"
+    return text
 
 
 def name_of(answer: int | list[float | None], classes: list[str]) -> str:
     """Return a class's name, or the numbers of a regression; None is one that is not finite."""
     if isinstance(answer, int):
         return classes[answer]
-    return short(", ".join("nan" if value is None else number(value) for value in answer))
+    values = ["nan" if value is None else number(value) for value in answer]
+    return short(", ".join(values))
 
 
 def short(name: str) -> str:
     """Return a class's name as matplotlib takes it: "$" would begin a formula."""
     name = str(name).replace("$", r"\$")
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+    if len(name) <= LONGEST_NAME:
+        return name
+    start = name[: LONGEST_NAME - 1]
+    return f"{start}…"
 
 
 def drawn(figure: "Figure") -> Any:
@@ -94,4 +124,5 @@ def drawn(figure: "Figure") -> Any:
 
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    return numpy.asarray(canvas.buffer_rgba())[..., :3].copy()
+    pixels = numpy.asarray(canvas.buffer_rgba())
+    return pixels[..., :3].copy()
