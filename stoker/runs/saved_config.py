@@ -130,18 +130,23 @@ def check_parts(config: Config) -> None:
 def of_run(folder: str | Path, error: UserError, where: str = "") -> UserError:
     """Return the error with the run that it is about."""
     text = str(error)
-    return UserError(text if text.startswith("run=") else f"run={folder}: {where}{text}")
+    if not text.startswith("run="):
+        text = f"run={folder}: {where}{text}"
+    return UserError(text)
 
 
 def evaluating_callbacks(nodes: Any) -> Config:
-    """Return the nodes of the callbacks for an evaluation: those that are on, without the loggers."""
+    """Return the callbacks' nodes for an evaluation: those that are on, without the loggers."""
     if not isinstance(nodes, dict):
         raise UserError("callbacks: this is not a group of keys.")
     return {name: node for name, node in nodes.items() if is_on(node) and not is_logger(node)}
 
 
 def is_logger(node: Any) -> bool:
-    return isinstance(node, dict) and str(node.get("_target_")).startswith("stoker.runs.loggers.")
+    if not isinstance(node, dict):
+        return False
+    target = str(node.get("_target_"))
+    return target.startswith("stoker.runs.loggers.")
 
 
 def load_config(key: str, folder: str | Path) -> Config:
@@ -286,8 +291,8 @@ class Resolver:
 
     def refusal(self, name: str, value: str) -> UserError:
         return UserError(
-            f"{self.place}: {name} in its config.yaml is {value}, which is not looked up for a file.\n"
-            f"Type {name}=... for what it should be."
+            f"{self.place}: {name} in its config.yaml is {value}, "
+            f"which is not looked up for a file.\nType {name}=... for what it should be."
         )
 
 
@@ -298,14 +303,17 @@ def for_reading(config: Any) -> Config:
     """
     values = dotted.flat(config)
     for name, value in values.items():
-        while isinstance(value, str) and re.fullmatch(KEY_PATH, value) and value[2:-1] in values:
-            value = values[value[2:-1]]
+        while isinstance(value, str) and re.fullmatch(KEY_PATH, value):
+            target = value[2:-1]
+            if target not in values:
+                break
+            value = values[target]
         values[name] = value
     return values
 
 
 def is_ours(name: str, text: str) -> bool:
-    """Whether a file in configs/ has the same text for this key of its group, such as our dataset.root."""
+    """Whether a file in configs/ has the same text for this key, such as our dataset.root."""
     group, _, key = name.partition(".")
     if not re.fullmatch(r"\w+\.\w+", name):
         return False
