@@ -1,1 +1,1 @@
-"""Parts of one's own, and whole tasks: each a short file with its command, which a test runs."""
+"""Your own parts, and whole tasks: each is a short file with its command, which a test runs."""

@@ -1,4 +1,4 @@
-"""An autoencoder: a Trainer with another loss.
+"""Train an autoencoder: a Trainer with a different loss.
 
 python train.py model._target_=examples.autoencoder.Autoencoder \
     trainer._target_=examples.autoencoder.AutoencoderTrainer loss=mse
@@ -13,7 +13,7 @@ from stoker import Trainer
 
 
 class Autoencoder(nn.Module):
-    """(N, *in_shape) -> the same shape, through `code` numbers a sample."""
+    """(N, *in_shape) -> the same shape, through `code` numbers per sample."""
 
     def __init__(self, in_shape, code=16, width=128):
         super().__init__()
@@ -30,7 +30,7 @@ class Autoencoder(nn.Module):
 
 
 class AutoencoderTrainer(Trainer):
-    """The inputs are the targets; the labels of the data set are not looked at."""
+    """Uses the inputs as targets and ignores the labels of the data set."""
 
     def compute_loss(self, batch):
         inputs, _ = batch

@@ -1,9 +1,9 @@
-"""Distillation (Hinton 2015, arXiv 1503.02531): a small model learns what a large one says of each sample.
+"""Distillation (Hinton 2015, arXiv 1503.02531): a small model learns the outputs of a large one.
 
 python train.py model=cnn epochs=15 run_dir=runs/teacher
 python train.py 'model.hidden=[16]' epochs=40 optimizer.lr=1e-2 \
     trainer._target_=examples.distillation.Distiller +trainer.teacher=runs/teacher
-Expect test/acc 0.973, deviation 0.007 over 3 seeds; without a teacher 0.970, as the digits are too easy for more.
+Expect test/acc 0.973, deviation 0.007 over 3 seeds; without a teacher 0.970.
 """
 
 import torch
@@ -15,10 +15,10 @@ from stoker import Trainer
 
 
 class Distiller(Trainer):
-    """The loss is `share` times the divergence from the teacher, and for the rest the usual one.
+    """Adds `share` times the divergence from the teacher to `1 - share` times the usual loss.
 
-    `teacher` is a run directory, of a run on the same data. Divided by the `temperature`, scores of other classes than
-    the first tell more; its square keeps the gradients as large as they were.
+    `teacher` is the directory of a run on the same data. Dividing the scores by the `temperature`
+    gives the less likely classes more weight; its square keeps the scale of the gradients.
     """
 
     def __init__(self, model, *, teacher, share=0.7, temperature=2.0, **settings):
@@ -28,7 +28,8 @@ class Distiller(Trainer):
         self.temperature = check_number("trainer.temperature", temperature, above=0)
 
     def fit(self, *loaders, **more):
-        # Here, since an evaluation needs no teacher. Its module alone: the loader has normalised the inputs already.
+        # Loaded here since an evaluation needs no teacher. The loader has normalised the inputs,
+        # so the teacher's module is used without its preprocessing.
         self.teacher = stoker.load(self.folder, self.device).module
         super().fit(*loaders, **more)
 

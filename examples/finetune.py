@@ -1,4 +1,4 @@
-"""Fine-tuning a model of torchvision's: first only a new head, then the body too, at a lower rate.
+"""Fine-tune a torchvision model: first only a new head, then the body too, at a lower rate.
 
 python train.py dataset=image_folder dataset.root=DIR dataset.size=224 epochs=5 optimizer.lr=1e-3 \
     'dataset.mean=[0.485,0.456,0.406]' 'dataset.std=[0.229,0.224,0.225]' \
@@ -6,7 +6,7 @@ python train.py dataset=image_folder dataset.root=DIR dataset.size=224 epochs=5 
     +model.body._target_=torchvision.models.resnet18 +model.body.weights=DEFAULT \
     trainer._target_=examples.finetune.FineTuner +trainer.body_rate=0.1 \
     +callbacks.thaw._target_=examples.finetune.Thaw +callbacks.thaw.epochs=1
-torchvision fetches the weights (45 MB) when they are first asked for; +model.body.weights=null begins with random ones.
+torchvision downloads the weights (45 MB) on first use; +model.body.weights=null uses random ones.
 """
 
 from stoker.trainer.callbacks import Callback
@@ -17,10 +17,10 @@ from stoker import Trainer
 
 
 class FineTuned(nn.Module):
-    """(N, C, H, W) -> (N, num_classes): `body`, whose last linear layer `fc` is left out, and a new head.
+    """(N, C, H, W) -> (N, num_classes): `body` without its last linear layer `fc`, and a new head.
 
-    Images of one channel are shown to it as grey ones. While the body is `frozen`, its BatchNorms keep their
-    statistics too.
+    Images of one channel become grey images of three. While the body is `frozen`, its BatchNorms
+    keep their statistics too.
     """
 
     frozen = False
@@ -45,7 +45,7 @@ class FineTuned(nn.Module):
 
 
 class FineTuner(Trainer):
-    """Trains the body at `body_rate` times the learning rate of the head."""
+    """Trains the body with `body_rate` times the learning rate of the head."""
 
     def __init__(self, model, *, body_rate=0.1, **settings):
         super().__init__(model, **settings)
@@ -65,7 +65,7 @@ class FineTuner(Trainer):
 
 
 class Thaw(Callback):
-    """Freezes the body of a FineTuned for the first `epochs`."""
+    """Freezes the body of a `FineTuned` model for the first `epochs`."""
 
     def __init__(self, epochs=1):
         self.epochs = check_number("callbacks.thaw.epochs", epochs, whole=True, least=0)

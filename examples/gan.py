@@ -1,8 +1,8 @@
-"""A GAN (Goodfellow 2014, arXiv 1406.2661): a Trainer with a step of its own, and two optimizers.
+"""A GAN (Goodfellow 2014, arXiv 1406.2661): a Trainer with its own step and two optimizers.
 
 python train.py model._target_=examples.gan.GAN trainer._target_=examples.gan.GANTrainer \
     optimizer=adam optimizer.lr=1e-3 'optimizer.betas=[0.5,0.99]' epochs=20
-Expect test/loss 1.00, deviation 0.16 over 5 seeds, of an energy distance that is 5 after the first epoch.
+Expect test/loss 1.00, deviation 0.16 over 5 seeds, an energy distance that starts at 5 (after one epoch).
 """
 
 from torch import Size, cdist, nn, randn
@@ -12,7 +12,7 @@ from stoker import Trainer
 
 
 class GAN(nn.Module):
-    """(N, *in_shape) -> as many fakes of that shape, whatever the inputs are."""
+    """(N, *in_shape) -> as many fakes of that shape; the inputs' values are not used."""
 
     def __init__(self, in_shape):
         super().__init__()
@@ -39,9 +39,10 @@ class GANTrainer(Trainer):
         return {**super().stateful(), "judge_optimizer": self.judge_optimizer}
 
     def compute_loss(self, batch):
-        """Of an evaluation: how far the fakes are from the samples, 0 where they are alike (Székely 2013, eq. 2.1).
+        """Energy distance of fakes and samples, 0 if they are alike (Székely 2013, eq. 2.1).
 
-        What the judge says of them would be best in the first epoch, when it knows least.
+        Only evaluations use it. The judge's score would be best in the first epoch, when the judge
+        knows least.
         """
         real, fakes = batch[0].flatten(1), self.model(batch[0]).flatten(1)
         return 2 * cdist(real, fakes).mean() - cdist(real, real).mean() - cdist(
@@ -53,7 +54,7 @@ class GANTrainer(Trainer):
         loss = softplus(-self.module.judge(fakes)).mean()
         loss.backward()
         self.optimizer.step()
-        self.module.zero_grad()  # also what the generator's loss left at the judge
+        self.module.zero_grad()  # the judge has gradients of the generator's loss too
         (
             softplus(-self.module.judge(batch[0])) + softplus(self.module.judge(fakes.detach()))
         ).mean().backward()

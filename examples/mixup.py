@@ -1,8 +1,8 @@
-"""Mixup (Zhang 2018, arXiv 1710.09412), in the two places where it can stand.
+"""Mixup (Zhang 2018, arXiv 1710.09412), in two ways.
 
-As an augmentation, which is all it takes here:
+As an augmentation, which needs no code:
     python train.py 'dataset.augment=[{mixup: 0.2}]'
-And as a Trainer of one's own, where a batch and its labels are seen before the model is:
+As your own Trainer, which changes a batch and its labels before the model sees them:
     python train.py trainer._target_=examples.mixup.MixupTrainer +trainer.mixup=0.2
 Expect test/acc 0.974 and 0.972, deviation 0.004 and 0.007 over 3 seeds.
 """
@@ -16,7 +16,7 @@ from stoker import Trainer
 
 
 class MixupTrainer(Trainer):
-    """Trains on a * sample + (1 - a) * another one of its batch, with the labels mixed alike; a ~ Beta(m, m)."""
+    """Mixes each sample and its label with another of its batch; the share is Beta(m, m)."""
 
     def __init__(self, model, *, mixup=0.2, **settings):
         super().__init__(model, **settings)
@@ -26,12 +26,10 @@ class MixupTrainer(Trainer):
         inputs, targets = batch
         if not self.model.training:
             return super().compute_loss(batch)
-        a = sample_beta(
-            self.mixup, torch.default_generator
-        )  # which the Trainer has seeded for this step
+        # The Trainer has seeded this generator for the step.
+        a = sample_beta(self.mixup, torch.default_generator)
         inputs = a * inputs + (1 - a) * inputs.roll(1, 0)
         outputs = self.model(inputs)
-        labels = one_hot(targets, outputs.shape[-1]).to(
-            outputs.dtype
-        )  # soft labels: cross-entropy takes them
+        # Cross-entropy takes soft labels.
+        labels = one_hot(targets, outputs.shape[-1]).to(outputs.dtype)
         return self.loss(outputs, a * labels + (1 - a) * labels.roll(1, 0)), outputs

@@ -1,4 +1,4 @@
-"""Several labels a sample, each 0 or 1: which of eight notes sound in a noisy chord?
+"""Several labels per sample, each 0 or 1: which of eight notes sound in a noisy chord?
 
 python train.py dataset._target_=examples.multilabel.chords loss._target_=torch.nn.BCEWithLogitsLoss \
     +metrics.f1._target_=examples.multilabel.F1
@@ -13,10 +13,11 @@ NOTES = 8
 
 
 def chords(n=3000, length=64, noise=1.0):
-    """Sounds of `length` numbers, of a random choice of the notes; the targets are (n, NOTES) floats, 0 or 1.
+    """Return sounds of `length` numbers, each of random notes; targets are (n, NOTES), 0 or 1.
 
-    To a Data that is a regression of as many numbers. Its own metrics are left out where the loss is none of numbers:
-    what is best is then said by the first metric that is typed, and without one by the loss.
+    For `Data`, this is a regression of NOTES numbers. Its default metrics are left out, since the
+    loss is not one of a regression: the first metric that you type, or else the loss, decides which
+    checkpoint is best.
     """
     generator = torch.Generator().manual_seed(0)
     labels = (torch.rand(n, NOTES, generator=generator) < 0.3).float()
@@ -34,7 +35,7 @@ def chords(n=3000, length=64, noise=1.0):
 
 
 class F1(Sums):
-    """2 * hits / (labels predicted + labels there), over all labels; a label is predicted where its logit is above 0.
+    """2 * hits / (predicted labels + true labels); a logit above 0 predicts its label.
 
     Outputs and targets (N, labels).
     """

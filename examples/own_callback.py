@@ -1,4 +1,4 @@
-"""A callback of one's own: a lower learning rate whenever the validation does not get better.
+"""Your own callback: lower the learning rate when the validation stops improving.
 
 python train.py scheduler=constant epochs=20 +callbacks.plateau._target_=examples.own_callback.Plateau \
     +callbacks.plateau.patience=2
@@ -12,10 +12,10 @@ from stoker.trainer.schedules import Schedule
 
 
 class Plateau(Monitor):
-    """Multiplies the learning rate by `factor` after `patience` evaluations in a row without an improvement.
+    """Multiplies the learning rate by `factor` after `patience` evaluations without improvement.
 
-    A callback is a child of Callback with any of its seven hooks. Monitor is one that watches a number: `monitor` and
-    `mode` as in configs/train.yaml.
+    A callback is a subclass of `Callback` with any of its seven hooks. `Monitor` is one that
+    watches a number: `monitor` and `mode` mean the same as in configs/train.yaml.
     """
 
     def __init__(self, patience=3, factor=0.5, monitor="auto", mode="auto"):
@@ -29,7 +29,7 @@ class Plateau(Monitor):
         if not isinstance(trainer.scheduler, Schedule):
             what = f"{type(trainer.scheduler).__name__} sets the rates by itself"
             raise UserError(
-                f"callbacks.plateau: {what}. Type scheduler=constant, or another one of trainer.schedules."
+                f"callbacks.plateau: {what}. Type scheduler=constant, or another one of stoker.trainer.schedules."
             )
 
     def on_log(self, trainer, row):
@@ -40,9 +40,8 @@ class Plateau(Monitor):
         if self.waited == self.patience:
             self.waited = 0
             for group in trainer.optimizer.param_groups:
-                group["initial_lr"] *= (
-                    self.factor
-                )  # what the schedule multiplies; a checkpoint has it
+                # The schedule multiplies this rate, and checkpoints store it.
+                group["initial_lr"] *= self.factor
             trainer.scheduler.set_rates()
             if launch.is_first():  # of several processes one prints
                 print(
@@ -50,7 +49,7 @@ class Plateau(Monitor):
                 )
 
     def state_dict(self):
-        """What a run that was stopped goes on with."""
+        """Return what a resumed run needs."""
         return {**super().state_dict(), "waited": self.waited}
 
     def load_state_dict(self, state):

@@ -1,4 +1,4 @@
-"""Data sets of one's own: one whose samples lie in memory, and one that makes (or reads) a batch when it is asked for.
+"""Your own data sets: one in memory, and one that makes (or reads) each batch when it is needed.
 
 python train.py dataset._target_=examples.own_data.spirals +dataset.noise=0.1
 python train.py dataset._target_=examples.own_data.tones dataset.resident=false
@@ -29,32 +29,31 @@ def tones(n=3000, length=64):
 
 
 class Tones:
-    """What a part of a Data has: a length, the labels, its size in bytes, and a batch for a list of indices."""
+    """A split of a `Data`: its length, labels, size in bytes, and a batch for a list of indices."""
 
     def __init__(self, numbers, length):
         self.numbers, self.length = torch.tensor(numbers), length
         self.targets = self.numbers % 4
-        self.nbytes = 4 * length * len(self.numbers)  # were it all in memory
+        self.nbytes = 4 * length * len(self.numbers)  # as if all of it were in memory
 
     def __len__(self):
         return len(self.numbers)
 
     def __getitem__(self, indices):
-        """(inputs, targets): here is where files would be opened and decoded."""
+        """Return (inputs, targets). Here you would open and decode files."""
         return torch.stack([self.tone(i) for i in indices]), self.targets[indices]
 
     def tensors(self):
-        """All of it, for where there is room; a part that has no such method is always streamed."""
+        """Return all samples, to keep in memory. A split without this method is always streamed."""
         return self[list(range(len(self)))]
 
     def tone(self, i):
-        generator = torch.Generator().manual_seed(
-            self.numbers[i].item()
-        )  # each sample is always the same
+        # Seeded by its number, so that a sample is always the same.
+        generator = torch.Generator().manual_seed(self.numbers[i].item())
         noise = torch.randn(self.length, generator=generator)
         return torch.sin(torch.arange(self.length) * (0.2 + 0.1 * self.targets[i])) + 3 * noise
 
 
 def parts(n):
-    """The slices of the training, validation and test part: 70, 10 and 20 %."""
+    """Return the slices of the training, validation and test split: 70, 10 and 20 %."""
     return slice(0, 7 * n // 10), slice(7 * n // 10, 8 * n // 10), slice(8 * n // 10, n)

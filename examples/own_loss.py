@@ -1,4 +1,4 @@
-"""A loss of one's own: the focal loss (Lin 2017, arXiv 1708.02002), for classes of which some are rare.
+"""Your own loss: the focal loss (Lin 2017, arXiv 1708.02002), for data with rare classes.
 
 python train.py loss._target_=examples.own_loss.FocalLoss +loss.gamma=1
 Expect test/acc 0.970, deviation 0.013 over 3 seeds.
@@ -10,10 +10,11 @@ from torch.nn.functional import cross_entropy
 
 
 class FocalLoss(nn.Module):
-    """The mean of -(1 - p)^gamma log p, where p is the probability of the true class; gamma=0 is the cross-entropy.
+    """Mean of -(1 - p)^gamma log p, where p is the probability of the true class.
 
-    Outputs (N, C), class numbers (N,). A loss is a module that is called with (outputs, targets) and gives the mean
-    over the samples; it has no parameters of its own.
+    Outputs are (N, C), targets are class numbers (N,); gamma=0 is cross-entropy. A loss is a module
+    that is called with (outputs, targets) and returns the mean over the samples. It has no
+    parameters.
     """
 
     def __init__(self, gamma=2.0):

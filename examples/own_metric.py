@@ -1,4 +1,4 @@
-"""A metric of one's own: the accuracy where each class counts the same, however many samples it has.
+"""Your own metric: accuracy in which each class counts the same, however many samples it has.
 
 python train.py +metrics.balanced._target_=examples.own_metric.BalancedAccuracy monitor=val/balanced
 Expect test/balanced 0.972, deviation 0.016 over 3 seeds.
@@ -9,15 +9,14 @@ from stoker.trainer.metrics import Sums, class_of
 
 
 class BalancedAccuracy(Sums):
-    """The mean over the classes of the share of their samples that is recognised; outputs (N, C), targets (N,).
+    """Mean recall of the classes. Outputs are (N, C), targets are class numbers (N,).
 
-    A metric has `update(outputs, targets)`, `compute()` and `reset()`. As a child of Sums it only says what is summed,
-    and what the sums come to: they stay on the device, and are added up over several processes.
+    A metric has `update(outputs, targets)`, `compute()` and `reset()`. A subclass of `Sums` only
+    says what to sum and what to make of the sums: they stay on the device, and are added up over
+    several processes.
     """
 
-    higher_is_better = (
-        True  # for monitor=val/balanced: the checkpoint of the highest value is the best one
-    )
+    higher_is_better = True  # monitor=val/balanced keeps the checkpoint of the highest value
 
     def __init__(self, num_classes):
         self.num_classes = num_classes

@@ -1,4 +1,4 @@
-"""A model of one's own: MLP-Mixer (Tolstikhin 2021, arXiv 2105.01601), for images of any size.
+"""Your own model: MLP-Mixer (Tolstikhin 2021, arXiv 2105.01601), for images of any size.
 
 python train.py model._target_=examples.own_model.Mixer +model.width=64
 Expect test/acc 0.966, deviation 0.013 over 3 seeds, on the digits; 3 s on 2 cores of an Intel Xeon, torch 2.15.
@@ -11,7 +11,7 @@ from torch import nn
 class Mixer(nn.Module):
     """(N, C, H, W) -> (N, num_classes); each `patch` x `patch` pixels become `width` numbers.
 
-    `in_shape` and `num_classes` come from the data set; the others are what one may type.
+    `in_shape` and `num_classes` come from the data set; the other arguments are settings to type.
     """
 
     def __init__(self, in_shape, num_classes, patch=2, width=32, depth=2):
@@ -32,7 +32,7 @@ class Mixer(nn.Module):
 
 
 class Layer(nn.Module):
-    """(N, patches, width) -> the same: first the patches are mixed, then the numbers of each patch."""
+    """(N, patches, width) -> the same shape; mixes the patches, then the numbers of each patch."""
 
     def __init__(self, patches, width):
         super().__init__()

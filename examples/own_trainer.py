@@ -1,4 +1,4 @@
-"""A Trainer of one's own: R-Drop (Liang 2021, arXiv 2106.14448), by which two passes with dropout have to agree.
+"""Your own Trainer: R-Drop (Liang 2021, arXiv 2106.14448) makes two passes with dropout agree.
 
 python train.py model.dropout=0.3 trainer._target_=examples.own_trainer.RDrop +trainer.alpha=0.5
 Expect test/acc 0.968, deviation 0.006 over 3 seeds.
@@ -12,18 +12,18 @@ from stoker import Trainer
 
 
 class RDrop(Trainer):
-    """Adds `alpha` times the divergence of two passes over the same batch, each with a dropout of its own."""
+    """Adds `alpha` times the divergence of two passes over a batch, each with its own dropout."""
 
     def __init__(self, model, *, alpha=1.0, **settings):
         super().__init__(model, **settings)
         self.alpha = check_number("trainer.alpha", alpha, least=0)
 
     def compute_loss(self, batch):
-        """(mean loss, outputs); it is called in evaluation too, where there is no dropout and the loss is as usual."""
+        """Return (mean loss, outputs). Evaluations have no dropout and use the plain loss."""
         if not self.model.training:
             return super().compute_loss(batch)
         inputs, targets = batch
-        # One call for both, since a step of several processes calls the model once.
+        # One call for both: with several processes, call the model once per step.
         first, second = self.model(torch.cat([inputs, inputs])).chunk(2)
         loss = (self.loss(first, targets) + self.loss(second, targets)) / 2
         return loss + self.alpha * (
@@ -32,7 +32,7 @@ class RDrop(Trainer):
 
 
 def divergence(outputs, others):
-    """The Kullback-Leibler divergence of the classes' probabilities, a mean over the samples."""
+    """Return the Kullback-Leibler divergence of the class probabilities, averaged over samples."""
     return kl_div(
         others.log_softmax(-1), outputs.log_softmax(-1), reduction="batchmean", log_target=True
     )

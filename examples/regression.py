@@ -1,4 +1,4 @@
-"""Regression on a table: Friedman's test function (1991, Ann. Statist. 19, 1) with two columns more, as a csv file.
+"""Regression on a CSV table: Friedman's function (1991, Ann. Statist. 19, 1) and two more columns.
 
 python -m examples.regression friedman.csv
 python train.py dataset=csv dataset.path=friedman.csv dataset.target=y dataset.ignore=[id] loss=mse epochs=40
@@ -14,7 +14,7 @@ COLUMNS = ["x1", "x2", "x3", "x4", "x5", "colour", "id", "y"]
 
 
 def rows(n=2000, noise=1.0, seed=0):
-    """Yields n rows of COLUMNS; `y` has a noise of this deviation, so no model can be better than that."""
+    """Yield n rows of COLUMNS. No model can have a lower error than the `noise` of `y`."""
     draw = random.Random(seed)
     for i in range(n):
         x = [draw.random() for _ in range(5)]

@@ -1,4 +1,4 @@
-"""A recurrent network that reads an image row by row, and makes its hidden state where its inputs are.
+"""A recurrent network that reads an image row by row, with its hidden state on the inputs' device.
 
 python train.py model._target_=examples.rnn.RowReader optimizer.lr=1e-2
 Expect test/acc 0.977, deviation 0.007 over 3 seeds.
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class RowReader(nn.Module):
-    """(N, C, H, W) -> (N, num_classes): a GRU cell takes one row of the image after the other."""
+    """(N, C, H, W) -> (N, num_classes): a GRU cell reads the image row by row."""
 
     def __init__(self, in_shape, num_classes, width=64):
         super().__init__()
@@ -19,9 +19,9 @@ class RowReader(nn.Module):
 
     def forward(self, inputs):
         rows = inputs.transpose(1, 2).flatten(2)  # (N, H, C * W)
-        # With the device and the type of the inputs: torch.zeros alone is on the CPU, whatever the model is on, and a
-        # tensor made in __init__ does not move with the model unless it is a buffer (self.register_buffer).
-        # rows.shape[0], for an export: len(rows) would make a constant of the number of samples.
+        # Take the device and dtype of the inputs: torch.zeros alone is always on the CPU, and a
+        # tensor made in __init__ moves with the model only as a buffer (self.register_buffer).
+        # Use rows.shape[0]: in an export, len(rows) would fix the number of samples.
         hidden = torch.zeros(
             rows.shape[0], self.cell.hidden_size, device=rows.device, dtype=rows.dtype
         )
