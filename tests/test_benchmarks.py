@@ -16,6 +16,8 @@ from stoker.trainer import checkpoint
 from benchmarks import by_hand, run, saving, scale, work
 from benchmarks.ours import ours
 
+pytestmark = pytest.mark.slow
+
 RUN = Path(run.__file__)
 
 

@@ -328,7 +328,11 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("task=evaluate run_dir=mine", "error: task=evaluate needs a run directory.", "Type run=mine."),
     ("task=evaluate run=nope", "error: run=nope: there is no such folder.", "Type run=DIR."),
     (f"task=evaluate run={TRAIN}", f"error: run={TRAIN}: this is a file.", "Type run=DIR."),
-    (f"task=evaluate run={ROOT / 'tests'}", "tests: there is no config.yaml", "no run directory"),
+    (
+        f"task=evaluate run={ROOT / 'tests'}",
+        "tests: there is no config.yaml",
+        "not a run directory",
+    ),
     (f"resume={ROOT / 'tests'}", "tests: this is a folder.", "there is no checkpoint in it"),
     (
         "resume=nope",
@@ -1111,6 +1115,7 @@ def test_every_model_trains(compose, tmp_path, model):
     trained(compose, tmp_path, f"model={model}", "dataset.in_shape=[3,8,8]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("callbacks", GROUPS["callbacks"])
 def test_every_set_of_callbacks_trains(compose, tmp_path, monkeypatch, callbacks):
     if callbacks in ("tensorboard", "wandb", "mlflow"):

@@ -216,6 +216,7 @@ def test_the_python_of_a_page_runs(page, tmp_path):
     run_python(python_of(page), tmp_path)
 
 
+@pytest.mark.slow
 def test_what_comes_after_a_training_is_as_its_page_says(forks, tmp_path):
     """Its commands for runs/mine, then its Python: what is exported and served answers as the test says."""
     for name in ("onnxruntime", "onnxscript"):

@@ -67,6 +67,7 @@ def expected(file, number):
     return found and (found[1], float(found[3] if number and found[3] else found[2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file", [file for file in FILES if file.stem != "finetune"], ids=lambda file: file.name
 )

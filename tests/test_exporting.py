@@ -87,6 +87,7 @@ def read_metadata(path):
         return file.metadata()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_exported_model_computes_what_the_model_does(run, name, form):

@@ -727,6 +727,7 @@ for path in sys.argv[3:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="resource is of POSIX")
 def test_ten_times_the_rows_need_no_more_memory(runs, tmp_path):
     """In KiB, after 2,000 rows and after 20,000: as much, but for noise."""

@@ -121,6 +121,7 @@ def moment_of_a_kill(draw, seconds, writing):
     return {"delay": draw.uniform(0, seconds if kind == "any" else 0.05)}
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large, capsys):
     kills = writing = runs = 0
     failures, start = [], time.monotonic()
@@ -192,6 +193,7 @@ def assert_interrupted(done, folder, number, times):
         checkpoint.newest(run / "checkpoints")  # good
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large, capsys):
     """By one signal or two, to the process or to its workers as well."""
     runs, failures, start, kinds = 0, [], time.monotonic(), collections.Counter()
@@ -226,6 +228,7 @@ def test_an_interrupted_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, 
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_workers_start(forks, whole, tmp_path, large):
     """Those of the test's loader, after the last checkpoint; what ends them has to know them by then."""
     for i in range(30 if large else 3):
@@ -272,6 +275,7 @@ def assert_explained(done, *codes):
     assert done.err.startswith("error: "), done.err
 
 
+@pytest.mark.slow
 def test_a_directory_that_was_copied_elsewhere(forks, whole, killed, cut):
     before = contents(killed)
     done = assert_continues(forks, cut, whole)
@@ -286,6 +290,7 @@ def test_a_clock_that_was_set_back(forks, whole, cut):
     assert f"continued at step {max(found)}" in assert_continues(forks, cut, whole).out
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full(forks, whole, cut, large):
     """No file may have more bytes: those of the configuration, of the rows, of a checkpoint at its begin or end."""
     before = contents(cut / "run", "*.ckpt")
@@ -295,11 +300,13 @@ def test_a_disk_that_is_full(forks, whole, cut, large):
     assert_continues(forks, cut, whole)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_very_first_checkpoint(forks, whole, tmp_path):
     assert_explained(forks.run(tmp_path, *JOB, file=1_000_000), 3)
     assert_continues(forks, tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written(forks, whole, cut):
     before = contents(cut / "run", "*.ckpt")
     for part in (".", "checkpoints"):
@@ -312,6 +319,7 @@ def test_what_cannot_be_written(forks, whole, cut):
     assert_continues(forks, cut, whole)
 
 
+@pytest.mark.slow
 def test_a_folder_where_a_file_should_be_and_a_file_where_a_folder_should_be(
     forks, whole, cut, large
 ):
@@ -358,6 +366,7 @@ def test_two_runs_in_one_directory(forks, whole, tmp_path):
     assert_same(left(hold.parent), whole.left)
 
 
+@pytest.mark.slow
 def test_workers_that_outlive_a_killed_run_do_not_hold_its_directory(forks, whole, tmp_path):
     """They are stopped, so that they are there for sure; the next run starts at once."""
     moment = {"watch": "evaluating.16", "delay": 0, "signal": signal.SIGKILL}

@@ -147,6 +147,7 @@ def test_a_killed_rank_is_named_once_and_ends_all(forks, tmp_path, large):
         )
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_within_the_timeout(forks, tmp_path, large):
     done = forks.ranks(tmp_path / "nap", 2, "run_dir=run", *JOB, "rank_timeout=6", *fault("nap"))
     assert done.codes[0] == 3 and done.errs[0].startswith(
@@ -168,6 +169,7 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(forks, tmp_path, large):
         assert "did not answer for 6 s" in done.err and done.err.count("error:") == 1
 
 
+@pytest.mark.slow
 def test_a_mistake_is_said_once_with_the_rank_that_made_it(forks, tmp_path):
     for kind, code, text in (
         ("mistake", 2, "callbacks.fault: a mistake."),
@@ -195,6 +197,7 @@ def test_more_ranks_than_samples_is_an_error(forks, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_ranks_with_another_config_or_data_are_refused(forks, tmp_path):
     cases = [
         (
@@ -244,6 +247,7 @@ def test_the_code_is_that_of_the_program_and_of_ones_own_packages():
 # signals
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_saved_at_one_step_and_continued_by_the_same_command(
     forks, whole, tmp_path, large
 ):
@@ -346,6 +350,7 @@ def test_a_kill_or_a_signal_at_any_moment_ends_all_and_the_run_goes_on(
 # the agent
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been(
     whole, tmp_path, large
 ):
@@ -358,6 +363,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_run_ends_as_if_nothing_had_been
         assert_same(last(run), whole)
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(tmp_path, large):
     cases = [("kill", 0, 3, "error: rank 0 (process")]
     cases += [
@@ -393,6 +399,7 @@ def test_a_sweep_has_jobs_of_several_processes(tmp_path, large):
     assert [result["steps"] for result in results] == [3, 3]
 
 
+@pytest.mark.slow
 def test_a_job_of_several_processes_leaves_why_it_failed_and_its_code(tmp_path):
     typed = [
         "-m",
@@ -415,7 +422,7 @@ REFUSED = [
         "error: devices=2: with strategy=auto, one process",
         "Type strategy=ddp devices=2 or strategy=fsdp",
     ),
-    ("devices=0", "error: devices=0: give a whole number at least 1.", ""),
+    ("devices=0", "error: devices=0: give auto, or a whole number at least 1.", ""),
     ("devices=atuo", "error: devices=atuo: give auto, or a whole number", "Did you mean 'auto'?"),
     ("rank_timeout=0", "error: rank_timeout=0: give a number above 0", ""),
     (
@@ -471,6 +478,7 @@ REFUSED_AMONG_SEVERAL = [
 ]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused_before_anything_is_started(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')\n")
     rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -502,6 +510,7 @@ def test_how_many_processes_there_are():
 # two machines
 
 
+@pytest.mark.slow
 def test_two_hosts_train_what_one_does(forks, whole, tmp_path):
     """Two network namespaces with addresses of their own, a cable between them, and torchrun on each."""
     if subprocess.run(

@@ -157,6 +157,7 @@ def test_how_many_jobs_and_threads():
     assert launchers.how_many(16, 1, 0, cores=8) == (16, 1)
 
 
+@pytest.mark.slow
 def test_a_slot_is_one_process_alone(tmp_path):
     """As long as the process lives; where all are taken, a job asks whether to go on, and waits."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from stoker.sweeps import launchers; from pathlib import Path\n"
@@ -186,6 +187,7 @@ def test_a_slot_is_one_process_alone(tmp_path):
         file.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
     """Two at once have a thread each on two cores, and a job with a mistake is none of the others' business."""
@@ -220,6 +222,7 @@ def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
     assert left == {"0", "1", "2", "jobs", "multirun.yaml", "sweep.json", "sweep.csv", "sweep.html"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, launcher, number, large):
@@ -360,6 +363,7 @@ WITH = [
 ]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_said_in_a_line_and_leaves_nothing(tmp_path):
     table = [(typed, *said) for typed, *said in MISTAKES]
     for launcher, typed, *said in WITH:

@@ -217,6 +217,7 @@ def test_a_tool_has_the_rows_and_the_result(told, tool):
     assert as_kept(tool, numbers_of(tool, told(tool))) == as_kept(tool, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_run_that_was_killed_goes_on_in_the_same_place_and_has_no_row_twice(tmp_path, tool):
     """Killed at step 16, with a checkpoint of step 10, and rows up to 15."""
@@ -514,6 +515,7 @@ print([row["step"] for row in loggers.read_rows(folder / "metrics.jsonl")])
 """
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_holds_no_run_up(tmp_path, silent_server):
     need("wandb", "mlflow")
     url = f"http://127.0.0.1:{silent_server}"
@@ -585,6 +587,7 @@ def server(tmp_path):
         process.wait(60)
 
 
+@pytest.mark.slow
 def test_mlflows_server_has_the_rows_and_the_images(tmp_path, server):
     logger = MLflow(tmp_path / "run", server)
     logger.describe(CONFIG)
@@ -612,6 +615,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 def test_the_jobs_of_a_sweep_are_together_and_nothing_from_the_environment_is_told(tmp_path):
     """On the command line, all three at once."""
     need(*TOOLS)
@@ -695,6 +699,7 @@ def tracked(database):
     return client.search_runs([client.get_experiment_by_name("stoker").experiment_id])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 def test_of_several_processes_one_writes(tmp_path):
     from forks import Forks

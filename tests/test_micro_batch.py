@@ -152,6 +152,7 @@ def test_the_size_is_in_the_checkpoint_and_a_continued_run_is_the_same(tmp_path,
     assert not caplog.records and max(model.sizes[:3]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 6, 13])
 def test_an_evaluation_and_a_prediction_give_the_same_in_parts(caplog, most):
     _, loader = loaders(torch.float64)
@@ -287,6 +288,7 @@ class Greedy(torch.nn.Linear):
         return super().forward(inputs)
 
 
+@pytest.mark.slow
 def test_memory_that_the_machine_has_not():
     train_loader, val_loader = loaders()
     for micro_batch in (None, "auto"):

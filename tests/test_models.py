@@ -308,6 +308,7 @@ def test_frozen_filters_stay_what_they_are_whatever_averages_the_weights():
     assert len(seen) == 21 + 3 and all(torch.equal(weight, seen[0]) for weight in seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 9, 12])
 @pytest.mark.parametrize("loader", [DeviceLoader, HostLoader])
 def test_a_resumed_whitened_training_ends_as_the_whole_one(tmp_path, loader, step):

@@ -478,6 +478,7 @@ def test_mistakes_are_answered_without_torch(tmp_path, no_torch, large):  # noqa
     assert len(missed) <= 0.05 * len(hinted), missed
 
 
+@pytest.mark.slow
 def test_mistakes_that_only_torch_knows_are_answered_too(tmp_path, large):
     rows = table(LATE, 150 if large else 12)
     answers = forked(tmp_path, [TINY + typed for _, typed, _, _ in rows], "hydra", "torch")

@@ -72,6 +72,7 @@ class Net(torch.nn.Linear):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_works_beside_packages_of_the_users_own(name, tmp_path):
     """Modules named like the package's folders break nothing, and a folder configs/ adds options."""

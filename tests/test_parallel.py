@@ -208,6 +208,7 @@ def test_each_of_several_processes_loads_the_weights_that_were_tested(forks, tmp
     assert_same(load_file(tmp_path / "loaded.1"), tested)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_so_they_are_for_other_jobs(forks, single, tmp_path, job, large):
     one = single(*JOB, *JOBS[job])
@@ -245,6 +246,7 @@ AUGMENTATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
 @pytest.mark.parametrize("augment", AUGMENTATIONS)
 def test_images_and_their_augmentation(forks, single, tmp_path, augment, streamed, large):
@@ -429,6 +431,7 @@ def assert_continued(forks, whole, tmp_path, writer, reader, job, within=CLOSE):
         assert_same([end.rows, end.numbers], [written.rows, written.numbers])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", KINDS)
 @pytest.mark.parametrize("writer", KINDS)
 def test_a_checkpoint_of_any_kind_is_gone_on_from_by_any_kind(
@@ -448,6 +451,7 @@ def test_the_file_is_the_same_whoever_wrote_it(whole, kind, large):
     assert_close(states, one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp2", "fsdp4", "ddp4", "fsdp2"])
 def test_the_scale_of_fp16_is_that_of_all_ranks(forks, whole, tmp_path, kind, large):
     """A step is skipped by all or by none: the weights would fall apart. A single process goes on with the scale."""
@@ -499,6 +503,7 @@ def assert_goes_on(forks, whole, folder, kind, *job):
     assert_same([end.rows, end.numbers], [undisturbed.rows, undisturbed.numbers])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, to", [("ddp2", 0), ("ddp2", None), ("fsdp2", 1), ("fsdp2", None), ("ddp4", None)]
 )
@@ -530,6 +535,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step(forks, whole, tmp_path, ki
         assert_goes_on(forks, whole, folder, kind, *SLOW)
 
 
+@pytest.mark.slow
 def test_signals_at_any_moment(forks, whole, tmp_path, large):
     """Also while the ranks start, and after the last step: all end, and nothing is lost."""
     for i in range(60 if large else 2):
@@ -545,6 +551,7 @@ def test_signals_at_any_moment(forks, whole, tmp_path, large):
         assert_goes_on(forks, whole, folder, kind, *SLOW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [-1, 1], ids=["all", "one"])
 def test_a_time_that_is_over_is_over_for_all(forks, whole, tmp_path, slow):
     """Whoever is slow; the same command goes on, as often as it takes."""

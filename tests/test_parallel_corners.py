@@ -47,6 +47,7 @@ def worlds(large):
     return MANY if large else FEW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("corner", SAME)
 def test_its_numbers_are_those_of_one_process_also_after_a_resume(given, worlds, corner):
     (one,) = given(1, "single")[corner]
@@ -62,6 +63,7 @@ def test_its_numbers_are_those_of_one_process_also_after_a_resume(given, worlds,
             assert_close([state, results], one[0], f"{world} {strategy}", 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("corner", ALIKE)
 def test_it_is_the_same_on_all_ranks(given, worlds, corner):
     for world, strategy in worlds:
@@ -71,6 +73,7 @@ def test_it_is_the_same_on_all_ranks(given, worlds, corner):
             assert_close(other, first, f"{world} {strategy}", 0)
 
 
+@pytest.mark.slow
 def test_in_fp16_a_step_is_skipped_by_all_where_one_shard_is_not_finite(given, worlds):
     for world, strategy in worlds:
         seen = given(world, strategy)["skipped steps"][0]
@@ -78,6 +81,7 @@ def test_in_fp16_a_step_is_skipped_by_all_where_one_shard_is_not_finite(given, w
         assert seen[-1][0] <= 2**8
 
 
+@pytest.mark.slow
 def test_what_is_predicted_and_evaluated_before_a_fit_is_that_of_one_process(given, worlds):
     for name in ("predicted first", "twice"):
         (one,) = given(1, "single")[name]
@@ -85,6 +89,7 @@ def test_what_is_predicted_and_evaluated_before_a_fit_is_that_of_one_process(giv
             assert_close(given(world, strategy)[name][0], one, f"{world} {strategy}", 1e-9)
 
 
+@pytest.mark.slow
 def test_fsdp_has_its_part_of_parameters_gradients_and_optimizer_state(given, worlds):
     """4 MiB of weights (and 8 KiB of biases), as many of gradients, and twice as many of AdamW's means."""
     (one,) = given(1, "single")["memory"]
@@ -117,6 +122,7 @@ REASONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("corner", REFUSED)
 def test_what_cannot_be_done_is_said_on_all_ranks_and_done_where_it_can(given, worlds, corner):
     for world, strategy in worlds:

@@ -95,6 +95,7 @@ def test_a_checkpoint_has_the_size_that_it_says(tmp_path):
     assert found.checkpoint > 4 * found.memory["parameters"]  # weights, two moments, the average
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheduler",
     [

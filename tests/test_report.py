@@ -339,6 +339,7 @@ def forks():
     forks.close()
 
 
+@pytest.mark.slow
 def test_two_processes_see_what_one_sees(forks, run, tmp_path):
     """The run has ended: started again, it is only tested again, here by two processes with batches that do not fit."""
     shutil.copytree(run[0], tmp_path / "run")

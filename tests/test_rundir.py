@@ -13,7 +13,9 @@ from stoker.trainer import checkpoint, stopping
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError
 
-from stoker.runs import json_files, report
+from stoker.runs import json_files
+from stoker.runs.report.inputs import Run
+from stoker.runs.report.setup import commands
 from stoker.runs.result import MEASURED, RunResult, finished, write_failure
 from stoker.sweeps.jobs import read_jobs
 
@@ -323,11 +325,11 @@ def test_a_run_that_failed_says_why_until_it_goes_on(forks, whole, tmp_path):
         }
         assert json.loads((tmp_path / "run" / "result.json").read_text()) == found
         assert [job.status for job in read_jobs(tmp_path)] == ["failed"]
-        offered = {what for what, _ in report.commands(tmp_path / "run", [], {})}
+        offered = {purpose for purpose, _ in commands(Run(tmp_path / "run", overrides=[]))}
         assert (
-            {"evaluate it", "export it"} <= offered
+            {"Evaluate it", "Export it"} <= offered
             if step > 20
-            else offered == {"train the same again", "go on with it"}
+            else offered == {"Train it again", "Resume it"}
         )
     refused(forks, tmp_path, *command, "seed=1")  # which leaves it as it is
     (tmp_path / "fail").unlink()

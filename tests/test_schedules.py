@@ -271,7 +271,7 @@ def test_a_whole_number_is_a_rate():
             torch.optim.lr_scheduler.ReduceLROnPlateau,
             r"wants a number at each step.*\n.*examples.own_callback.Plateau",
         ),
-        (lambda optimizer: object(), "object is no LR scheduler"),
+        (lambda optimizer: object(), "object is not an LR scheduler"),
     ],
 )
 def test_what_is_no_schedule_of_the_step_is_refused(kind, words):

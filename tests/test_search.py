@@ -64,6 +64,7 @@ def whole(forks, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @needs_fork
 @needs_optuna
 def test_a_killed_search_ends_as_if_nothing_had_been(forks, whole, tmp_path, large):
@@ -172,6 +173,7 @@ def test_a_result_with_the_other_good_end_is_refused_before_it_is_told(tmp_path)
     assert not searching.study.trials[0].state.is_finished()
 
 
+@pytest.mark.slow
 @needs_fork
 @needs_optuna
 def test_a_failed_trial_is_marked_and_the_search_goes_on(forks, tmp_path):
@@ -214,6 +216,7 @@ def test_the_good_end_is_that_of_the_monitored_number(forks, whole, tmp_path):
     assert len(trials_of(tmp_path / "own")) == 1, "one word, and not one for each trial"
 
 
+@pytest.mark.slow
 @needs_fork
 @needs_optuna
 def test_a_search_with_other_settings_is_another_one(forks, whole):
@@ -233,6 +236,7 @@ def test_a_search_with_other_settings_is_another_one(forks, whole):
     assert trials_of(whole) == before
 
 
+@pytest.mark.slow
 @needs_fork
 @needs_optuna
 def test_of_a_foreign_storage_nothing_is_typed(forks, tmp_path):
@@ -254,6 +258,7 @@ def test_of_a_foreign_storage_nothing_is_typed(forks, tmp_path):
     assert sorted(path.name for path in (tmp_path / "s").glob("[0-9]*")) == ["2"]
 
 
+@pytest.mark.slow
 @needs_fork
 @needs_optuna
 def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
@@ -286,6 +291,7 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
     assert "Type -m as well, as in -m sweep=optuna." in forks.run(tmp_path, "sweep=optuna").err
 
 
+@pytest.mark.slow
 @needs_fork
 @needs_optuna
 def test_what_a_model_has_not_is_not_searched(forks, tmp_path):
@@ -303,6 +309,7 @@ def test_what_a_model_has_not_is_not_searched(forks, tmp_path):
     }
 
 
+@pytest.mark.slow
 @needs_fork
 @needs_optuna
 def test_another_storage_and_the_launcher_of_several_processes(forks, tmp_path, large):

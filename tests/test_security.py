@@ -757,6 +757,7 @@ class Mine(Callback):
 """
 
 
+@pytest.mark.slow
 def test_nothing_from_the_environment_is_left_anywhere(tmp_path):
     """In keys of all kinds, typed as ${oc.env:...}: neither on the disk nor on the screen, mistakes included."""
     (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")

@@ -307,6 +307,7 @@ def test_a_job_is_the_run_that_it_would_be_alone(forks, tmp_path, large):
         assert weights(tmp_path / "all" / str(job)) == weights(tmp_path / f"alone{job}")
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(
     forks, tmp_path, large, capsys
 ):
@@ -361,6 +362,7 @@ def test_a_sweep_that_is_killed_goes_on_and_no_job_is_run_twice_to_its_end(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_sweep_that_is_stopped_says_how_to_go_on(forks, tmp_path, number, code):
     folder = "hydra.sweep.dir='mit ä = b'"
@@ -439,6 +441,7 @@ def test_a_sweep_can_stop_at_the_first_failure(forks, tmp_path):
     assert typo.code == 2 and "Did you mean 'stop'?" in typo.err and not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_another_sweep_in_the_directory_is_refused_before_its_first_job(forks, tmp_path):
     assert forks.run(tmp_path, "-m", *JOB, "seed=0,1", "hydra.sweep.dir=all").code == 0
     before = {

@@ -176,6 +176,7 @@ def test_a_worker_that_dies_between_two_epochs_is_noticed_at_the_next_one(script
     assert code == 0 and out.count("was ended by SIGKILL") == 2
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize(("method", "what"), [("spawn", "nothing"), ("forkserver", "kill")])
 def test_workers_that_begin_afresh(script, method, what):
@@ -245,6 +246,7 @@ def test_no_orphan_is_left_by_kill_9(script):
     process.communicate()
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize(
     ("what", "end"),

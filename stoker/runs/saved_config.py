@@ -189,7 +189,7 @@ def hint_for(key: str, folder: Path) -> str:
     """Return what to type in place of a folder that is not a run directory."""
     runs = sorted(file.parent for file in folder.glob(f"*/{CONFIG}"))
     if not runs:
-        return did_you_mean(folder, [path for path in folder.parent.glob("*") if path != folder])
+        return did_you_mean(folder, [file.parent for file in folder.parent.glob(f"*/{CONFIG}")])
     if any((run / "job.json").exists() for run in runs):
         others = f" or another of its {len(runs)} jobs" if len(runs) > 1 else ""
         return f" It is a sweep: type {key}={runs[0]}{others}."
