@@ -149,7 +149,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     (
         "callbacks=[default,default]",
-        "error: callbacks=[default,default]: default is in it twice.",
+        "error: callbacks=[default,default]: default is given twice.",
         "Type it once.",
     ),
     (
@@ -166,7 +166,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("model.hidden=abc", "error: model.hidden=abc: give a list", "as in model.hidden=[256,256]."),
     (
         "model.activation=3",
-        "error: model.activation=3: give a text",
+        "error: model.activation=3: give a string",
         "as in model.activation=relu.",
     ),
     (
@@ -176,19 +176,19 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     ("checkpoint=3", "error: checkpoint=3: give a group of keys", "checkpoint={...}"),
     ("callbacks.ema=3", "error: callbacks.ema=3: give a group of keys", "callbacks.ema={...}"),
-    ("seed=[1", "error: seed=[1: a [ in it has no ].", "wants quotes inside those of the shell"),
-    ("model.hidden=[1]]", "error: model.hidden=[1]]: a ] in it has no [.", "wants quotes"),
+    ("seed=[1", "error: seed=[1: [ has no matching ].", "quotes inside those of the shell"),
+    ("model.hidden=[1]]", "error: model.hidden=[1]]: ] has no matching [.", "put quotes"),
     (
         "optimizer.lr=tag(log,(1,2)",
-        "error: optimizer.lr=tag(log,(1,2): a ( in it has no ).",
-        "wants quotes",
+        "error: optimizer.lr=tag(log,(1,2): ( has no matching ).",
+        "put quotes",
     ),
     (
         "-m seed=0,1 hydra.sweep.dri=x",
-        "error: hydra.sweep.dri: there is no such key",
+        "error: hydra.sweep.dri: Hydra has no such key",
         "Did you mean 'hydra.sweep.dir'?",
     ),
-    ("hydra.foo=1", "error: hydra.foo: there is no such key of Hydra's.", ""),
+    ("hydra.foo=1", "error: hydra.foo: Hydra has no such key.", ""),
     (
         "-m seed=0,1 hydra/launcher=basik",
         "error: hydra/launcher=basik: there is no such choice.",
@@ -196,8 +196,8 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     ("model", "error: model: this is not understood.", "key=value, as in epochs=3"),
     ("epochs=${nope}", "error: epochs:", "'nope' not found"),
-    ("~model", "error: model: a run cannot do without it.", "Leave out ~model."),
-    ("~seed", "error: seed: a run cannot do without it.", "Leave out ~seed."),
+    ("~model", "error: model: every run needs this key.", "Leave out ~model."),
+    ("~seed", "error: seed: every run needs this key.", "Leave out ~seed."),
     ("--bogus", "error: --bogus: there is no such option.", "type bogus=..."),
     ("--epochs=3", "error: --epochs=3: there is no such option.", "type epochs=3."),
     ("-c", "-c", "--cfg"),
@@ -214,17 +214,17 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     (
         "seed=1,2",
-        "error: seed=1,2: several values are a sweep.",
+        "error: seed=1,2: several values make a sweep.",
         "Type -m seed=1,2, or for one list 'seed=[1,2]'.",
     ),
     (
         "task=predict run=x input=a,b.jpg",
-        "error: input=a,b.jpg: several values are a sweep.",
+        "error: input=a,b.jpg: several values make a sweep.",
         "Type \"input='a,b.jpg'\" for one path",
     ),
     (
         "task=evaluate run=x dataset.path=a,b.csv",
-        "dataset.path=a,b.csv: several values are a sweep.",
+        "dataset.path=a,b.csv: several values make a sweep.",
         "Type \"dataset.path='a,b.csv'\" for one path",
     ),
     (
@@ -238,15 +238,23 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "Type model=mlp, or for a sweep -m model=mlp,cnn.",
     ),
     ("+model=cnn", "error: +model=cnn: this group has an option already", "Type model=cnn."),
-    ("+epochs=3", "error: +epochs=3: there is a key of this name", "Type epochs=3."),
-    ("+model.dropout=0.3", "error: +model.dropout=0.3: there is a key", "Type model.dropout=0.3."),
+    ("+epochs=3", "error: +epochs=3: this key exists", "Type epochs=3."),
+    ("+model.dropout=0.3", "error: +model.dropout=0.3: this key", "Type model.dropout=0.3."),
     ("~foo", "error: ~foo: there is no such key to leave out.", "--help"),
     ("~model.foo", "error: ~model.foo: there is no such key to leave out.", "--help"),
-    ("=3", "error: =3: there is no key in front of the =.", "as in epochs=3"),
+    ("=3", "error: =3: the key before the = is missing.", "as in epochs=3"),
     ("--hlep", "error: --hlep: there is no such option.", "Did you mean '--help'?"),
-    ("run_dir=", "error: run_dir=: give a text", ""),
-    ("-m seed=0,1 run_dir=x", "error: run_dir=x: this names one run.", "type hydra.sweep.dir=DIR."),
-    ("-m seed=0,1 run_dir=", "error: run_dir=: this names one run.", "type hydra.sweep.dir=DIR."),
+    ("run_dir=", "error: run_dir=: give a string", ""),
+    (
+        "-m seed=0,1 run_dir=x",
+        "error: run_dir=x: this names a single run.",
+        "type hydra.sweep.dir=DIR.",
+    ),
+    (
+        "-m seed=0,1 run_dir=",
+        "error: run_dir=: this names a single run.",
+        "type hydra.sweep.dir=DIR.",
+    ),
     ("device=gpu", "error: device=gpu: there is no such device.", "Did you mean 'cuda'?"),
     ("optimizer.lr=-1", "error: optimizer.lr=-1: give a number at least 0.", ""),
     (
@@ -333,7 +341,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "tests: there is no config.yaml",
         "not a run directory",
     ),
-    (f"resume={ROOT / 'tests'}", "tests: this is a folder.", "there is no checkpoint in it"),
+    (f"resume={ROOT / 'tests'}", "tests: this is a folder.", "it has no checkpoint"),
     (
         "resume=nope",
         "error: resume=nope: there is no such file.",
@@ -369,7 +377,7 @@ LATE = [
         "error: optimizer.betas: Invalid beta parameter",
         "another value for optimizer.betas.",
     ),
-    (f"run_dir={TRAIN}/below/it", "it cannot be made", f"({TRAIN} is a file)"),
+    (f"run_dir={TRAIN}/below/it", "it cannot be created", f"({TRAIN} is a file)"),
     ("model.hidden=[a]", "error: model.hidden=a: give a whole number at least 1.", ""),
     (
         "model.activation=rleu",
@@ -389,12 +397,12 @@ LATE = [
     ),
     (
         "loss=mse",
-        "error: loss=MSELoss is for numbers, and digits has 10 classes.",
+        "error: loss=MSELoss is for regression, but digits has 10 classes.",
         "Type loss=cross_entropy.",
     ),
     (
         "dataset=synthetic dataset.kind=regression",
-        "error: loss=CrossEntropyLoss is for classes",
+        "error: loss=CrossEntropyLoss is for classification",
         "Type loss=mse",
     ),
     (
@@ -425,7 +433,7 @@ LATE = [
     ),
     (
         "model._target_=os.system",
-        "error: model._target_=os.system: not among what may be built",
+        "error: model._target_=os.system: this is not an allowed target",
         "",
     ),
     (
@@ -928,7 +936,7 @@ def test_a_job_of_a_sweep_is_the_run_that_it_would_be_alone(sweep, tmp_path):
 
 def test_a_key_inside_a_list_and_keys_of_other_options_are_explained(tmp_path):
     answers = {
-        "model.hidden.x=1": "model.hidden.x=1: this does not go together",
+        "model.hidden.x=1": "model.hidden.x=1: these settings cannot be combined",
         "dataset.path=x": "It is a key of dataset=csv.",
         "run_dir=press.py": "run_dir=press.py: this is a file or cannot be written",
     }

@@ -250,7 +250,7 @@ def test_what_cannot_be_looked_into_is_refused():
     ):
         begin("fsdp", None)
     with pytest.raises(
-        UserError, match="the steps of a graph cannot be looked into. Type compile=false"
+        UserError, match="the steps of a graph cannot be inspected. Type compile=false"
     ):
         begin("single", GraphStep())
     with pytest.raises(UserError, match="callbacks.doctor.every=0: give a whole number at least 1"):

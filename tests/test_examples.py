@@ -93,7 +93,7 @@ def test_its_commands_come_to_what_it_says(file, forks, tmp_path):
             tolerance = 0.035 if name.endswith(("acc", "balanced")) else 0.1 * value
             assert abs(result[name] - value) <= tolerance
             card = (tmp_path / f"run{number}" / "model.md").read_text(encoding="utf-8")
-            assert ("Outputs: what the model itself gives" in card) == (
+            assert ("Outputs: as the model returns them" in card) == (
                 file.stem in ("autoencoder", "multilabel")
             )
             if file.stem in ("multilabel", "own_data", "own_metric"):  # as the run's last line says
@@ -115,7 +115,7 @@ def test_outputs_that_nobody_has_looked_at_are_not_taken_for_scores(forks, tmp_p
         job = [*own, "dataset.test_fraction=0", "max_steps=2", f"run_dir={model}", "report=false"]
         assert forks.run(tmp_path, *job).code == 0
         card = (tmp_path / model / "model.md").read_text(encoding="utf-8")
-        assert ("Outputs: what the model itself gives" in card) == (model == "autoencoder")
+        assert ("Outputs: as the model returns them" in card) == (model == "autoencoder")
 
 
 def fitted(kind, model, **settings):

@@ -214,10 +214,10 @@ def test_the_card_of_unusual_outputs_says_what_they_are(run):
         (
             Picture,
             "torch_export",
-            "`outputs` of shape (N, 3, 9, 5), as the model itself gives them",
+            "`outputs` of shape (N, 3, 9, 5), as the model returns them",
         ),
-        (Picture, "safetensors", "Outputs: what the model itself gives"),
-        (Pair, "safetensors", "Outputs: what the model itself gives"),
+        (Picture, "safetensors", "Outputs: as the model returns them"),
+        (Pair, "safetensors", "Outputs: as the model returns them"),
     ):
         model = trained(make)
         path, *_ = exporting.export(model, run, form, exporting.generated(model.about), "noise")
@@ -225,7 +225,7 @@ def test_the_card_of_unusual_outputs_says_what_they_are(run):
         assert says in text and "Classes" not in text and "argmax" not in text
     with pytest.raises(
         UserError,
-        match=r"(?s)it gives a tuple, and an exported one gives a tensor.*format=safetensors",
+        match=r"(?s)it returns a tuple, but an exported model returns a tensor.*format=safetensors",
     ):
         exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
 
@@ -242,9 +242,7 @@ def test_a_model_that_draws_is_exported_where_it_draws_the_same(run, form):
     model = trained(lambda in_shape, _: GAN(in_shape))
     inputs = exporting.generated(model.about)
     if form == "onnx":
-        with pytest.raises(
-            UserError, match=r"draws random numbers.*others\.\nType format=safetensors"
-        ):
+        with pytest.raises(UserError, match=r"its forward is random.*\.\nType format=safetensors"):
             exporting.export(model, run, form, inputs, "noise")
         assert list((run / "export").iterdir()) == []
         return
@@ -318,7 +316,7 @@ def test_a_link_in_somebodys_run_is_not_followed(run, tmp_path_factory):
     away = tmp_path_factory.mktemp("away")
     (run / "export").symlink_to(away)
     model = trained(Linear)
-    with pytest.raises(UserError, match="export in it is a link"):
+    with pytest.raises(UserError, match="export in it is a symbolic link"):
         exporting.export(model, run, "safetensors", exporting.generated(model.about), "noise")
     assert list(away.iterdir()) == []
 

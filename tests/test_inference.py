@@ -262,14 +262,14 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     )
     with pytest.raises(
         UserError,
-        match=r"(?s)run=.*nets_of_mine\.Net: not among what may be built.*trusted=\[\"nets_of_mine\"\] if",
+        match=r"(?s)run=.*nets_of_mine\.Net: this is not an allowed target.*trusted=\[\"nets_of_mine\"\] if",
     ):
         package.load(tmp_path / "run")
     assert "nets_of_mine" not in sys.modules
     pixels = datasets.digits().test.inputs
     found = package.load(tmp_path / "run", trusted=["nets_of_mine"])
     assert torch.equal(found(pixels), package.load(runs / "digits")(pixels))
-    with pytest.raises(UserError, match="not among what may be built"):  # it was for that call
+    with pytest.raises(UserError, match="this is not an allowed target"):  # it was for that call
         package.load(tmp_path / "run")
     typed = RunResult.parse(result(runs, "digits"))
     typed.overrides = ["model._target_=nets_of_mine.Net"]
@@ -508,7 +508,7 @@ def test_the_row_whose_outputs_are_not_finite_is_named(runs, tmp_path):
     model.module = torch.nn.Sequential(torch.nn.Linear(5, 1), Odd())
     write_table(tmp_path / "t.csv", houses(5), ("age", "town", "size"))
     with pytest.raises(
-        TrainingError, match=r"t\.csv, line 5: the model gives numbers that are not finite"
+        TrainingError, match=r"t\.csv, line 5: the model returns numbers that are not finite"
     ):
         list(inference.predict(model, tmp_path / "t.csv"))
 
@@ -520,7 +520,7 @@ def test_outputs_that_are_no_scores_are_given_in_python_alone(runs):
     inputs = torch.zeros(2, 5, dtype=torch.float64)
     assert torch.equal(model(inputs)["all"], ((inputs - model.mean) / model.std).float())
     with pytest.raises(
-        UserError, match=r"gives a dict, and not one number a class or target.\n.*stoker\.load"
+        UserError, match=r"returns a dict, not one number per class or target.\n.*stoker\.load"
     ):
         list(inference.predict(model, runs / "houses.csv"))
 
@@ -556,7 +556,7 @@ WRONG_TABLES = {
     "age,town,size\n1,Rom,1\n2,Rom,x\n": "line 3: 'x' in the column 'size' is not a number",
     "age,town,size\n1,Rom,inf\n": "line 2: 'inf' in the column 'size' is not a number",
     "age,town,size\n1,Rom\n": "line 2: 2 values for the 3 columns",
-    "age,town,size\n": "there is no row in it",
+    "age,town,size\n": "it has no rows",
     "": "is empty",
     "age,age,town,size\n1,1,Rom,1\n": "the column 'age' 2 times",
     "age;town;size\n1;Rom;1\n": "one column only",
@@ -613,14 +613,14 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
             "houses.csv",
             "it is none of JPEG, PNG, BMP, WEBP, GIF, or damaged).\nThe run takes an image, or a folder",
         ),
-        (prices, "images", "input=images: this is a folder, and the run takes a table"),
+        (prices, "images", "input=images: this is a folder, but the run takes a table"),
         (prices, "nowhere.csv", "input=nowhere.csv: there is no such file"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             list(inference.predict(model, path))
     for output, message in (
-        ("houses.csv", "there is such a file"),
-        ("no/o.csv", "there is no folder no"),
+        ("houses.csv", "this file exists"),
+        ("no/o.csv", "the folder no does not exist"),
         ("images", "this is a folder"),
         ("o.txt", "does not end in .csv or .jsonl"),
         ("-", "give the name of a file"),
@@ -648,7 +648,7 @@ def test_no_file_that_is_there_is_replaced(forks, runs):
         for name in names:
             err = refused(forks, runs, f"task={task}", "run=prices", *own, f"output={name}")
             assert (
-                "there is such a file, and none is replaced" in err and "Type another output" in err
+                "this file exists, and is not overwritten" in err and "Type another output" in err
             )
     assert all(path.read_bytes() == contents for path, contents in before.items())
     for _ in range(2):
@@ -874,7 +874,7 @@ def test_a_folder_of_one_class_can_be_evaluated(forks, runs, tmp_path):
         *every,
         "device=cpu",
     )
-    assert done.err == "one: there are no samples of bird, cat.\n"
+    assert done.err == "one has no samples of bird, cat.\n"
     found = {"acc": float(done.out.split()[-1])}
     rows = predicted(forks, runs, "run=folder", f"input={tmp_path / 'one'}")
     assert found["acc"] == sum(row["class"] == "dog" for row in rows) / len(rows)
@@ -883,7 +883,7 @@ def test_a_folder_of_one_class_can_be_evaluated(forks, runs, tmp_path):
 def test_data_that_has_changed_is_told_from_the_runs(forks, runs, tmp_path):
     """One row more, and other rows are its test part, of which the run was trained on most."""
     path = f"dataset.path={tmp_path / 'more.csv'}"
-    for count, says in ((300, ""), (301, "more: this is other data than the run was trained on")):
+    for count, says in ((300, ""), (301, "more: the run was trained on other data")):
         write_table(tmp_path / "more.csv", houses(count))
         done = forks.run(runs, "task=evaluate", "run=prices", path, "device=cpu")
         assert done.code == 0 and says in done.err and bool(says) == bool(done.err), done.err
@@ -932,7 +932,7 @@ def test_other_data_that_does_not_fit_is_refused(forks, runs):
             "run=digits",
             "split=all",
             "dataset.val_fraction=0.2",
-        ): "split=all is not cut, and there is dataset.val_fraction",
+        ): "split=all uses all samples, but dataset.val_fraction is given",
         ("run=digits", "epochs=3"): "epochs: task=evaluate takes the run's own settings",
         (
             "run=digits",

@@ -265,9 +265,7 @@ def test_a_stopped_run_is_saved_at_one_step_and_continued_by_the_same_command(
         done = end(process, folder)
         assert done.code == code, done.err
         step = int(
-            re.search(
-                r"^interrupted at step (\d+)\. To go on from there:$", done.err, re.MULTILINE
-            )[1]
+            re.search(r"^interrupted at step (\d+)\. To resume:$", done.err, re.MULTILINE)[1]
         )
         assert (
             done.err.count("interrupted") == 1

@@ -204,8 +204,7 @@ def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
     assert done.code == 2 and "Traceback" not in done.err, done.err
     lines = done.out.splitlines()
     assert (
-        lines[0]
-        == f"jobs     {at_once} at once, with a thread each; what they print is in all/jobs"
+        lines[0] == f"jobs     {at_once} at once, with a thread each; their output is in all/jobs"
     )
     told = sorted(line for line in lines if line.startswith("job "))
     assert re.fullmatch(r"job 0    seed=0 .*: done, val/acc 0\.\d+, \d+\.\d s", told[0])
@@ -334,7 +333,7 @@ MISTAKES = [
     ),
     (
         "-m seed=0,1 sweep.at_once=2",
-        "sweep.at_once=2: hydra/launcher=basic has no use",
+        "sweep.at_once=2: hydra/launcher=basic does not support it",
         "Type hydra/launcher=joblib",
     ),
     ("-m seed=0,1 sweep.per_gpu=0", "sweep.per_gpu=0: give a whole number at least 1.", ""),
@@ -351,7 +350,7 @@ WITH = [
     (
         "submitit_slurm",
         "sweep.per_gpu=2",
-        "sweep.per_gpu=2: hydra/launcher=submitit_slurm has no use for it.",
+        "sweep.per_gpu=2: hydra/launcher=submitit_slurm does not support it.",
         "",
     ),
     (

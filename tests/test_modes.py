@@ -81,7 +81,7 @@ def test_its_memory_is_that_of_the_run(train, tmp_path):
 def test_a_plan_of_a_run_that_is_there_is_of_what_is_left(train, tmp_path):
     assert train(tmp_path, "epochs=2", "run_dir=run", "report=false").code == 0
     again = train(tmp_path, "task=plan", "epochs=2", "run_dir=run")
-    assert "run      run, where it goes on at step 40; nothing was written" in again.out
+    assert "run      run, which would resume at step 40; nothing was written" in again.out
     other = train(tmp_path, "task=plan", "epochs=2", "run_dir=run", "model.hidden=[8]")
     assert (
         other.code == 2 and "run_dir=run holds a run with other settings: model.hidden" in other.err
@@ -157,7 +157,7 @@ def test_a_run_that_is_debugged_is_the_same_run_on_the_cpu(train, tmp_path):
     [
         (
             "debug=true compile=true",
-            "error: debug=true means compile=false, and there is compile=true. Leave out one",
+            "error: debug=true means compile=false, but compile=true is given. Leave out one",
         ),
         ("debug=true epochs=none", "error: epochs=none: give a whole number"),
         ("overfit=1 task=plan", "error: overfit=1 is for task=train."),

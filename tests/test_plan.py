@@ -146,7 +146,7 @@ def test_the_lines_add_up():
         "schedule ▁█▁",
         "         lr 0.001 at step 1, 0.01 at step 50, 0 at step 1,000",
         f"memory   500 MiB at the peak: {', '.join(parts)} MiB; the rest is Python and PyTorch",
-        "disk     1.0 MiB a checkpoint, of which the last 2 and the best stay; 1.0 MiB of weights",
+        "disk     1.0 MiB per checkpoint, of which the last 2 and the best are kept; 1.0 MiB of weights",
         "time     about 19.5 s, by 50 steps of it:",
         f"         {', '.join(times)}",
     ]

@@ -312,7 +312,7 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     shown = page_of(tmp_path)
     [verdict] = shown.all("p", "verdict")
     assert verdict == (
-        "The model explains 50.0 % of the variance of 3,500 validation samples, where always answering their mean "
+        "The model explains 50.0 % of the variance of 3,500 validation samples, where always predicting their mean "
         f"would explain none{', and is off by 1.5000 on average' if len(true[0]) == 1 else ''}."
     )
     assert "The loss is that of the standardised targets." in shown.all("p", "soft")
@@ -440,7 +440,7 @@ def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
     done = forks.run(tmp_path, *typed, signals=[interrupt])
     *_, said, again, seen = done.err.splitlines()
     assert done.code == 130 and again.startswith("python train.py dataset=synthetic ")
-    step = re.fullmatch(r"interrupted at step (\d+)\. To go on from there:", said)[1]
+    step = re.fullmatch(r"interrupted at step (\d+)\. To resume:", said)[1]
     assert (
         seen == "To see it so far: python -m stoker.runs.report 'a b'"
         and not (tmp_path / "a b/report.html").exists()
@@ -530,8 +530,8 @@ def test_the_verdict_is_a_function_of_the_numbers(tmp_path):
         {"kind": "regression", "split": "test", "samples": 9},
         "after epoch 1 to 1.5000 after epoch 2.",
     )
-    mean = "on 9 test samples than always answering their mean (r2 -0.5000), and is off by 3.0000 on average."
-    price = "The model explains 50.0 % of the variance of price in 9 test samples, where always answering their mean"
+    mean = "on 9 test samples than always predicting their mean (r2 -0.5000), and is off by 3.0000 on average."
+    price = "The model explains 50.0 % of the variance of price in 9 test samples, where always predicting their mean"
     price = f"{price} would explain none"
     up, down = rows(0.5, 0.75, 0.7), rows(2.0, 1.5, name="val/loss")
     for result, these, seen, at, said in [
@@ -1080,7 +1080,9 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys
     monkeypatch.setattr(drawing.stopping, "received", 2)
     with pytest.raises(SystemExit) as end:
         drawing.draw_report(tmp_path)
-    assert end.value.code == 130 and "the run has ended before" in capsys.readouterr().err
+    assert (
+        end.value.code == 130 and "interrupted after the end of the run" in capsys.readouterr().err
+    )
 
 
 def test_whatever_is_given_to_a_template_is_escaped(tmp_path):

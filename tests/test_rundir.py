@@ -156,7 +156,7 @@ def test_files_that_are_no_runs_are_not_replaced(forks, tmp_path):
 def test_checkpoints_that_are_gone_are_missed(forks, whole, tmp_path):
     shutil.copytree(whole / "run", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert "its checkpoints are gone" in refused(forks, tmp_path, *JOB, "run_dir=run", code=3)
+    assert "its checkpoints are missing" in refused(forks, tmp_path, *JOB, "run_dir=run", code=3)
 
 
 def test_a_damaged_best_does_not_hold_up_a_run_that_is_done(forks, whole, tmp_path):

@@ -231,7 +231,10 @@ def test_a_search_with_other_settings_is_another_one(forks, whole):
     done = forks.run(whole, *ASHA, "sweep/space=none", LR)
     first, _, again = done.err.splitlines()
     assert done.code == 2 and done.out == "" and (whole / "s" / "sweep.json").read_bytes() == said
-    assert ": this search is over optimizer.lr, that one over batch_size, model.dropout, " in first
+    assert (
+        ": this search is over optimizer.lr, the earlier one over batch_size, model.dropout, "
+        in first
+    )
     assert "sweep/space" not in again and "sweep.trials=8 hydra.sweep.dir=" in again
     assert trials_of(whole) == before
 
@@ -282,7 +285,7 @@ def test_mistakes_have_one_word_and_leave_nothing(forks, tmp_path):
         (["hydra.sweeper.storage=nowhere"], "error: hydra.sweeper.storage: it cannot be opened ("),
         (
             ["monitor=val/los"],
-            "error: monitor=val/los: a search has to know whether high or low is good.\n",
+            "error: monitor=val/los: a search needs to know whether higher or lower is better.\n",
         ),
     ):
         done = forks.run(tmp_path, "-m", "sweep=optuna", *SMALL, *typed)
@@ -298,8 +301,7 @@ def test_what_a_model_has_not_is_not_searched(forks, tmp_path):
     done = forks.run(tmp_path, "-m", "sweep=optuna", "model=linear,cnn", "sweep.trials=2", *SMALL)
     assert (
         done.code == 0
-        and "search   without model.hidden, model.dropout: not every trial has such a key"
-        in done.out
+        and "search   without model.hidden, model.dropout: not every trial has this key" in done.out
     )
     assert set(study_of(tmp_path).trials[0].params) == {
         "optimizer.lr",

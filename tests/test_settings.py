@@ -19,9 +19,7 @@ def test_the_augmentations_are_those_that_there_are():
 def test_a_folder_to_resume_from_is_answered_with_its_newest_checkpoint(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    with pytest.raises(
-        UserError, match="this is a folder. Type resume=FILE; there is no checkpoint in it"
-    ):
+    with pytest.raises(UserError, match="this is a folder. Type resume=FILE; it has no checkpoint"):
         settings.check_resume(str(tmp_path))
     for step in ("00000020", "99999999", "100000000"):
         (folder / f"step_{step}.ckpt").touch()
@@ -53,7 +51,7 @@ def test_what_is_in_place_of_a_run_goes_with_nothing_of_one():
         ({"task": "plan", "profile": True}, "profile=true is for task=train"),
         (
             {"task": "train", "profile": True, "overfit": 2},
-            "profile=true is for a run, and overfit=2 is not one",
+            "profile=true needs a training run and cannot be combined with overfit=2",
         ),
     ]
     for config, said in refused:
@@ -76,12 +74,12 @@ def test_debugging_has_settings_of_its_own():
     for key, value in others.items():
         with pytest.raises(
             UserError,
-            match=f"debug=true means {key}=.*, and there is {key}={value}. Leave out one of",
+            match=f"debug=true means {key}=.*, but {key}={value} is given. Leave out one of",
         ):
             settings.debug_values({**default, key: value}, {key})
         settings.debug_values({**default, key: value}, set())  # not typed, so of a recipe
     with pytest.raises(
-        UserError, match="debug=true means dataset.workers=0, and there is dataset.workers=4"
+        UserError, match="debug=true means dataset.workers=0, but dataset.workers=4 is given"
     ):
         settings.debug_values({**default, "dataset": {"workers": 4}}, {"dataset.workers"})
     typed = {"device", "strategy", "devices", "compile", "dataset.workers"}

@@ -156,10 +156,7 @@ def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
         rows[2][2]
         == "optimizer.lr=0.001 seed=0 model.dropout=2.0: give a number at least 0 and at most 0.95."
     )
-    assert (
-        line_of(swept.out, "sweep")
-        == "all: 6 done, 6 failed; also in sweep.csv, and drawn in sweep.html"
-    )
+    assert line_of(swept.out, "sweep") == "all: 6 done, 6 failed; also in sweep.csv and sweep.html"
     assert line_of(swept.out, "best") == f"python train.py {shlex.join(JOB)} {expected[0][1][-1]}"
 
 
@@ -498,7 +495,7 @@ def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
     assert sweep.main([str(runs)]) == 2
     assert sweep.main([str(runs / "ones")]) == sweep.main([str(runs / "sweptt")]) == 2
     without, offered, no_hint, hint = capsys.readouterr().err.splitlines()
-    assert without.startswith(f"error: {runs}: there is no job of a sweep in it, and no run.")
+    assert without.startswith(f"error: {runs}: it has no jobs of a sweep and no runs.")
     assert offered.endswith(f"Type the directory of a sweep, as in {runs}/swept.")
     assert no_hint.endswith("there is no such folder.") and hint.endswith(
         f"Did you mean '{runs}/swept'?"
@@ -523,9 +520,7 @@ def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
         "optimizer.lr=1e-2: no row yet"
     )
     assert best == "best     python train.py"
-    assert (
-        end == f"runs     {runs}: 2 done, 1 unfinished; also in sweep.csv, and drawn in sweep.html"
-    )
+    assert end == f"runs     {runs}: 2 done, 1 unfinished; also in sweep.csv and sweep.html"
     text = (runs / "sweep.html").read_text(encoding="utf-8")
     assert "<h1>Runs in runs</h1>" in text and "3 runs: 2 done, 1 unfinished" in text
     assert re.findall(r"<th.*?>(.*?)</th>", text)[:4] == ["runs", "val/acc", "n", "settings"]
@@ -559,7 +554,7 @@ def test_of_runs_on_different_data_none_is_the_best(tmp_path, capsys):
     (tmp_path / "e" / "config.yaml").touch()
     (tmp_path / "c d" / "report.html").touch()
     assert sweep.main([str(tmp_path)]) == 0
-    said = "3 done, 1 failed, on different data, so that none is the best"
+    said = "3 done, 1 failed, on different data, so none is the best"
     *lines, end = capsys.readouterr().out.splitlines()
     assert not any(line.startswith("best ") for line in lines) and end.startswith(
         f"runs     {tmp_path}: {said};"

@@ -93,8 +93,18 @@ def program() -> list[str]:
     """Return `stoker`, or `python train.py` in a clone: the words in front of the settings."""
     started = Path(sys.argv[0])
     is_console = started.stem == "stoker" or started.parts[-2:] == ("stoker", "__main__.py")
-    is_clone = (Path(__file__).resolve().parents[1] / SCRIPT).is_file()
-    return ["python", SCRIPT] if is_clone and not is_console else ["stoker"]
+    return ["python", SCRIPT] if is_clone() and not is_console else ["stoker"]
+
+
+def is_clone() -> bool:
+    """Return whether this package is a clone of the repository, and not installed."""
+    return (Path(__file__).resolve().parents[1] / SCRIPT).is_file()
+
+
+def pip_install(extra: str) -> str:
+    """Return the pip command that installs an extra of this package."""
+    package = "-e '.[{}]'" if is_clone() else "'stoker[{}]'"
+    return f"pip install {package.format(extra)}"
 
 
 def command() -> list[str]:

@@ -1,4 +1,4 @@
-"""What was typed after the command: its options, its settings, and mistakes in the form of either."""
+"""Read the command line: options, settings, and mistakes in how either is written."""
 
 import contextvars
 import re
@@ -43,7 +43,7 @@ SHORT = {
     "-r": "--run",
     "-sc": "--shell-completion",
 }
-# Settings that count as typed where no command line was.
+# Settings that count as typed although there is no command line.
 typed_in_python: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "typed_in_python", default=()
 )
@@ -73,13 +73,13 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def is_debugged(arguments: Sequence[str]) -> bool:
-    """Return whether debug=true was typed, even if no config came of what was typed."""
+    """Return whether debug=true was typed, even if the config could not be composed."""
     pattern = re.compile(r"\+*debug=true", re.IGNORECASE)
     return any(pattern.fullmatch(argument) for argument in arguments)
 
 
 def choices(arguments: Sequence[str]) -> list[str]:
-    """Return the options chosen for groups, as in ["model=cnn"]; of a sweep the first one of each."""
+    """Return the chosen options, as in ["model=cnn"]; for a sweep, the first one of each group."""
     chosen = []
     for argument in arguments:
         group, _, value = argument.lstrip("+").partition("=")
@@ -92,8 +92,8 @@ def choices(arguments: Sequence[str]) -> list[str]:
 def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Return the arguments as Hydra needs them.
 
-    For a task that takes a run, `dataset.root=DIR` also where its data set is not the default one. The folder
-    `configs/` where the command runs adds options to the groups.
+    A task that takes a run accepts `dataset.root=DIR` even if the default data set has no `root`.
+    A folder `configs/` in the working directory adds options to the groups.
     """
     result = list(arguments)
     if set(arguments) & {f"task={task}" for task in settings.WITH_RUN}:
@@ -105,23 +105,24 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
 
 def search_path() -> list[str]:
-    """Return the override that adds the folder `configs/` of where the command runs, if it has one."""
+    """Return the override that adds `configs/` of the working directory, if it has one."""
     added = [f"'file://{folder}'" for folder in configs.folders()[1:]]
     return [f"hydra.searchpath=[{','.join(added)}]"] if added else []
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Raise UserError for what Hydra would misunderstand, or find out only in each job of a sweep."""
+    """Raise UserError for what Hydra would misunderstand, or report only in each job of a sweep."""
     sweep = is_sweep(arguments)
     if sweep and launch.world_size() > 1:
+        program = " ".join(launch.program())
         raise UserError(
-            "-m: a sweep starts runs by itself. Type python train.py -m ... strategy=ddp devices=N."
+            f"-m: a sweep starts its runs itself. Type {program} -m ... strategy=ddp devices=N."
         )
     check_options(arguments)
     for argument in arguments:
         if argument.startswith("="):
             raise UserError(
-                f"{argument}: there is no key in front of the =. "
+                f"{argument}: the key before the = is missing. "
                 "Settings are key=value, as in epochs=3."
             )
         check_place(argument, sweep)
@@ -131,7 +132,7 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def check_options(arguments: Sequence[str]) -> None:
-    """Raise UserError for an option that there is not, or one without the value that it needs."""
+    """Raise UserError for an unknown option, or one without the value that it needs."""
     position = 0
     while position < len(arguments):
         argument = arguments[position]
@@ -159,7 +160,7 @@ def check_options(arguments: Sequence[str]) -> None:
 
 
 def refuse_option(argument: str, following: Sequence[str]) -> None:
-    """Raise UserError for an option that there is not; `--epochs=3` is what other programs would take."""
+    """Raise UserError for an unknown option, such as the `--epochs=3` of other programs."""
     name, _, value = argument.partition("=")
     if re.fullmatch(r"-\w{3,}(\.\w+)*", name):
         raise UserError(f"{argument}: settings have no dashes. Type {argument.lstrip('-')}.")
@@ -175,12 +176,14 @@ def refuse_option(argument: str, following: Sequence[str]) -> None:
 
 
 def check_place(argument: str, sweep: bool) -> None:
-    """Raise UserError for a setting of one run typed for a sweep, or the other way round."""
+    """Raise UserError for a run's setting typed for a sweep, or a sweep's typed for a run."""
     key, _, value = argument.partition("=")
     if key == "run_dir" and sweep and value != "null":
-        raise UserError(f"{argument}: this names one run. For a sweep, type hydra.sweep.dir=DIR.")
-    of_sweep = re.fullmatch(r"hydra/launcher|sweep([./].*)?", key)
-    if of_sweep and not sweep and launch.world_size() == 1:
+        raise UserError(
+            f"{argument}: this names a single run. For a sweep, type hydra.sweep.dir=DIR."
+        )
+    is_for_sweep = re.fullmatch(r"hydra/launcher|sweep([./].*)?", key)
+    if is_for_sweep and not sweep and launch.world_size() == 1:
         example = argument
         if key == "hydra/launcher" or "." in key:
             example += " seed=0,1"
@@ -190,14 +193,14 @@ def check_place(argument: str, sweep: bool) -> None:
 
 
 def check_group(argument: str, key: str, value: str, sweep: bool) -> None:
-    """Raise UserError unless this chooses one option of a group, or several where a group takes them."""
+    """Raise UserError unless this chooses one option of a group, or several if it takes several."""
     if key.startswith("+"):
         raise UserError(
             f"{argument}: this group has an option already, and + adds one. "
             f"Type {argument.lstrip('+')}."
         )
     options = [path.stem for path in configs.options(key)]
-    if value == "null" and key != "experiment":  # which is none by default
+    if value == "null" and key != "experiment":  # experiment is null by default
         raise UserError(
             f"{argument}: this is a group, and needs an option. "
             f"Type {key}= one of: {', '.join(options)}."
@@ -205,13 +208,13 @@ def check_group(argument: str, key: str, value: str, sweep: bool) -> None:
     listed = re.fullmatch(r"\[(.*)\]", value)
     if listed is None:
         if "," in value and not sweep and not value.startswith("["):
-            raise UserError(f"{argument}: several options are a sweep. Type -m {argument}.")
+            raise UserError(f"{argument}: several options make a sweep. Type -m {argument}.")
         return
     names = [name.strip() for name in listed[1].split(",") if name.strip()] or options
     if key in settings.GROUPS_OF_MANY:
         repeated = [name for name in names if names.count(name) > 1]
         if repeated:
-            raise UserError(f"{argument}: {repeated[0]} is in it twice. Type it once.")
+            raise UserError(f"{argument}: {repeated[0]} is given twice. Type it once.")
         return
     several = names if len(names) > 1 else options[:2]
     raise UserError(

@@ -1,4 +1,4 @@
-"""Build the object that a config node describes: only what is trusted, and with arguments that exist."""
+"""Build the object that a config node describes, if it is trusted and its arguments exist."""
 
 import contextlib
 import inspect
@@ -16,10 +16,11 @@ from stoker.command.dotted import plain
 from stoker.command.trust import is_trusted_by_user, locate
 from stoker.trainer.errors import UserError, as_typed, did_you_mean
 
-# Of Hydra's own keys those that a node may have: the others change how Hydra builds, and what it allows.
+# The keys of Hydra that a node may have; the others change how Hydra builds, and what it allows.
 KEYS = ("_target_", "_partial_", "_args_")
 FACTORIES = ("optimizer", "scheduler", "dataset.augment")  # the Trainer or the loader calls them
-# What each part of a run is. A class that makes anything else is not called: it could take any memory first.
+# The classes of each part of a run: the second gate, after trust.py. A target of another class is
+# not called, since it could allocate unbounded memory before it is refused.
 PART_CLASSES: dict[str, tuple[str, ...]] = {
     "dataset": ("stoker.data.record.Data",),
     "model": ("torch.nn.Module",),
@@ -31,7 +32,7 @@ PART_CLASSES: dict[str, tuple[str, ...]] = {
     "trainer": ("stoker.Trainer",),
     "sweep": ("optuna.pruners.BasePruner",),
 }
-# The packages whose functions give a part: what a function gives is not known before it is called.
+# The packages whose functions return a part; what a function returns is unknown until it is called.
 PART_PACKAGES = {
     "dataset": "stoker.data.",
     "model": "torchvision.models.",
@@ -42,12 +43,12 @@ REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError)  # how torch ref
 
 
 def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
-    """Return the object of a node.
+    """Build the object that a node describes.
 
-    Of the `offered` arguments it gets those that its constructor has and the node does not give.
+    Its constructor also gets those of the `offered` arguments that it has and the node does not.
 
     Raises:
-        UserError: the node names what is not there, not trusted, or no such part of a run.
+        UserError: the target does not exist, is not trusted, or is another part of a run.
     """
     if isinstance(node, DictConfig):
         node = plain(node, resolve=True)
@@ -64,14 +65,14 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         and not is_trusted_by_user(target)
         and not returns_part(part, locate(key, target))
     ):
-        raise UserError(f"{key}._target_={target}: this gives no {PART_CLASSES[part][0]}.")
+        raise UserError(f"{key}._target_={target}: this does not return a {PART_CLASSES[part][0]}.")
     if node.get("_partial_") and key not in FACTORIES:
-        raise UserError(f"{key}._partial_=true: a run needs what {target} gives. Leave it out.")
+        raise UserError(f"{key}._partial_=true: a run needs what {target} returns. Leave it out.")
     try:
-        # As a partial, which is called here: Hydra would copy the objects that it is handed.
+        # As a partial that is called here, since Hydra would copy the arguments.
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
-        reason = "not among what may be built, whatever is trusted."
+        reason = "this is not an allowed target, whatever is trusted."
         if error.__cause__ is not None:
             reason = first_line(error.__cause__)
         raise UserError(f"{key}._target_={target}: {reason}") from error
@@ -86,8 +87,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         raise refusal(key, target, error) from error
     if part in PART_CLASSES and not is_part(part, built):
         raise UserError(
-            f"{key}._target_={target}: this gives a {type(built).__name__}, "
-            f"and not a {PART_CLASSES[part][0]}."
+            f"{key}._target_={target}: this returns a {type(built).__name__}, "
+            f"not a {PART_CLASSES[part][0]}."
         )
     return built
 
@@ -98,7 +99,7 @@ def part_of(key: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its class where it has none."""
+    """Return the first line of an error's text, or its class if it has none."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -106,11 +107,11 @@ def first_line(error: BaseException) -> str:
 def arguments_to_pass(
     key: str, node: Mapping[str, Any], offered: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return those of the offered arguments that the target takes; UserError where it needs more."""
+    """Return the offered arguments that the target takes; UserError if it needs more."""
     target = node["_target_"]
     names, takes_more = arguments_of(key, target)
     accepted = set(names)
-    # A constructor with **kwargs: a Trainer of yours gets all, torchvision's models the classes.
+    # With **kwargs, your own Trainer gets all, and torchvision's models get num_classes.
     if takes_more and key == "trainer":
         accepted.update(offered)
     if takes_more and key == "model":
@@ -128,7 +129,10 @@ def arguments_to_pass(
 
 
 def refusal(key: str, target: str, error: Exception) -> Exception:
-    """Return the UserError for a value that a constructor refused, or the error itself if it is a bug in user code."""
+    """Return the UserError for a value that a constructor refused.
+
+    A bug in user code is returned as it is.
+    """
     if (
         is_trusted_by_user(target)
         and not isinstance(error, ValueError)
@@ -143,7 +147,7 @@ def refusal(key: str, target: str, error: Exception) -> Exception:
 
 
 def returns_part(part: str, located: Any) -> bool:
-    """Return whether a trusted class or function gives this part of a run, as far as is known before it is called."""
+    """Return whether a trusted class or function returns this part, judged without calling it."""
     if isinstance(located, type):
         return issubclass(located, classes_of(part))
     module = f"{getattr(located, '__module__', None)}."
@@ -151,14 +155,14 @@ def returns_part(part: str, located: Any) -> bool:
 
 
 def is_part(part: str, built: Any) -> bool:
-    """Return whether an object is this part of a run. Your metric or loss needs no base class."""
+    """Return whether an object is this part of a run. A metric or loss needs no base class."""
     if part == "metrics":
         return all(callable(getattr(built, name, None)) for name in ("update", "compute", "reset"))
     return callable(built) if part == "loss" else isinstance(built, classes_of(part))
 
 
 def classes_of(part: str) -> tuple[type, ...]:
-    """Return the classes of PART_CLASSES, without importing torchmetrics only for the question."""
+    """Return the classes of PART_CLASSES, but import no library for it."""
     return tuple(
         hydra.utils.get_object(name)
         for name in PART_CLASSES[part]
@@ -175,9 +179,9 @@ def items_of(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def check_nested(key: str, node: Any) -> None:
-    """Raise UserError for a `_target_` inside a node of somebody's config that the user has not made trusted.
+    """Raise UserError for a nested `_target_` in an untrusted config, unless the user trusts it.
 
-    Of a model and of a loss the size is known before they are built; of arguments it is not.
+    The size of a model or loss is checked before it is built; that of an argument is not.
     """
     for name, item in items_of(node):
         if isinstance(item, dict) and "_target_" in item:
@@ -191,7 +195,7 @@ def check_nested(key: str, node: Any) -> None:
 
 
 def check_node(key: str, node: Any, offered: Collection[str] = ()) -> None:
-    """Raise UserError where a node, or one inside it, names what is not trusted, or an argument that is not there."""
+    """Raise UserError if a node, or one inside it, has an untrusted target or unknown arguments."""
     for name in node if isinstance(node, dict) else ():
         if isinstance(name, str) and is_hydras(name) and name not in KEYS:
             raise UserError(
@@ -209,7 +213,7 @@ def is_hydras(name: str) -> bool:
 
 
 def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) -> None:
-    """Raise UserError unless a node's own keys are of their types, and its others are arguments of its target."""
+    """Raise UserError unless a node's own keys have their types and the others are arguments."""
     target = node["_target_"]
     if not isinstance(target, str):
         raise UserError(
@@ -230,11 +234,11 @@ def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) ->
 
 
 def arguments_of(key: str, target: str) -> tuple[dict[str, bool], bool]:
-    """Return ({name: whether it has no default}, whether there are **kwargs) of a constructor or function."""
+    """Return ({name: whether it has no default}, whether it takes **kwargs) for a callable."""
     located = locate(key, target)
     try:
         parameters = list(inspect.signature(located).parameters.values())
-    except (ValueError, TypeError):  # some that are written in C have none
+    except (ValueError, TypeError):  # some callables written in C have no signature
         return {}, True
     names = {}
     for parameter in parameters:
@@ -267,7 +271,7 @@ class Budget:
         return self.numbers < 0 or self.modules < 0
 
     def count(self, module: Any, name: str, part: Any) -> None:
-        """Count one parameter, buffer or module; MemoryError where there are too many."""
+        """Count one parameter, buffer or module; MemoryError if there are too many."""
         import torch
 
         if isinstance(part, torch.nn.Module):
@@ -297,11 +301,12 @@ class Budget:
 def check_size(
     key: str, node: Any, weights: Mapping[str, Any] | None = None, **offered: Any
 ) -> None:
-    """Raise UserError where a node's module does not have the shapes of `weights`, or is far too large.
+    """Raise UserError if a node's module is far too large, or does not fit the shapes of `weights`.
 
-    Somebody's config may describe a module of any size. So it is first built on the meta device, where a tensor takes
-    no memory, and no further than there is reason for. What cannot be built there is not judged. Without `weights`
-    (a state dict), it may be as large as a loss or a metric is, and your own may have any size.
+    An untrusted config may describe a module of any size. So it is first built on the meta device,
+    where a tensor takes no memory, and only up to a budget. A module that cannot be built there
+    passes. Without `weights` (a state dict), the budget is that of a loss or metric; one that the
+    user trusts may have any size.
     """
     import torch
 
@@ -315,15 +320,15 @@ def check_size(
     try:
         with budget.watch(), torch.device("meta"):
             built = build(key, node, **offered)
-            for state in getattr(built, "metric_state", {}).values():  # torchmetrics': no buffers
+            for state in getattr(built, "metric_state", {}).values():  # not registered as buffers
                 budget.count(built, "", state)
             state = built.state_dict()
     except Exception as error:
         if not budget.is_exceeded():
             return
-        allowed = "a loss or a metric has" if weights is None else f"{numbers:,} of the checkpoint"
+        allowed = "a loss or a metric" if weights is None else f"the checkpoint ({numbers:,})"
         raise UserError(
-            f"{place}: with its arguments it has far more numbers than {allowed}."
+            f"{place}: with these arguments it has far more numbers than {allowed}."
         ) from error
     if weights is None:
         return
@@ -339,7 +344,7 @@ def check_size(
 def retarget(cfg: DictConfig, keep: Collection[str]) -> None:
     """Drop the default's arguments from each node whose `_target_` was typed.
 
-    Typed ones stay, those in `keep`, and those that the new target has as well.
+    Kept are typed arguments, those in `keep`, and those that the new target also has.
     """
     typed = arguments.typed_keys()
     for name in [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]:
@@ -357,7 +362,7 @@ def retarget(cfg: DictConfig, keep: Collection[str]) -> None:
 
 
 def is_on(node: Any) -> bool:
-    """Return whether a callback is on: null in its place, or among its settings, switches it off."""
+    """Return whether a callback is on: null instead of it, or in a setting, switches it off."""
     if node is None:
         return False
     return not (isinstance(node, (dict, DictConfig)) and None in node.values())

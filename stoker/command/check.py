@@ -1,4 +1,4 @@
-"""Check a composed config before anything is built: keys, types, limits, and what does not go together."""
+"""Check a composed config before anything is built: keys, types, limits, and combinations."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from stoker.trainer.settings import Checked, Choice, Number
 
 
 def keep_texts(cfg: DictConfig) -> None:
-    """Keep text settings exactly as typed: run_dir=1e3 names a folder."""
+    """Keep string settings exactly as typed: run_dir=1e3 names a folder."""
     for override in arguments.typed():
         key, _, value = override.partition("=")
         is_text = isinstance(settings.record(key).limit, settings.Text | Checked)
@@ -28,8 +28,8 @@ def keep_texts(cfg: DictConfig) -> None:
 def check_config(cfg: DictConfig) -> None:
     """Raise UserError for a config that cannot be run.
 
-    That is a key that there is not, a part that is missing, a value of another type than its default or out of its
-    limits, two lengths, or a value still to be given.
+    It may have an unknown key, lack a part, set the length twice, lack a required value, or have a
+    value outside its limits or of another type than the default.
     """
     given = plain(cfg)
     usual = defaults()
@@ -38,7 +38,7 @@ def check_config(cfg: DictConfig) -> None:
             raise UserError(no_such_key(key, usual))
     for key in usual:
         if key not in given:
-            raise UserError(f"{key}: a run cannot do without it. Leave out ~{key}.")
+            raise UserError(f"{key}: every run needs this key. Leave out ~{key}.")
     check_types("", given, usual)
     check_length(given)
     resolved = resolve(cfg)
@@ -51,17 +51,21 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def check_length(given: Mapping[str, Any]) -> None:
-    """Raise UserError where both `epochs` and `max_steps` were typed."""
+    """Raise UserError if both `epochs` and `max_steps` were typed."""
     both = {"epochs", "max_steps"} <= arguments.typed_keys()
     if both and None not in (given["epochs"], given["max_steps"]):
         raise UserError(
             f"max_steps={as_typed(given['max_steps'])} and epochs={as_typed(given['epochs'])} "
-            "both give the length. Type one of them."
+            "both set the length. Type one of them."
         )
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
-    """Return the config with every ${...} replaced; UserError where that fails, or a value is still to be given."""
+    """Return the config with every ${...} replaced.
+
+    Raises:
+        UserError: one cannot be replaced, or a required value is missing.
+    """
     try:
         for key in sorted(OmegaConf.missing_keys(cfg)):
             raise UserError(f"{key}: this has no default. Type {key}=...")
@@ -72,11 +76,11 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         values = flat(cfg).items()
         circular = [key for key, value in values if isinstance(value, str) and "${" in value]
         key = circular[0] if circular else "a key"
-        raise UserError(f"{key}: its ${{...}} leads back to itself. Type a value.") from None
+        raise UserError(f"{key}: its ${{...}} refers back to itself. Type a value.") from None
 
 
 def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
-    """Return a message with each value as it was typed: what ${oc.env:...} gives may be a secret."""
+    """Return a message with each value as it was typed, since ${oc.env:...} may be a secret."""
     for key, value in given.items():
         if isinstance(value, str) and "${" in value:
             text = text.replace(f"{key}={as_typed(resolved.get(key))}", f"{key}={value}")
@@ -86,7 +90,7 @@ def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, 
 def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
     """Raise UserError for a value of another type than its default.
 
-    A default of null or auto allows any type: what else the key takes, its limit or its constructor knows.
+    A default of null or auto allows any type; its limit or its constructor checks the value.
     """
     for key, default in usual.items():
         name = f"{prefix}{key}"
@@ -96,12 +100,14 @@ def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any])
         if is_interpolation(value) or is_interpolation(default):
             continue  # the key that it follows is checked itself
         limit = settings.record(name).limit
-        if isinstance(limit, Choice) and limit.has(value):  # some are not of the default's type
+        if isinstance(limit, Choice) and limit.has(
+            value
+        ):  # a choice may have another type than the default
             continue
         if value is None:
             check_null(name, default)
         elif isinstance(default, dict) and isinstance(value, dict):
-            # The keys of another target have types of their own.
+            # Another target has its own keys and types.
             if value.get("_target_") == default.get("_target_"):
                 check_types(f"{name}.", value, default)
         elif isinstance(default, dict):
@@ -121,13 +127,13 @@ KINDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
-    str: "a text",
+    str: "a string",
     list: "a list",
 }
 
 
 def is_like(value: Any, default: Any) -> bool:
-    """Return whether a value is of its default's type: a whole number is a number, true is none."""
+    """Return whether a value has its default's type; true is not a number."""
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is type(default)
@@ -140,10 +146,10 @@ def is_interpolation(value: Any) -> bool:
 
 def check_null(name: str, default: Any) -> None:
     """Raise UserError unless this key, which is not null by default, may be null."""
-    top = name.removeprefix("trainer.")  # whose keys follow those at the top
+    top = name.removeprefix("trainer.")  # its keys mirror those at the top
     limit = settings.record(top).limit
     optional = isinstance(limit, Number) and limit.optional
     is_callback = re.fullmatch(r"callbacks\.\w+", name)  # null leaves it out
-    if top == "epochs" or optional or is_callback:  # max_steps may give the length
+    if top == "epochs" or optional or is_callback:  # max_steps may set the length
         return
     raise UserError(f"{name}=null: give a value, as in {name}={as_typed(default)}.")

@@ -1,4 +1,4 @@
-"""Check that model, loss and data go together, on two samples, before anything is trained."""
+"""Check on two samples that model, loss and data are compatible, before anything is trained."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from stoker.data.record import Data
 from stoker.trainer.errors import UserError
 
 LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)
-# These train logits, of several labels a sample, or logarithms: no numbers like the targets.
+# These train logits or logarithms, so the outputs are not on the scale of the targets.
 LOSSES_OF_LOGITS = (
     nn.BCEWithLogitsLoss,
     nn.MultiLabelSoftMarginLoss,
@@ -22,7 +22,7 @@ REFUSALS = (RuntimeError, ValueError, TypeError)  # how a forward refuses its in
 
 
 def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
-    """Raise UserError where the loss is not for this data, or the model does not take its inputs or has other outputs."""
+    """Raise UserError if the loss or the model does not suit the data."""
     name = type(loss).__name__
     if isinstance(loss, LOSSES_OF_NUMBERS) and data.kind == "classification":
         advice = "Type loss=cross_entropy."
@@ -31,7 +31,8 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
             # a column of few whole numbers
             advice = "Type loss=cross_entropy, or dataset.kind=regression."
         raise UserError(
-            f"loss={name} is for numbers, and {data.name} has {data.num_classes} classes. {advice}"
+            f"loss={name} is for regression, "
+            f"but {data.name} has {data.num_classes} classes. {advice}"
         )
     if isinstance(loss, nn.CrossEntropyLoss) and data.kind == "regression":
         advice = "Type loss=mse, l1 or huber"
@@ -39,11 +40,11 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
             advice += ", or dataset.kind=classification."
         else:
             advice += (
-                ".\nFor several labels a sample, 0 or 1, "
+                ".\nFor several labels of 0 or 1 per sample, "
                 "type loss._target_=torch.nn.BCEWithLogitsLoss."
             )
         raise UserError(
-            f"loss={name} is for classes, and {data.name} has numbers to predict. {advice}"
+            f"loss={name} is for classification, but {data.name} has numeric targets. {advice}"
         )
     outputs, targets = outputs_for(model, data)
     try:
@@ -53,9 +54,9 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
 
 
 def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (outputs, targets) of two samples, on the CPU; UserError where the outputs have another shape than the data.
+    """Return (outputs, targets) of two samples on the CPU; UserError if the shapes do not match.
 
-    On a GPU, one class too many would be an assertion in a kernel, which ends the process.
+    On a GPU, one class too many would fail an assertion in a kernel and end the process.
     """
     inputs, targets = data.train[list(range(min(2, len(data.train))))]
     if inputs.dtype == torch.uint8:
@@ -75,14 +76,14 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
     shape = tuple(getattr(outputs, "shape", ()))[1:]
     if shape != (data.num_classes,):
         raise UserError(
-            f"model={name} gives outputs of shape {shape} a sample, "
-            f"and {data.name} needs ({data.num_classes},)."
+            f"model={name} returns outputs of shape {shape} per sample, "
+            f"but {data.name} needs ({data.num_classes},)."
         )
     return outputs, targets
 
 
 def has_usual_outputs(model: nn.Module, loss: Any, data: Data) -> bool:
-    """Return whether the usual metrics mean something for what this model gives, also under a loss of your own."""
+    """Return whether the usual metrics make sense for this model's outputs, whatever the loss."""
     if data.kind == "regression" and isinstance(loss, LOSSES_OF_LOGITS):
         return False
     try:

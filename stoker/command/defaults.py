@@ -1,4 +1,4 @@
-"""The config as it is before any setting is typed."""
+"""The default config, before any setting is typed."""
 
 import copy
 import functools
@@ -14,7 +14,7 @@ from stoker.command.dotted import plain
 
 
 def defaults() -> dict[str, Any]:
-    """Return the config of this job's choices without any setting typed, interpolations unresolved."""
+    """Return the defaults for the options that this job chose, interpolations unresolved."""
     chosen = []
     for group, option in HydraConfig.get().runtime.choices.items():
         if option is not None and not group.startswith("hydra/"):
@@ -25,13 +25,13 @@ def defaults() -> dict[str, Any]:
 
 
 def of_choices(choices: Sequence[str]) -> dict[str, Any]:
-    """Return the config of these options, such as ["model=cnn"], interpolations unresolved."""
+    """Return the defaults for options such as ["model=cnn"], interpolations unresolved."""
     return copy.deepcopy(composed(*choices, *arguments.search_path()))
 
 
 @functools.cache  # the jobs of a sweep have the same choices, and Hydra takes 50 ms
 def composed(*overrides: str) -> dict[str, Any]:
-    """Compose the config with these overrides, by the Hydra of the command or by one of its own."""
+    """Compose the config with these overrides, with the command's Hydra if it runs."""
     if GlobalHydra.instance().is_initialized():
         return plain(hydra.compose("train", list(overrides)))
     with hydra.initialize_config_module("stoker.configs"):

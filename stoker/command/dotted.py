@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return {"dotted.key": value} of nested mappings, with interpolations as they are written."""
+    """Return {"dotted.key": value} for nested mappings, interpolations unresolved."""
     items: Mapping[str, Any] = plain(config) if isinstance(config, DictConfig) else config
     values: dict[str, Any] = {}
     for key, value in items.items():

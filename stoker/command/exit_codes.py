@@ -1,4 +1,4 @@
-"""How the command ends: what each error is printed as, and the exit code that it gives."""
+"""How the command ends: the message and the exit code of each error."""
 
 import errno
 import logging
@@ -18,19 +18,19 @@ from stoker.command.messages import explanation, message
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import RunInUse, TrainingError, UserError, cause, printable
 
-# docs/exit-codes.md says what each is for. Signals give 128 and their number.
+# docs/exit-codes.md explains each. The code of a signal is 128 plus its number.
 DONE = 0
 BUG = 1
 MISTAKE = 2
 FAILED = 3
 IN_USE = 75  # as sysexits.h has it for "try again later"
 NOBODY_READS = 128 + 13  # a shell's code for SIGPIPE
-# What a disk or a file system does to a training. Anything else that it refuses is a mistake in a path.
+# Failures of a disk or file system. Any other OSError is a mistake in a path.
 FAILING = {
     getattr(errno, name, None)
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EIO", "ESTALE", "ENOMEM")
 }
-# What Hydra and OmegaConf raise for mistakes that they have no words for.
+# What Hydra and OmegaConf raise for mistakes that Hydra reports without a useful message.
 WITHOUT_MESSAGE = (
     ValueError,
     TypeError,
@@ -40,7 +40,11 @@ WITHOUT_MESSAGE = (
     AssertionError,
     RecursionError,
 )
-LAUNCHERS = ("joblib", "submitit", "ray")  # packages that start a sweep's jobs, and miss them
+LAUNCHERS = (
+    "joblib",
+    "submitit",
+    "ray",
+)  # packages that start a sweep's jobs and raise their own error when one dies
 codes: list[int] = []  # of the errors reported so far
 
 
@@ -59,7 +63,11 @@ def run(main: Callable[[], Any]) -> None:
 
 
 def run_and_report(main: Callable[[], Any]) -> int:
-    """Run `main`, print what there is to say of its end, and return the exit code; KeyboardInterrupt on a signal."""
+    """Run `main`, print how it ended, and return the exit code.
+
+    Raises:
+        KeyboardInterrupt: a signal came.
+    """
     open_closed()
     launch.quieten()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
@@ -73,7 +81,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
             sys.argv[1:] = arguments.for_hydra(sys.argv[1:])
             main()
         sys.stdout.flush()
-        if stopping.received is not None:  # its exception was lost in a library's code
+        if stopping.received is not None:  # a library swallowed its exception
             raise KeyboardInterrupt
         return max(codes, default=DONE)  # of the jobs of a sweep that failed
     except BrokenPipeError:
@@ -85,25 +93,30 @@ def run_and_report(main: Callable[[], Any]) -> int:
 
 
 def with_message(error: Exception) -> Exception:
-    """Return the error, or one with a message in place of what a library raises without one."""
+    """Return the error, or one with a message if a library raised it without one."""
     if type(error).__module__.partition(".")[0] in LAUNCHERS:
         return TrainingError(
             f"a job's process was lost: killed, or out of memory ({type(error).__name__}).\n"
-            "The same command with hydra.sweep.dir=DIR goes on."
+            "Type the same command with hydra.sweep.dir=DIR to continue."
         )
     ours = isinstance(error, UserError)
     if isinstance(error, WITHOUT_MESSAGE) and not ours and not HydraConfig.initialized():
         # Hydra lets a few mistakes through to the libraries below it, such as a key inside a list.
         lines = str(error).splitlines() or [type(error).__name__]
-        return UserError(f"{' '.join(sys.argv[1:])}: this does not go together ({lines[0]}).")
+        return UserError(
+            f"{' '.join(sys.argv[1:])}: these settings cannot be combined ({lines[0]})."
+        )
     return error
 
 
 def say_interrupted() -> int:
     """Print what to do after a signal, and return its exit code."""
     text: str | None = "\ninterrupted."
-    if not arguments.is_sweep(sys.argv):  # a sweep has said how to go on
-        text = "\ninterrupted. The same command begins again, or goes on."
+    if not arguments.is_sweep(sys.argv):  # a sweep has printed how to continue
+        text = (
+            "\ninterrupted. Type the same command again to resume, "
+            "or to start over if nothing was saved."
+        )
     code: int | None = stopping.exit_code()
     if launch.world_size() > 1:
         text, code = launch.last_words("signal", text, code)
@@ -113,19 +126,19 @@ def say_interrupted() -> int:
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return whether a signal's exception became this error in the middle of a library's code."""
+    """Return whether a library turned a signal's exception into this error."""
     return stopping.received is not None and not isinstance(error, TrainingError)
 
 
 def open_closed() -> None:
-    """Open the streams that a shell has closed (`>&-`): the next file would get their numbers."""
+    """Open the streams that a shell has closed (`>&-`), or the next file takes their numbers."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def nobody_reads() -> int:
-    """Drop what is still printed after `| head`, also at the interpreter's end, and return the exit code."""
+    """Drop further output after `| head`, also at the interpreter's exit; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return NOBODY_READS
 
@@ -133,7 +146,7 @@ def nobody_reads() -> int:
 def report(error: BaseException, note: Callable[[int], Any] | None = None) -> int:
     """Print an error as the user should see it, and return its exit code.
 
-    Of several processes one prints it, and calls `note(code)`.
+    If several processes run, one of them prints it and calls `note(code)`.
     """
     if isinstance(error, BrokenPipeError):
         return nobody_reads()
@@ -146,7 +159,7 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
     if launch.world_size() > 1:
         lost = launch.is_lost(error)
         if lost and code == BUG:
-            text = f"error: the contact to another process was lost.\n{cause(error)}"
+            text = f"error: lost contact with another process.\n{cause(error)}"
             code = FAILED
         text, ended = launch.last_words("lost" if lost else "error", text, code)
         code = BUG if ended is None else ended
@@ -168,7 +181,7 @@ def exit_code(error: BaseException) -> int:
         return FAILED
     if isinstance(error, OSError) and error.errno in FAILING:
         return FAILED
-    # This project's and Hydra's may have no number.
+    # Hydra's errors and ours may have no errno.
     if isinstance(error, OSError) and (error.errno is None or error.filename is not None):
         return MISTAKE
     if isinstance(error, (UserError, HydraException, OmegaConfBaseException)):
@@ -177,7 +190,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def failure_text(error: BaseException) -> str:
-    """Return why a run failed, as its result.json says it."""
+    """Return why a run failed, for its result.json."""
     if exit_code(error) == BUG and not isinstance(error, processes.JobFailed):
         return cause(error)
     return "\n".join(printable(line) for line in explanation(error).split("\n"))

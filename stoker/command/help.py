@@ -1,28 +1,28 @@
-"""The text of `--help`: how to call the command, the groups, and the keys of configs/train.yaml with its comments."""
+"""The text of `--help`: examples, the groups, and the keys of configs/train.yaml."""
 
 from stoker import configs
 from stoker.trainer import launch
 
 EXAMPLES = {
     "": "the default: an MLP on handwritten digits, in seconds",
-    "model=cnn device=cuda epochs=3": "any key from the command line",
-    "-m model=linear,mlp seed=0,1,2": "a sweep: every combination, and a table of them",
-    "-m sweep=optuna": "a search: each trial is proposed from those before it",
-    "run_dir=runs/mine": "a named run; the same command again continues it",
+    "model=cnn device=cuda epochs=3": "set any key",
+    "-m model=linear,mlp seed=0,1,2": "a sweep: every combination, and a table of the results",
+    "-m sweep=optuna": "a search: each trial follows from the results before it",
+    "run_dir=runs/mine": "a named run; type it again to resume",
     "task=lr_find model=cnn": "find a learning rate",
     "model=cnn --cfg job": "show the whole config and train nothing",
 }
 
 
 def help_text() -> str:
-    """Return what there is to set."""
+    """Return the help text."""
     command = " ".join(launch.program())
     lines = [f"Train a model:  {command} [key=value ...] [group=option ...]", ""]
     width = len(command) + 1 + max(map(len, EXAMPLES))
     for typed, meaning in EXAMPLES.items():
         lines.append(f"  {f'{command} {typed}':<{width}}    {meaning}")
     lines.append("")
-    lines.append("Groups (group=option; the file of an option says what its keys are):")
+    lines.append("Groups (group=option; the keys of an option are in its file in configs/):")
     for group in groups():
         options = ", ".join(path.stem for path in configs.options(group))
         lines.append(f"  {group:<16}{options}")

@@ -1,4 +1,4 @@
-"""What the user reads instead of a traceback: one to three lines for each error, Hydra's included."""
+"""What the user reads instead of a traceback: one to three lines for each error."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, did_you_mean, nearest, printable
 
 LONGEST = 500  # characters of a line: a value or a path may have any number
-ROOM = "Make room there, and type the same command with run_dir=DIR to go on."
+ROOM = "Make room there, and type the same command with run_dir=DIR to resume."
 WHAT_TO_DO = {
     errno.ENOSPC: ROOM,
     getattr(errno, "EDQUOT", None): ROOM,
@@ -30,7 +30,7 @@ WHAT_TO_DO = {
 
 
 def message(error: BaseException) -> str:
-    """Return the one to three lines that a user sees, without control characters of a value, a path or a file."""
+    """Return the one to three lines that a user sees, free of control characters."""
     lines = [line for line in f"error: {explanation(error)}".split("\n") if line.strip()]
     shown = []
     for line in lines[:3]:
@@ -42,7 +42,7 @@ def message(error: BaseException) -> str:
 
 
 def explanation(error: BaseException) -> str:
-    """Return what there is to say of an error: what was typed, what exists, what to type."""
+    """Explain an error: what was typed, what exists, what to type."""
     if isinstance(error, (UserError, TrainingError)):
         return str(error)
     # Hydra's MissingConfigException is an OSError without a number.
@@ -65,18 +65,19 @@ def no_such_option(error: BaseException) -> str | None:
         return None
     group, _, choice = missing.rpartition("/")
     options = getattr(error, "options", None)
-    if options is None and group in settings.GROUPS_OF_MANY:  # in a list Hydra says less
+    if (
+        options is None and group in settings.GROUPS_OF_MANY
+    ):  # Hydra does not name the options of a list
         options = [path.stem for path in configs.options(group)]
     if options is None:
         return None
     if group == "hydra/sweeper" and choice in ("optuna", "ax"):
         return (
-            f"sweep={choice} needs Hydra's sweeper of that name.\n"
-            f"Type pip install -e '.[{choice}]'."
+            f"sweep={choice} needs Hydra's plugin of that name.\nType {launch.pip_install(choice)}."
         )
-    if group == "hydra/launcher":  # of those installed, the ones that have been tried
-        tried = {"basic", *(path.stem for path in configs.options(group))}
-        options = [option for option in options if option in tried]
+    if group == "hydra/launcher":  # propose only installed ones that have been tested
+        tested = {"basic", *(path.stem for path in configs.options(group))}
+        options = [option for option in options if option in tested]
     return (
         f"{group}={choice}: there is no such choice.{did_you_mean(choice, options)}\n"
         f"Type {group}= one of: {', '.join(options)}."
@@ -84,7 +85,7 @@ def no_such_option(error: BaseException) -> str | None:
 
 
 def key_mistake(error: BaseException) -> str | None:
-    """Explain Hydra's errors for a key that there is not, or that is added though it is there."""
+    """Explain Hydra's errors for an unknown key, or for adding one that exists."""
     cause = error.__cause__ or error
     if "is not in struct" in str(cause):
         usual = of_choices(arguments.choices(sys.argv[1:]))
@@ -97,17 +98,17 @@ def key_mistake(error: BaseException) -> str | None:
         return f"~{key}: there is no such key to leave out.\n{see_help()}"
     values = [one.partition("=")[2] for one in sys.argv if one.startswith(f"+{key}=")]
     value = values[0] if values else "..."
-    return f"+{key}={value}: there is a key of this name, and + adds one. Type {key}={value}."
+    return f"+{key}={value}: this key exists, and + adds a new one. Type {key}={value}."
 
 
 def several_values(error: BaseException) -> str | None:
-    """Explain Hydra's error for a value with commas outside of a sweep."""
+    """Explain Hydra's error for a value with commas outside a sweep."""
     ambiguous = re.match(r"Ambiguous value for argument '(.*)'\n", str(error))
     if ambiguous is None:
         return None
     typed = ambiguous[1]
     key, _, value = typed.partition("=")
-    start = f"{typed}: several values are a sweep. Type"
+    start = f"{typed}: several values make a sweep. Type"
     if settings.record(key.lstrip("+")).path and "'" not in value and '"' not in value:
         return f"{start} \"{key.lstrip('+')}='{value}'\" for one path with a comma in it."
     return f"{start} -m {typed}, or for one list '{key}=[{value}]'."
@@ -125,20 +126,20 @@ def not_understood(error: BaseException) -> str | None:
             extra = opening if difference > 0 else closing
             lacking = closing if difference > 0 else opening
             return (
-                f"{typed}: a {extra} in it has no {lacking}.\n"
-                "As a part of a text, it wants quotes inside those of the shell: "
+                f"{typed}: {extra} has no matching {lacking}.\n"
+                "In a string, put quotes inside those of the shell: "
                 "\"dataset.path='my(table.csv'\"."
             )
     return (
         f"{typed}: this is not understood. Settings are key=value, as in epochs=3, "
         "and lists 'key=[1,2]'.\n"
-        "A value with unusual characters wants quotes inside those of the shell: "
+        "Put a value with unusual characters in quotes inside those of the shell: "
         "\"dataset.path='my täble.csv'\"."
     )
 
 
 def hydra_key(error: BaseException) -> str | None:
-    """Explain an error about one key, such as a misspelt key of Hydra's own."""
+    """Explain an error about one key, such as a misspelt key of Hydra."""
     cause = error.__cause__ or error
     key = getattr(cause, "full_key", None)
     if not key:
@@ -149,16 +150,16 @@ def hydra_key(error: BaseException) -> str | None:
     hint = ""
     if unknown[1]:
         hint = f" Did you mean '{key.rpartition('.')[0]}.{unknown[1]}'?"
-    return f"{key}: there is no such key of Hydra's.{hint}"
+    return f"{key}: Hydra has no such key.{hint}"
 
 
 def no_such_key(key: str, config: Mapping[str, Any]) -> str:
-    """Return what to say of a misspelt key: where there is one of that name, or the nearest name."""
+    """Explain a misspelt key, with a hint at the right one."""
     return f"{key}: there is no such key.{hint_for(key, config)}\n{see_help()}"
 
 
 def hint_for(key: str, config: Mapping[str, Any]) -> str:
-    """Return the hint for a key that is not in this config: another option's, a similar one, or ''."""
+    """Return a hint for an unknown key: another option's key, a similar one, or ''."""
     names = [name for name in flat(config) if not name.startswith("hydra")]
     group, _, last = key.rpartition(".")
     nearby: dict[str, str] = {}
@@ -176,7 +177,7 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
     options = options_with(group, last)
     if options and group:
         return f" It is a key of {options[0][0]}={options[0][1]}."
-    # A key of a callback is hardly what is meant.
+    # A key of a callback is rarely meant.
     if options and anywhere.get(last, "callbacks.").startswith("callbacks."):
         place, choice = options[0]
         return f" It is a key of {place}={choice}: type {place}={choice} {place}.{last}=..."
@@ -190,7 +191,7 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
 
 
 def options_with(group: str, key: str) -> list[tuple[str, str]]:
-    """Return (group, option) of the options with this key, of this group or, without one, of any."""
+    """Return (group, option) of each option with this key, in this group or in any."""
     groups = [group]
     if not group:
         groups = sorted({path.parent.name for path in configs.FOLDER.glob("*/*.yaml")})

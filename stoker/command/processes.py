@@ -1,4 +1,4 @@
-"""Start the processes of a run on this machine, and tell what code each of them runs."""
+"""Start the processes of a run on this machine, and list the source files that they run."""
 
 import importlib.util
 import json
@@ -55,7 +55,7 @@ def count(strategy: str, devices: int | str, device: str) -> int:
 
 
 def check_among_several(strategy: str, name: str, devices: int | str) -> None:
-    """UserError for settings that processes started by torchrun cannot follow."""
+    """Raise UserError for settings that cannot take effect under torchrun."""
     started = f"torchrun has started {launch.world_size()} processes"
     if name not in ("auto", *launch.SEVERAL):
         raise UserError(
@@ -68,7 +68,7 @@ def check_among_several(strategy: str, name: str, devices: int | str) -> None:
 
 
 def job() -> Any:
-    """Return what `start` was given as the sweep's job of this process; None in any other run."""
+    """Return the `of` that `start` passed to this process; None if it is not a job of a sweep."""
     if launch.world_size() > 1 and JOB in os.environ:
         return json.loads(os.environ[JOB])
     return None
@@ -77,8 +77,8 @@ def job() -> Any:
 def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
     """Run this program with these arguments in several processes, and return the exit code.
 
-    That is the code of the rank that failed first, 3 if it was killed, and 128 plus the number of
-    a signal. `of` is the plain value that `job()` returns in the processes.
+    The code is that of the rank that failed first, 3 if it was killed, or 128 plus the number of a
+    signal. `job()` returns the plain value `of` in the processes.
     """
     import logging
     import uuid
@@ -124,7 +124,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
 
 
 def code_of(error: "ChildFailedError") -> int:
-    """Return the exit code for the agent's error, and name a rank that nobody has named yet."""
+    """Return the exit code for the agent's error, and name the rank unless another one did."""
     first, failure = error.get_first_failure()
     codes = [failed.exitcode for failed in error.failures.values()]
     if failure.exitcode < 0 and 3 not in codes:

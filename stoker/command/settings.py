@@ -1,7 +1,7 @@
-"""The table of settings: what each key of the config may be, and which tasks, resumes and ranks it matters to.
+"""The table of settings: the limits of each key, and the tasks, resumes and ranks it matters to.
 
-This is the one place that lists keys. Defaults and help texts are not repeated here: they are the values and the
-comments of configs/. The limits of the constructors' own arguments come from `trainer/settings.py`.
+This is the only place that lists keys. Defaults and help texts are the values and comments of
+configs/. The limits of constructor arguments come from `trainer/settings.py`.
 """
 
 import dataclasses
@@ -30,31 +30,30 @@ FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text, kept exactly as typed: run_dir=1e3 names a folder."""
+    """A string, kept exactly as typed: run_dir=1e3 names a folder."""
 
     def check(self, key: str, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise UserError(f"{key}={as_typed(value)}: give a text.")
+            raise UserError(f"{key}={as_typed(value)}: give a string.")
         if value == "":
-            raise UserError(f"{key}=: give a text after the =, or leave {key} out.")
+            raise UserError(f"{key}=: give a string after the =, or leave {key} out.")
         return value
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What the command knows about one key, or about all keys of one group.
+    """The rules for one key, or for all keys of one group.
 
     Attributes:
-        limit: What it may be, beside being of its default's type.
+        limit: Its allowed values, in addition to the type of its default.
         tasks: The tasks that use it.
-        resume: What it may be when a run continues: the "same"; "longer" when another run starts
-            from a checkpoint of this one (`resume=FILE`); "any" where it changes no result.
+        resume: Whether a resumed run may change it: "same" if not; "longer" if only a run that
+            starts from a checkpoint of this one may (`resume=FILE`); "any" if it changes no result.
         path: Whether it is a path, which may contain commas.
         local: Whether the ranks of one run may differ in it.
-        debug: The value that debug=true gives it; None changes nothing.
-        loader: Whether it configures the loader, and not the data set beside which it stands.
-        once: Whether it is about starting a run, so that the command that continues the run leaves
-            it out.
+        debug: The value that debug=true sets; None changes nothing.
+        loader: Whether it configures the loader instead of the data set.
+        once: Whether it only matters at the start of a run, and is left out when the run resumes.
         aliases: Other names that people type for it.
     """
 
@@ -76,7 +75,7 @@ def check_resume(resume: Any) -> Any:
     if resume in ("auto", "never") or Path(resume).is_file():
         return resume
     if resume == "":
-        raise UserError("resume=: give a text after the =, or leave resume out.")
+        raise UserError("resume=: give a string after the =, or leave resume out.")
     if not Path(resume).is_dir():
         hint = did_you_mean(resume, ("auto", "never"))
         raise UserError(
@@ -84,7 +83,7 @@ def check_resume(resume: Any) -> Any:
         )
     files = [*Path(resume).glob("step_*.ckpt"), *Path(resume).glob("checkpoints/step_*.ckpt")]
     newest = max(files, key=lambda path: (len(path.name), path.name), default=None)
-    advice = "Type resume=FILE; there is no checkpoint in it."
+    advice = "Type resume=FILE; it has no checkpoint."
     if newest is not None:
         advice = f"Type resume={newest}."
     raise UserError(f"resume={resume}: this is a folder. {advice}")
@@ -95,7 +94,7 @@ TEXT = Text()
 COUNT = Number(whole=True, least=1)
 
 SETTINGS: Mapping[str, Setting] = {
-    # what this command does
+    # what the command does
     "task": Setting(Choice(TASKS), TASKS, "any"),
     "run": Setting(TEXT, WITH_RUN, "any", path=True),
     "split": Setting(Choice(("train", "val", "test", "all")), ("evaluate",), "any"),
@@ -133,7 +132,7 @@ SETTINGS: Mapping[str, Setting] = {
     "channels_last": Setting(LIMITS["channels_last"]),
     "tune": Setting(LIMITS["tune"]),
     "deterministic": Setting(),
-    # what is logged, evaluated and kept
+    # logging, evaluation and checkpoints
     "log_every": Setting(LIMITS["log_every"], resume="any"),
     "eval_every": Setting(LIMITS["eval_every"], resume="any"),
     "checkpoint.every": Setting(LIMITS["checkpoint.every"], resume="any"),
@@ -151,7 +150,7 @@ SETTINGS: Mapping[str, Setting] = {
     "sweep.per_gpu": Setting(COUNT, resume="any", once=True),
     "sweep.trials": Setting(COUNT, resume="any", once=True),
     "sweep.on_error": Setting(Choice(("continue", "stop")), resume="any", once=True),
-    # the groups, whose other keys are the arguments of what their _target_ names
+    # the groups; their other keys are arguments of their _target_
     "dataset": Setting(tasks=(*TRAINING, "evaluate")),
     "dataset.root": Setting(
         tasks=(*TRAINING, "evaluate", "export"), resume="any", path=True, local=True
@@ -186,14 +185,14 @@ SETTINGS: Mapping[str, Setting] = {
     "callbacks.doctor": Setting(resume="any"),
     "callbacks.timing": Setting(resume="any"),
 }
-GROUPS_OF_MANY = ("callbacks",)  # groups of which several options may be typed, as a list
+GROUPS_OF_MANY = ("callbacks",)  # groups that take several options, as a list
 LOADER_KEYS = tuple(
     key.removeprefix("dataset.") for key, setting in SETTINGS.items() if setting.loader
 )
 
 
 def record(key: str) -> Setting:
-    """Return the record of `key`: its own, or that of the nearest group around it."""
+    """Return the record of `key`, or of the nearest group that contains it."""
     key = key.replace("/", ".")  # a group inside a group is typed as sweep/pruner
     while key:
         if key in SETTINGS:
@@ -203,13 +202,13 @@ def record(key: str) -> Setting:
 
 
 def may_differ(key: str, *, longer: bool = False) -> bool:
-    """Whether a run may continue with another value of `key`; `longer`: whether it may for `resume=FILE`."""
+    """Return whether a resumed run may change `key`; `longer`: a run started by `resume=FILE`."""
     resume = record(key).resume
     return resume == "any" or (longer and resume == "longer")
 
 
 def keys_of(task: str) -> list[str]:
-    """Return the keys that one may type for a task that takes a run, beside those of every task."""
+    """Return the keys of a task that takes a run, without those of every task."""
     keys = []
     for key, setting in SETTINGS.items():
         group = key.partition(".")[0]
@@ -219,7 +218,7 @@ def keys_of(task: str) -> list[str]:
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key in nested mappings, None where there is none."""
+    """Return the value of a dotted key in nested mappings, None if there is none."""
     value: Any = config
     for part in key.split("."):
         if not isinstance(value, Mapping):
@@ -235,10 +234,10 @@ def check(key: str, value: Any) -> Any:
 
 
 def check_all(config: Mapping[str, Any]) -> None:
-    """Raise UserError for the first setting of a config that is out of its limits, or goes with no other."""
+    """Raise UserError for the first setting that is outside its limits or cannot be combined."""
     for key in SETTINGS:
         value = value_of(config, key)
-        # null switches off what is off by default; for anything else, the constructor refuses it.
+        # null switches off a feature that is off by default; otherwise the constructor refuses it.
         if value is not None or isinstance(SETTINGS[key].limit, Checked):
             check(key, value)
     check_micro_batch(config.get("micro_batch"), config.get("grad_accum_steps") or 1)
@@ -259,28 +258,29 @@ def check_task(config: Mapping[str, Any]) -> None:
         raise UserError(f"{key}={as_typed(value)} is for task={' or '.join(setting.tasks)}.{hint}")
     if config.get("profile") and config.get("overfit") is not None:
         raise UserError(
-            f"profile=true is for a run, and overfit={config['overfit']} is not one. "
-            "Leave out one of them."
+            "profile=true needs a training run and cannot be combined with "
+            f"overfit={config['overfit']}."
         )
 
 
 def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
-    """Return {key: value} that debug=true puts into the config; UserError where a `typed` key contradicts it."""
+    """Return {key: value} that debug=true sets; UserError if a `typed` key contradicts it."""
     values = {key: setting.debug for key, setting in SETTINGS.items() if setting.debug is not None}
     for key, value in values.items():
         given = value_of(config, key)
         if key in typed and given not in (value, "auto"):
             raise UserError(
-                f"debug=true means {key}={as_typed(value)}, and there is {key}={as_typed(given)}. "
+                f"debug=true means {key}={as_typed(value)}, but {key}={as_typed(given)} is given. "
                 "Leave out one of them."
             )
     if launch.world_size() > 1:
-        raise UserError("debug=true is for one process. Type python train.py, without torchrun.")
+        program = " ".join(launch.program())
+        raise UserError(f"debug=true is for one process. Type {program}, without torchrun.")
     return values
 
 
 def check_parts(config: Mapping[str, Any]) -> None:
-    """Raise UserError for arguments of this project's parts and of torch's optimizers that they would refuse."""
+    """Raise UserError for arguments that our parts and torch's optimizers would refuse."""
     optimizer = config["optimizer"]
     target = str(optimizer.get("_target_"))
     divides_by_rate = target.startswith("stoker.trainer.optimizers.")

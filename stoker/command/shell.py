@@ -13,10 +13,10 @@ PLAIN = r"[A-Za-z0-9_/.:+-][A-Za-z0-9_/.:+ -]*(?<! )"
 
 
 def command(overrides: Iterable[str], *more: str, start: Iterable[str] | None = None) -> str:
-    """Return the command that continues a run with these settings; of each key the last one counts.
+    """Return the command that continues a run with these settings; the last of a key counts.
 
-    Settings that are only for starting a run are left out. `start` stands before them, by default
-    this program.
+    Settings that only matter at the start of a run are left out. The command begins with `start`,
+    by default this program.
     """
     words = list(start or launch.program())
     last: dict[str, str] = {}
@@ -30,7 +30,7 @@ def command(overrides: Iterable[str], *more: str, start: Iterable[str] | None = 
 
 
 def setting(key: str, value: str | Path) -> str:
-    """Return 'key=value' as Hydra reads it: a value with unusual characters stands in quotes."""
+    """Return 'key=value' as Hydra reads it, with quotes around unusual characters."""
     text = str(value)
     if re.fullmatch(PLAIN, text):
         return f"{key}={text}"

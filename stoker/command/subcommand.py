@@ -16,7 +16,7 @@ def run(
 ) -> int:
     """Do `act(folder)` and return the exit code.
 
-    Where there is no such folder, propose the nearest one beside it of those that `is_one` accepts.
+    If the folder does not exist, suggest the nearest name beside it that `is_one` accepts.
     """
     if "-h" in arguments or "--help" in arguments:
         print(usage)

@@ -1,4 +1,7 @@
-"""What a `_target_` may name: classes and functions of listed kinds, and what the user typed or trusts."""
+"""The first gate for a `_target_`: is the name allowed, or trusted by the user?
+
+The second gate is PART_CLASSES and PART_PACKAGES in build.py: is it the right part of a run?
+"""
 
 import contextlib
 import fnmatch
@@ -14,9 +17,11 @@ import hydra
 from hydra.errors import InstantiationException
 
 from stoker.command import arguments
+from stoker.trainer import launch
 from stoker.trainer.errors import UserError, did_you_mean
 
-# A target that is typed on the command line is trusted as it is; one in a file of yours needs trusted=[mypackage].
+# A target typed on the command line is always trusted; one in your own config file needs
+# trusted=[mypackage].
 TRUSTED = (
     "stoker",
     "torch.nn",
@@ -25,15 +30,16 @@ TRUSTED = (
     "torchmetrics",
     "optuna.pruners",
 )
-# Each target must also be defined in one of these modules (or below it), and be one of these functions or a subclass of
-# one of these classes. A name alone says little: torch.nn.modules.module.torch.load begins with torch.nn, and
-# stoker.runs.json_files.write_json writes files. The rest of torchmetrics fetches models of others: trusted=[torchmetrics].
+# A target must also be defined in one of these modules (or below it), and be one of the listed
+# functions or a subclass of a listed class. A name alone proves little:
+# torch.nn.modules.module.torch.load begins with torch.nn, and stoker.runs.json_files.write_json
+# writes files. The rest of torchmetrics downloads models, and needs trusted=[torchmetrics].
 CALLBACK = "stoker.trainer.callbacks.Callback"
 DATASETS = ("digits", "mnist", "fashion_mnist", "kmnist", "cifar10", "cifar100", "synthetic")
 KINDS: dict[str, tuple[str, ...]] = {
     "torch.nn": ("torch.nn.Module",),
     "torch.optim": ("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler"),
-    "torchvision.models": ("torch.nn.Module",),  # and the functions that build one: is_builder
+    "torchvision.models": ("torch.nn.Module",),  # and functions that build one, see is_builder
     "torchmetrics.aggregation": ("torchmetrics.Metric",),
     "torchmetrics.classification": ("torchmetrics.Metric",),
     "torchmetrics.regression": ("torchmetrics.Metric",),
@@ -51,11 +57,11 @@ KINDS: dict[str, tuple[str, ...]] = {
     "stoker.data.images": ("image_folder",),
     "stoker.data.tables": ("csv",),
 }
-NOT_THERE = (ImportError, ValueError, RecursionError)
+UNKNOWN_NAME = (ImportError, ValueError, RecursionError)
 
 
 def patterns(packages: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """Return Hydra's patterns for these packages, for those of `trusted=[...]`, and for the targets typed."""
+    """Return Hydra's patterns for `packages`, for `trusted=[...]`, and for typed targets."""
     result = [f"{package}.*" for package in packages]
     for override in typed:
         key, _, value = override.partition("=")
@@ -70,7 +76,7 @@ def patterns(packages: Sequence[str], typed: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def trusting(packages: Sequence[str]) -> Iterator[None]:
-    """Trust these packages, as trusted=[...] does, where there is no command line."""
+    """Trust these packages without a command line, as trusted=[...] does on one."""
     typed = (f"trusted=[{','.join(packages)}]",) if packages else ()
     token = arguments.typed_in_python.set((*arguments.typed_in_python.get(), *typed))
     try:
@@ -81,13 +87,13 @@ def trusting(packages: Sequence[str]) -> Iterator[None]:
 
 
 def is_trusted_by_user(target: str) -> bool:
-    """Return whether the command line makes this target trusted: by its name, or by trusted=[...]."""
+    """Return whether the user typed this target, or its package in trusted=[...]."""
     allowed = patterns([], arguments.typed())
     return any(fnmatch.fnmatchcase(target, pattern) for pattern in allowed)
 
 
 def own_packages(typed: Sequence[str]) -> list[str]:
-    """Return the packages that were typed as trusted, beside those that always are."""
+    """Return the packages that the user trusts in addition to TRUSTED."""
     packages = {pattern.partition(".")[0] for pattern in patterns([], typed)}
     return sorted(packages - {package.partition(".")[0] for package in TRUSTED})
 
@@ -98,33 +104,39 @@ def is_listed(target: str) -> bool:
 
 
 def locate(key: str, target: str) -> Any:
-    """Return what `_target_` names; UserError if it is not there or not trusted, and then it is not imported."""
+    """Return the object that `_target_` names.
+
+    Raises:
+        UserError: it does not exist, or is not trusted; then it is not imported either.
+    """
     place = f"{key}._target_={target}"
     top = target.partition(".")[0]
     if not is_trusted_by_user(target) and not is_listed(target):
         package = ".".join(target.split(".")[:2])
         near = did_you_mean(package, [package for package in TRUSTED if "." in package])
         raise UserError(
-            f"{place}: not among what may be built.{near}\nType trusted=[{top}] if it is your own."
+            f"{place}: this is not an allowed target.{near}\n"
+            f"Type trusted=[{top}] if it is your own."
         )
     try:
         located = hydra.utils.get_object(target)
     except InstantiationException:
-        raise UserError(f"{place}: not among what may be built, whatever is trusted.") from None
-    except NOT_THERE as error:
+        raise UserError(f"{place}: this is not an allowed target, whatever is trusted.") from None
+    except UNKNOWN_NAME as error:
         reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
         raise UserError(f"{place}: {reason}.{similar_target(target)}") from error
     if not is_trusted_by_user(target) and not is_of_kind(located):
         raise UserError(
-            f"{place}: not among what may be built.\nType trusted=[{top}] if you know what it does."
+            f"{place}: this is not an allowed target.\n"
+            f"Type trusted=[{top}] if you know what it does."
         )
     if not callable(located):
-        raise UserError(f"{place}: this is no class or function. Type {place}.NAME.")
+        raise UserError(f"{place}: this is not a class or function. Type {place}.NAME.")
     return located
 
 
 def is_of_kind(located: Any) -> bool:
-    """Return whether an object is what KINDS has for its module, or a module, of which the user wants a part."""
+    """Return whether KINDS lists the object for its module; a module is one to name a part of."""
     if inspect.ismodule(located):
         return located.__name__.startswith(tuple(KINDS))
     module = getattr(located, "__module__", None) or ""
@@ -141,17 +153,17 @@ def is_of_kind(located: Any) -> bool:
 
 
 def is_builder(located: Any) -> bool:
-    """Return whether this is one of torchvision's functions such as resnet18, which take no name and no path."""
+    """Return whether this is a function of torchvision like resnet18, which takes no path."""
     if not inspect.isfunction(located):
         return False
     return list(inspect.signature(located).parameters)[:2] == ["weights", "progress"]
 
 
 def similar_target(target: str) -> str:
-    """Return " Did you mean X?" for the name nearest to a target that is not there, or how to install it."""
+    """Return " Did you mean X?" for a target that does not exist, or how to install it."""
     parts = target.split(".")
     if parts[0] == "torchmetrics" and importlib.util.find_spec(parts[0]) is None:
-        return "\nType pip install -e '.[metrics]'."
+        return f"\nType {launch.pip_install('metrics')}."
     known = len(parts) - 1
     while known and ".".join(parts[:known]) not in sys.modules:
         known -= 1
@@ -161,26 +173,25 @@ def similar_target(target: str) -> str:
         folders = getattr(module, "__path__", [])
     else:
         names = [package.partition(".")[0] for package in TRUSTED]
-        folders = sys.path[
-            :2
-        ]  # where the command runs, and train.py; nothing is imported to be proposed
-    names += [found.name for found in pkgutil.iter_modules(folders)]
+        # The working directory and train.py's folder; nothing is imported only to be suggested.
+        folders = sys.path[:2]
+    names += [module.name for module in pkgutil.iter_modules(folders)]
 
     def whole(name: str) -> str:
-        """The target with its wrong part replaced, as far as there is such a thing."""
+        """Return the target with its wrong part replaced, as far as that exists."""
         start = [*parts[:known], name]
         replaced = ".".join([*start, *parts[known + 1 :]])
-        return replaced if is_there(replaced) else ".".join(start)
+        return replaced if exists(replaced) else ".".join(start)
 
     return did_you_mean(parts[known], names, whole)
 
 
-def is_there(target: str) -> bool:
-    """Return whether a trusted package has something of this name."""
+def exists(target: str) -> bool:
+    """Return whether a trusted package defines this name."""
     if not is_listed(target):
         return False
     try:
         hydra.utils.get_object(target)
-    except (*NOT_THERE, InstantiationException):
+    except (*UNKNOWN_NAME, InstantiationException):
         return False
     return True

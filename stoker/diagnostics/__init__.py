@@ -1,1 +1,1 @@
-"""Look into a run that is slow, wrong or not yet started."""
+"""Diagnose a run that is slow, wrong or not yet started."""

@@ -16,17 +16,17 @@ from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, check_number, log
 from stoker.trainer.trainer import Trainer
 
-WINDOW = 3  # samples that have to agree before there is a warning
-FEWEST = 20  # samples of a run, if it has as many steps
+WINDOW = 3  # samples that have to agree before a warning
+FEWEST = 20  # samples in a run with at least as many steps
 DEAD = 0.5  # share of a layer's units
-# {activation: (low, high, share)}: beyond low and high the slope is at most 6 % of the steepest. It
-# is too much if this share of the outputs is there; of a ReLU's usually half are zero.
+# {activation: (low, high, share)}: beyond low and high, the slope is at most 6 % of the steepest.
+# More than this share of the outputs there is too much; half of a ReLU's outputs are usually zero.
 EDGES: dict[type[torch.nn.Module], tuple[float, float, float]] = {
     torch.nn.Tanh: (-0.97, 0.97, 0.75),
     torch.nn.Sigmoid: (0.015, 0.985, 0.75),
     torch.nn.ReLU: (1e-30, math.inf, 0.99),
 }
-VANISHED = 1e-6  # of the largest gradient, each relative to its weight
+VANISHED = 1e-6  # times the largest gradient, each relative to its weight
 EXPLODED = 100.0  # times the weight
 # Sizes of an update relative to the weight. About 1e-3 is usual (A. Karpathy, "makemore 3"); Adam's
 # first steps are larger.
@@ -39,7 +39,7 @@ ADVICE = {
     "dead": "Type a lower optimizer.lr; or put a norm in front of the activation, "
     "or use a GELU instead of a ReLU.",
     "saturated": "Put a norm in front of the activation, or use a GELU instead; "
-    "or begin with smaller weights.",
+    "or initialise smaller weights.",
     "vanishing": "Put norms or shortcuts between the layers, "
     "or use a ReLU or GELU instead of a sigmoid or tanh.",
     "exploding": "Type max_grad_norm=1; or standardise the inputs and the targets.",
@@ -54,9 +54,9 @@ Findings = dict[str, dict[str, str]]
 class Sample:
     """One step, by layer. Sizes are relative to the norm of the weight.
 
-    `at_full_rate` is the update that the schedule's highest rate would have made, `silent` whether
-    the gradient of a unit is exactly zero, (units,), and `saturated` the share of an activation's
-    outputs, 0 if it is not too large.
+    `at_full_rate` is the update at the schedule's highest rate, `silent` marks units whose gradient
+    is exactly zero, (units,), and `saturated` is the share of an activation's saturated outputs, 0
+    if that is not too large.
     """
 
     gradients: dict[str, float] = field(default_factory=dict)
@@ -67,14 +67,13 @@ class Sample:
 
 
 class Doctor(Callback):
-    """Warn, by the layer's name, of what keeps a model from learning, and sum up at the end.
+    """Warn, by layer, of what keeps a model from learning, and sum up at the end.
 
-    It samples the first steps and then every `every`-th, at least FEWEST of a run: the gradient and
+    It samples the first steps and then one in `every`, at least FEWEST in a run: the gradient and
     the update of each weight with two or more dimensions, and the outputs of ReLU, sigmoid and tanh
-    modules. If all of a unit's gradient is zero, no sample gets through it: that is how a dead ReLU
-    looks from behind, even one that is not a module; and if a whole layer is dead, so are those
-    around it. Other steps have no hooks, and no result changes. A sampled step takes one more copy
-    of the weights.
+    modules. A unit whose whole gradient is zero is dead: no sample activates the ReLU behind it,
+    even if that is not a module. If a whole layer is dead, so are its neighbours. Other steps have
+    no hooks, and no result changes. A sampled step takes one more copy of the weights.
     """
 
     first_rank_only = True
@@ -87,16 +86,16 @@ class Doctor(Callback):
         self.count = 0  # samples
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Raise a UserError if the steps cannot be looked into."""
+        """Raise a UserError if the steps cannot be inspected."""
         from stoker.trainer.steps import captures
 
         if captures(trainer):
             raise UserError(
-                "callbacks=doctor: the steps of a graph cannot be looked into. Type compile=false."
+                "callbacks=doctor: the steps of a graph cannot be inspected. Type compile=false."
             )
         if settings.check_strategy(trainer.strategy)[0] in ("dp", "fsdp"):
             raise UserError(
-                f"callbacks=doctor: strategy={trainer.strategy} has no whole layers to look at.\n"
+                f"callbacks=doctor: strategy={trainer.strategy} has no whole layers to inspect.\n"
                 "Type strategy=ddp or strategy=single."
             )
         self.begun_at = trainer.step
@@ -144,7 +143,7 @@ class Doctor(Callback):
                     self.hooks.append(module.register_forward_hook(hook))
 
     def note_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        """Keep the gradient's norms; called after each micro-batch, last with the whole of it."""
+        """Keep the gradient's norms; called after each micro-batch with the gradient so far."""
         gradient = parameter.grad
         if gradient is not None and not gradient.is_sparse:
             rows = gradient.flatten(1)
@@ -169,7 +168,7 @@ class Doctor(Callback):
 
     @torch.no_grad()
     def measure(self, trainer: Trainer) -> Sample:
-        """Return the sample of the step that was just done."""
+        """Return the sample of the last step."""
         now = dict(trainer.module.named_parameters())
         scale = trainer.scaler.get_scale()
         sizes = []
@@ -178,7 +177,7 @@ class Doctor(Callback):
             for tensor in (old, now[name] - old, gradient):
                 sizes.append(torch.linalg.vector_norm(tensor, dtype=torch.float32))
         sizes += self.shares.values()
-        numbers = iter(torch.stack(sizes).tolist() if sizes else [])  # the one transfer
+        numbers = iter(torch.stack(sizes).tolist() if sizes else [])  # the only transfer
 
         full_rate = trainer.optimizer.param_groups[0].get("initial_lr")
         factor = full_rate / trainer.lr if full_rate and trainer.lr else 1.0
@@ -188,7 +187,7 @@ class Doctor(Callback):
             weight = next(numbers)
             update = next(numbers)
             gradient = next(numbers)
-            if weight == 0:  # a layer that begins with zeros: nothing to compare with
+            if weight == 0:  # a layer initialised with zeros has no scale
                 continue
             place = layer(name)
             sample.gradients[place] = gradient / weight
@@ -205,7 +204,7 @@ class Doctor(Callback):
         if trainer.scaler.is_enabled() and not all(map(math.isfinite, sizes)):
             return  # fp16 skips such a step
         largest = max(sizes, default=0.0)
-        if largest == 0 and self.had_gradient:  # skipped, or the loss has come to zero
+        if largest == 0 and self.had_gradient:  # skipped, or the loss is zero
             return
         self.had_gradient |= largest > 0
         for name, size in sample.at_full_rate.items():
@@ -245,7 +244,7 @@ class Doctor(Callback):
 
 
 def result_of(trainer: Trainer) -> dict[str, Any]:
-    """Return the field of result.json on the last fit: all warnings, if there are any."""
+    """Return the field of result.json for the last fit: its warnings, if any."""
     for callback in trainer.callbacks:
         if isinstance(callback, Doctor) and callback.warnings:
             return {"doctor": callback.warnings}
@@ -253,22 +252,22 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def findings(samples: Sequence[Sample], most_moved: dict[str, float]) -> Findings:
-    """Return {kind: {layer: what is wrong}} of what all samples agree on.
+    """Return {kind: {layer: problem}} for the problems that all samples share.
 
-    `most_moved` has the largest update of each layer so far, at the full rate.
+    `most_moved` is the largest update of each layer so far, at the full rate.
     """
     if not samples:
         return {}
     wrong: Findings = defaultdict(dict)
     last = samples[-1]
     names = [name for name in last.gradients if all(name in s.gradients for s in samples)]
-    # The most that a layer's gradient was of the largest one in a step.
+    # The largest share of a layer's gradient in the largest one of a step.
     share = dict.fromkeys(names, 0.0)
     for sample in samples:
         largest = max(sample.gradients.values(), default=0.0) or 1.0
         for name in names:
             share[name] = max(share[name], sample.gradients[name] / largest)
-    # Where gradients vanish they come to zero: in some units of a layer first, or in all.
+    # Vanishing gradients become exactly zero, in some units of a layer first.
     vanishes = any(0 < size < VANISHED for size in share.values())
     for name in names:
         sizes = [sample.gradients[name] for sample in samples]
@@ -299,7 +298,7 @@ def findings(samples: Sequence[Sample], most_moved: dict[str, float]) -> Finding
 
 
 def weights_with_units(module: torch.nn.Module) -> set[str]:
-    """Return the names of the weights in which each row belongs to one unit."""
+    """Return the names of the weights whose rows belong to one unit each."""
     return {
         f"{name}.weight".lstrip(".")
         for name, child in module.named_modules()
@@ -308,7 +307,7 @@ def weights_with_units(module: torch.nn.Module) -> set[str]:
 
 
 def layer(name: str) -> str:
-    """Return the name of a weight's layer, as `print(model)` has it."""
+    """Return the name of a weight's layer, as in `print(model)`."""
     return name.removesuffix(".weight")
 
 

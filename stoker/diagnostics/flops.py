@@ -1,4 +1,4 @@
-"""Count a model's FLOPs and measure the device's peak; both together give the MFU."""
+"""Count a model's FLOPs and measure the device's peak; together they yield the MFU."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ from stoker.trainer import device as devices
 from stoker.trainer import parallel
 from stoker.trainer.trainer import Trainer
 
-TRIES = 5  # timed matrix products; the fastest counts
+TRIES = 5  # timed matrix products, of which the fastest counts
 ENOUGH = 0.5  # seconds for all of them
 WIDTH_CPU = 1024  # of the square matrices
 WIDTH = 8192
@@ -22,9 +22,9 @@ WIDTH = 8192
 def efficiency(
     trainer: Trainer, in_shape: tuple[int, ...], samples_per_second: float | None
 ) -> dict[str, float | None]:
-    """Return the fields of result.json on FLOPs; an unknown number is None.
+    """Return the FLOPs fields of result.json; an unknown number is None.
 
-    `mfu` is the share of the peak of all devices together.
+    `mfu` is the share of the combined peak of all devices.
     """
     flops = per_sample(trainer.module, in_shape)
     achieved = None
@@ -72,7 +72,7 @@ def per_sample(module: torch.nn.Module, in_shape: tuple[int, ...]) -> int | None
             zeros = [torch.zeros_like(tensor) for tensor in tensors]
             # backward() would start a collective that the other ranks do not join.
             torch.autograd.grad(tensors, parameters, zeros, allow_unused=True)
-    except Exception:  # the module is the user's, and may do anything
+    except Exception:  # user code may raise anything
         return None
     finally:
         for part, training in modes:

@@ -15,7 +15,7 @@ from stoker.trainer.loading import seekable
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
-FEWEST = 10  # steps of a curve
+FEWEST = 10  # steps in a curve
 DIVERGED = 4.0  # times the lowest smoothed loss
 SMOOTHING = 0.9
 
@@ -38,8 +38,8 @@ def lr_find(
 ) -> Curve:
     """Train for up to `steps` steps while the rate grows from `lowest` to `highest`.
 
-    It ends early if the smoothed loss is four times its lowest value (the idea is from Smith 2017,
-    arXiv 1506.01186, section 3.3), and restores the trainer's state. UserError without a curve.
+    It ends early if the smoothed loss exceeds four times its lowest value (Smith 2017, arXiv
+    1506.01186, section 3.3), and restores the trainer's state. UserError without a curve.
     """
     check_number("steps", steps, whole=True, least=FEWEST)
     loader = seekable(train_loader, trainer.seed)
@@ -79,7 +79,7 @@ def lr_find(
             for name, part in trainer.stateful().items():
                 checkpoint.restore(part, before[name])
     if len(rates) < FEWEST:
-        reason = "the loader gave no more batches, or the loss was no longer finite"
+        reason = "the loader returned no more batches, or the loss was no longer finite"
         raise UserError(f"No curve after {len(rates)} steps: {reason}.")
     # A tenth of the rate with the lowest loss: within a factor of five of the best of seven rates
     # for linear, mlp and cnn on the digits with AdamW and SGD, where the steepest point and

@@ -1,4 +1,4 @@
-"""Check that a model can learn at all: let it memorise a few batches, or say what to look at."""
+"""Check that a model can learn at all: let it memorise a few batches, or say what to check."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from stoker.trainer.trainer import Trainer
 
 MOST = 1000  # steps
 EVERY = 25  # steps between two evaluations
-GOOD = 0.99  # of the accuracy, or of r2; without either, the loss has to fall by this share
+GOOD = 0.99  # accuracy or r2 to reach; without either, the loss has to fall by this share
 
 
 class Watch(Callback):
@@ -28,7 +28,7 @@ class Watch(Callback):
     def __init__(self, given: list[Any]) -> None:
         self.given = given
         self.first: dict[str, float] = {}  # the results before the first step
-        self.before: dict[str, float] = {}  # those before the last ones
+        self.before: dict[str, float] = {}  # the results before the last ones
         self.results: dict[str, float] = {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -58,10 +58,10 @@ class Watch(Callback):
 def learn(
     trainer: Trainer, train_loader: Iterable[Any], count: int, steps: int | None = None
 ) -> str:
-    """Train on the first `count` batches alone at the full rate; return a sentence on the success.
+    """Train on the first `count` batches alone at the full rate; return the verdict.
 
-    It takes at most `steps` steps, by default MOST. The loader must not augment. TrainingError if
-    the model does not learn, with what to look at.
+    It takes at most `steps` steps, by default MOST. The loader must not augment. TrainingError with
+    the likely causes if the model does not learn.
     """
     loader = seekable(train_loader, trainer.seed)
     length = len(loader)
@@ -98,7 +98,7 @@ def learn(
 
 
 class Opening(Callback):
-    """Print the lines that open it."""
+    """Print the opening lines."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -133,7 +133,7 @@ def scores(results: dict[str, float], targets: torch.Tensor | None) -> str:
 
 
 def suspects(trainer: Trainer, watch: Watch, warnings: dict[str, list[str]]) -> list[str]:
-    """Return what may be wrong, the most likely first; `warnings` are the doctor's."""
+    """Return the possible causes, the most likely first; `warnings` are the doctor's."""
     causes = []
     if not watch.is_finite():
         causes.append("optimizer.lr, which is too high, or inputs and targets that are too large")
@@ -154,7 +154,7 @@ def suspects(trainer: Trainer, watch: Watch, warnings: dict[str, list[str]]) -> 
 
 
 def contradictions(given: list[Any]) -> int:
-    """Count the samples with the same inputs as an earlier one, and another target."""
+    """Count the samples with the inputs of an earlier sample but another target."""
     targets = targets_of(given)
     if targets is None or not all(torch.is_tensor(batch[0]) for batch in given):
         return 0

@@ -20,28 +20,28 @@ from stoker.trainer.loading import resident_bytes
 from stoker.trainer.readable import duration, seconds
 from stoker.trainer.trainer import Trainer
 
-WARMUP = graph.WARMUP  # steps that choose kernels and make the optimizer's state
-STEPS = 10  # that are timed at least
+WARMUP = graph.WARMUP  # steps that choose kernels and create the optimizer's state
+STEPS = 10  # timed at least
 LONG = 1.0  # seconds; more steps are timed up to this,
 MOST = 200  # or up to this many
-BATCHES = 10  # of an evaluation
+BATCHES = 10  # in a timed evaluation
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN = "_.-=+*%#"
-WIDTH = 60  # letters of the picture
-MOST_RATES = 10**5  # that are computed of a schedule
+WIDTH = 60  # letters in the picture
+MOST_RATES = 10**5  # computed for a schedule
 
 
 @dataclass
 class Estimate:
-    """What was measured, in seconds and MiB, and the schedule, {step: rate} from step 1 on."""
+    """The measurements, in seconds and MiB, and the schedule, {step: rate} from step 1 on."""
 
-    steps: int  # of the whole run
+    steps: int  # in the whole run
     timed: int
-    first: float  # what the first step takes beyond a usual one: compilation, choosing kernels
+    first: float  # extra time of the first step: compilation, choosing kernels
     step: float
-    evaluation: float  # of the validation part
+    evaluation: float  # on the validation part
     test: float
-    copy: float  # of the state, for a checkpoint
+    copy: float  # copying the state for a checkpoint
     checkpoint: float
     memory: dict[str, float]
     rates: dict[int, float]
@@ -50,10 +50,10 @@ class Estimate:
 class Watch(Callback):
     """Time the steps after the first ones, measure the activations of one, and end the fit.
 
-    The step that is measured has a copy of the state beside it, as one does while a checkpoint is
-    written, if one comes `every` so many steps and not only at the end. It also has the largest
-    weight once more: the memory that copies give back is in pieces, which raised the peak of runs
-    by twice that at most (12 runs on a slow disk).
+    If checkpoints are written before the end (`every` steps), the measured step holds a copy of the
+    state, as a step does while a checkpoint is written. It also holds the largest weight once more:
+    freed copies fragment the memory, which raised the peak by at most twice that size (12 runs on a
+    slow disk).
     """
 
     def __init__(self, every: float) -> None:
@@ -70,7 +70,7 @@ class Watch(Callback):
         self.weights = {p.untyped_storage().data_ptr() for p in trainer.module.parameters()}
         self.kept: dict[int, int] = {}  # {address: bytes} that the backward pass will need
         self.most_kept = 0
-        self.backward = False  # whether it has begun
+        self.backward = False  # whether the backward pass has begun
         self.settings = [dict(group) for group in trainer.optimizer.param_groups]
         self.measuring = contextlib.ExitStack()
         self.start = time.perf_counter()
@@ -113,7 +113,7 @@ class Watch(Callback):
             self.measuring.enter_context(hooks)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.backward:  # the next micro-batch begins, and nothing is left of the last one's
+        if self.backward:  # the next micro-batch begins, and the last one's is free
             self.kept = {}
             self.backward = False
         storage = tensor.untyped_storage()
@@ -136,8 +136,8 @@ def look(
 ) -> Estimate:
     """Train a few steps, with no callbacks except averages of weights, and return the estimate.
 
-    `every`: how many steps lie between two checkpoints, not counting the one at the end. The
-    trainer has the weights after these steps, and is of no more use.
+    `every`: steps between two checkpoints, not counting the one at the end. The trainer keeps the
+    weights after these steps: do not use it afterwards.
     """
     watch = Watch(every)
     averages = [c for c in trainer.callbacks if isinstance(c, EMA | Lookahead)]
@@ -190,14 +190,14 @@ def seconds_of(trainer: Trainer, loader: Any) -> float:
 
 
 def rates(trainer: Trainer, before: list[dict[str, Any]], steps: int) -> dict[int, float]:
-    """Return {step: the first group's rate} of a schedule; nothing if it takes too long to follow.
+    """Return {step: the first group's rate} of a schedule; nothing if it takes too long to compute.
 
-    `before` has the parameter groups as they were before the first step.
+    `before`: the parameter groups before the first step.
     """
     for group, settings in zip(trainer.optimizer.param_groups, before, strict=True):
         group.clear()
         group.update(settings)
-    with warnings.catch_warnings():  # torch's schedulers miss the optimizer's steps
+    with warnings.catch_warnings():  # torch's schedulers warn that the optimizer makes no steps
         warnings.simplefilter("ignore")
         scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
         count = min(steps, MOST_RATES)
@@ -236,7 +236,7 @@ def lines(
     keep: int,
     minutes: float | None = None,
 ) -> Iterator[str]:
-    """Yield the lines of the plan that follow those that open each run.
+    """Yield the lines of the plan after the opening lines of a run.
 
     `started`: seconds until the first step; `evaluations` and `saves`: how many the run has;
     `keep`: how many checkpoints stay; `minutes`: the time limit.
@@ -255,16 +255,16 @@ def lines(
         peak = sum(parts.values())
     sizes = ", ".join(f"{name} {size:,.1f}" for name, size in parts.items())
     yield f"memory   {peak:,.0f} MiB at the peak: {sizes} MiB; the rest is Python and PyTorch"
-    each = f"{estimate.checkpoint:,.1f} MiB a checkpoint"
+    each = f"{estimate.checkpoint:,.1f} MiB per checkpoint"
     weights = f"{estimate.memory['parameters']:,.1f} MiB of weights"
-    yield f"disk     {each}, of which the last {keep} and the best stay; {weights}"
+    yield f"disk     {each}, of which the last {keep} and the best are kept; {weights}"
     yield from time_lines(estimate, started, evaluations, saves, minutes)
 
 
 def time_lines(
     estimate: Estimate, started: float, evaluations: int, saves: int, minutes: float | None
 ) -> Iterable[str]:
-    """Yield the lines that say how long it takes, and of what that is the sum."""
+    """Yield the lines on the total time and its parts."""
     steps = f"{counted(estimate.steps, 'step')} ({duration(estimate.step)} each)"
     parts = {
         "to the first step": started,

@@ -1,4 +1,4 @@
-"""Profile a few steps: a trace to look at, and the operators that take longest."""
+"""Profile a few steps: a trace, and the operators that take longest."""
 
 import contextlib
 import os
@@ -40,10 +40,10 @@ class Operator:
 class Profile(Callback):
     """Write a trace of ACTIVE steps and a table of the most expensive operators into `folder`.
 
-    The table is printed as well. The steps come after the first ones, as far as the run has that
-    many; they are slower than others, with the same results. The trace is for chrome://tracing,
-    ui.perfetto.dev, or TensorBoard's profiler. Put it first in the list of callbacks, so that its
-    own time does not count as theirs.
+    The table is printed as well. The first steps are skipped if the run is long enough. Profiled
+    steps are slower, with the same results. Open the trace in chrome://tracing, ui.perfetto.dev or
+    TensorBoard's profiler. Put it first in the list of callbacks, so that its own time does not
+    count as theirs.
     """
 
     first_rank_only = True
@@ -66,7 +66,7 @@ class Profile(Callback):
         if not self.active or trainer.step != self.begin_at:
             return
         with untimed(trainer), quiet():
-            # Kineto writes to stderr that it has begun, and which GPUs are missing.
+            # Kineto would write about its start and missing GPUs to stderr.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             from torch import profiler
 
@@ -84,7 +84,7 @@ class Profile(Callback):
             with quiet():
                 self.profiler.step()
         else:
-            devices.synchronize(trainer.device)  # the rest of the steps' work belongs to them
+            devices.synchronize(trainer.device)  # wait for the rest of the steps' work
             with untimed(trainer):
                 self.finish(trainer)
 
@@ -122,7 +122,7 @@ class Profile(Callback):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore the profiler's warnings, of cleared events for instance; they vary by version."""
+    """Ignore the profiler's warnings, which vary by version."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -130,7 +130,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def untimed(trainer: Trainer) -> Iterator[None]:
-    """Leave the time within out of the training's: it is the profiler's own."""
+    """Do not count the time of the block, which is the profiler's, as training."""
     start = time.perf_counter()
     yield
     seconds = time.perf_counter() - start
@@ -141,14 +141,14 @@ def untimed(trainer: Trainer) -> Iterator[None]:
 
 
 def has_device_times(device: torch.device) -> bool:
-    """Return whether the profiler measures this device beside the CPU; it cannot for mps."""
+    """Return whether the profiler measures this device, not only the CPU; it cannot for mps."""
     return device.type != "cpu" and hasattr(torch.profiler.ProfilerActivity, device.type.upper())
 
 
 def operators(averages: Iterable[Any], steps: int, device: torch.device) -> list[Operator]:
     """Return the MOST expensive operators, by their own time on the device, per step."""
     attribute = "self_device_time_total" if has_device_times(device) else "self_cpu_time_total"
-    # A kernel has a row of its own beside that of the operator that launched it.
+    # A kernel has its own row, in addition to that of the operator that launched it.
     rows = [
         row
         for row in averages

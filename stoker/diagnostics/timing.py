@@ -19,15 +19,14 @@ from stoker.trainer.spans import NAMES, SILENT, silent_spans
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
 
-MOST_COST = 0.005  # of the time, for the sampling; about as much again for `on_step_end`
-SOON = 10.0  # seconds: advice on a shorter training would save hardly any of them
-MOST_GROWTH = 16  # of a batch size that is proposed
-FEWEST_STEPS = 4  # of an epoch with the batch size that is proposed
+MOST_COST = 0.005  # share of the time for sampling; `on_step_end` costs about as much again
+SOON = 10.0  # seconds: advice on a shorter training would hardly save any
+MOST_GROWTH = 16  # factor of a suggested batch size
+FEWEST_STEPS = 4  # per epoch with the suggested batch size
 WHOLE = ("evaluation", "checkpoint", "logging")  # spans that are timed every time
 SAMPLED = tuple(name for name in NAMES if name not in WHOLE)  # in sampled steps only
 COMPUTE = ("forward", "backward", "optimizer", "step")
-# The share of the time from which on a stage is worth a change: waiting is of no use, while
-# evaluations and checkpoints are.
+# Smallest share of the time at which a stage is reported; higher for stages that do useful work.
 WORTH = {
     "data": 0.1,
     "transfer": 0.1,
@@ -37,7 +36,7 @@ WORTH = {
     "fixed": 0.3,
     "idle": 0.5,
 }
-# The share that the change leaves.
+# Share of the time that the suggested change aims at.
 AIM = {"checkpoint": 0.05, "evaluation": 0.05, "fixed": 0.15, "idle": 0.15}
 
 Mark = tuple[str | None, Any]  # the stage that ends there, and the point in the device's work
@@ -61,10 +60,10 @@ class Timing(Callback):
     """Split the time of a fit into STAGES; after the first epoch, say what to change.
 
     It listens to the spans of the Trainer. Evaluations, checkpoints and loggers are always timed.
-    Of the steps it samples the first one of the fit, which stands for itself, and at random as many
-    first steps of epochs and other steps as take MOST_COST of the time. A sampled step is cut by
-    marks in the work of the device (events on a GPU), for which nothing waits. A step that is one
-    graph, or a `train_step` that enters no spans, is the stage "step".
+    Steps are sampled: the first one of the fit, which stands for itself, and random first steps of
+    epochs and other steps, as many as take MOST_COST of the time. A sampled step is cut by marks in
+    the work of the device (events on a GPU), for which nothing waits. A step that is one graph, or
+    a `train_step` that enters no spans, is the stage "step".
 
     Put it last in the list of callbacks: the time from it to the next batch counts as data.
     """
@@ -156,7 +155,7 @@ class Timing(Callback):
 
     def turn(self) -> None:
         """Count the time since the last turn for the innermost open span of `whole`."""
-        devices.synchronize(self.device)  # the work of the step before it is no part of it
+        devices.synchronize(self.device)  # not the work of the step before it
         self.waited = True
         now = time.perf_counter()
         if self.within:
@@ -185,7 +184,7 @@ class Timing(Callback):
         self.sample_start = trainer.step
         self.waited = False
         self.gap = "other"  # the stage of what is done outside of spans
-        # The marks would become a part of a graph.
+        # The marks would become part of a graph.
         for name in ["transfer"] if captures(trainer) else SAMPLED:
             trainer.spans[name] = self.heard[name]
         self.marks = [(None, devices.mark(self.device))]
@@ -226,7 +225,7 @@ class Timing(Callback):
         self.read()
         total = time.perf_counter() - self.began
         whole = dict(self.whole)
-        # A logger takes as long to start for any training.
+        # A logger's start takes equally long for any training.
         for callback in trainer.callbacks:
             if isinstance(callback, Logger):
                 whole["logging"] -= callback.start_seconds
@@ -241,7 +240,7 @@ class Timing(Callback):
             for sample in samples:
                 for stage, seconds in sample.items():
                     steps[stage] += count[kind] / len(samples) * seconds
-        # The samples give an estimate, which is scaled to the time that there was.
+        # The samples yield an estimate, which is scaled to the measured time.
         scale = (total - sum(whole.values())) / max(sum(steps.values()), 1e-9)
         took = {stage: whole.get(stage, scale * steps[stage]) for stage in STAGES}
         return {stage: seconds for stage, seconds in took.items() if seconds > 0}
@@ -301,7 +300,7 @@ def reason_to_save(trainer: Trainer) -> tuple[str, float] | None:
 
 
 def result_of(trainer: Trainer) -> dict[str, Any]:
-    """Return the fields of result.json on the last fit: the split of its time, and the sentence."""
+    """Return the fields of result.json for the last fit: its time by stage, and the verdict."""
     for callback in trainer.callbacks:
         if isinstance(callback, Timing) and callback.took:
             took = {stage: round(seconds, 6) for stage, seconds in callback.took.items()}
@@ -325,12 +324,12 @@ def speed_verdict(
     eval_every: int = 1,
     save_every: tuple[str, float] | None = None,
 ) -> str | None:
-    """Say in one sentence which change of a setting saves most of the time, or that none does.
+    """Say in one sentence which setting to change to save the most time, or that none helps.
 
     Args:
-        seconds: {stage: seconds} of a fit. None is returned for less than SOON altogether.
+        seconds: {stage: seconds} of a fit. A total below SOON returns None.
         where: the device, "CPU" or "GPU".
-        idle: in what share of the steps the device waited for Python.
+        idle: the share of the steps in which the device waited for Python.
         loader: "resident" on the device, "augmented" there, "streamed" by `workers`, "decoded" in
             the first epoch and resident then, or a loader of the user's "own".
         cores: how many workers make sense.
@@ -350,7 +349,7 @@ def speed_verdict(
         names.remove("data")  # the device itself gathers the batches
     worthwhile = [name for name in WORTH if name in names and share[name] >= WORTH[name]]
     if not worthwhile:
-        if share["step"] > compute / 2 and not captured:  # nobody knows what is in it
+        if share["step"] > compute / 2 and not captured:  # its contents are unknown
             return (
                 f"this Trainer's own train_step took {percent(share['step'])} of the time: "
                 "set profile=true to see what is in it"
@@ -360,7 +359,7 @@ def speed_verdict(
     worst = max(worthwhile, key=lambda name: share[name] - AIM.get(name, 0.0))
     aim = AIM.get(worst, 0.5)
     part = f"{percent(share[worst])} of the time"
-    # How many times as rare the thing has to be, or how many times as large the batch.
+    # The factor by which the stage has to be rarer, or the batch larger.
     factor = share[worst] / max(0.01, 1 - share[worst]) * (1 - aim) / aim
     growth = min(2 * factor, MOST_GROWTH, max(1, steps_per_epoch // FEWEST_STEPS))
     growth = 2 ** math.floor(math.log2(growth))
@@ -418,7 +417,7 @@ def more_data(loader: str, workers: int, cores: int, fits: bool) -> str:
 def rarer(
     setting: tuple[str, float] | None, factor: float, steps_per_epoch: int, total_steps: int
 ) -> str:
-    """Return the change that makes checkpoints so many times as rare."""
+    """Return the change that makes checkpoints rarer by this factor."""
     if setting is not None:
         key, every = setting
         most = total_steps

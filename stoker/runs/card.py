@@ -1,4 +1,4 @@
-"""What a run leaves to share: the weights alone, and a card that says what they are and how to load them."""
+"""What a run leaves to share: the weights, and a card on what they are and how to load them."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from stoker.trainer.files import write_text
 from stoker.trainer.readable import numbers
 from stoker.trainer.trainer import Trainer
 
-# What goes into a model and comes out of it: `data.description()` of the data it was trained on.
+# The inputs and outputs of a model: `data.description()` of its training data.
 Description = dict[str, Any]
 OUTPUTS = {"classification": "class scores", "regression": "numbers"}
 CARD = """# {name}
@@ -47,7 +47,7 @@ model.eval()
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return a copy of the weights that are evaluated, by name; call it on all ranks."""
-    with trainer.evaluating():  # an average of the weights, where that is what is evaluated
+    with trainer.evaluating():  # with ema, these are the averaged weights
         return checkpoint.copy(dict(trainer.module.state_dict()))
 
 
@@ -59,12 +59,12 @@ def write(
     result: RunResult,
     usual: bool = True,
 ) -> None:
-    """Write model.safetensors, the tested weights alone, and model.md, the card that says what they are.
+    """Write model.safetensors, the tested weights, and model.md, the card that describes them.
 
-    `usual`: whether the module's outputs are what the data set suggests.
+    `usual`: whether the module's outputs are one number per class or target.
     """
     about = data.description()
-    # One entry alone: several are written in the order of a hash, and equal weights would not be equal files.
+    # A single entry: several have the order of a hash, and equal weights would give unequal files.
     checkpoint.write_tensors(folder / "model.safetensors", weights, {"inputs": json.dumps(about)})
     overrides = result.overrides or []
     arguments = [json.dumps(str(folder))]
@@ -94,19 +94,19 @@ def is_usual(outputs: Any, about: Description) -> bool:
 
 
 def is_image(about: Description) -> bool:
-    """Whether the inputs are images as files have them: grey, or of three colours."""
+    """Whether the inputs are images as in files: grey or RGB."""
     shape = about["in_shape"]
     return about["dtype"] == "uint8" and len(shape) == 3 and shape[0] in (1, 3)
 
 
 def step_of(result: RunResult) -> int | None:
-    """Return the step of the weights that are shared; None where the result does not say it."""
+    """Return the step of the shared weights; None if the result lacks it."""
     return result.steps if result.best is None else result.best.step
 
 
 def facts(about: Description, usual: bool = True) -> str:
-    """Return the lines that say what goes into a model's module and what comes out."""
-    outputs = outputs_of(about) if usual else "what the model itself gives"
+    """Return the lines on the inputs and outputs of the module."""
+    outputs = outputs_of(about) if usual else "as the model returns them"
     lines = [f"- Inputs: {inputs_of(about)}", f"- Outputs: {outputs}"]
     table = about["table"]
     if table:
@@ -121,7 +121,7 @@ def facts(about: Description, usual: bool = True) -> str:
 
 
 def inputs_of(about: Description) -> str:
-    """Return 'float32 of shape (N, 1, 8, 8), pixel / 255': what a module takes."""
+    """Return 'float32 of shape (N, 1, 8, 8), pixel / 255': the inputs of the module."""
     shape = ", ".join(map(str, about["in_shape"]))
     if about["dtype"] != "uint8":
         return f"{about['dtype']} of shape (N, {shape})"
@@ -133,7 +133,7 @@ def inputs_of(about: Description) -> str:
 
 
 def outputs_of(about: Description) -> str:
-    """Return '(N, 10) class scores': what a module gives."""
+    """Return '(N, 10) class scores': the outputs of the module."""
     outputs = f"(N, {about['num_classes']}) {OUTPUTS[about['kind']]}{of_target(about)}"
     scale = (about["target_mean"], about["target_scale"])
     if about["kind"] == "regression" and scale != (0, 1):
@@ -142,7 +142,7 @@ def outputs_of(about: Description) -> str:
 
 
 def of_target(about: Description) -> str:
-    """Return ' of price' for a table's target; '' where it has no name."""
+    """Return ' of price' for a table's target; '' if it has no name."""
     return f" of {about['table']['target']}" if about["table"] else ""
 
 
@@ -173,7 +173,7 @@ def described(column: dict[str, Any]) -> str:
 
 
 def results(result: RunResult) -> str:
-    """Return 'val acc 0.9; test loss 0.1  acc 0.9': what a result says of the weights that are shared."""
+    """Return 'val acc 0.9; test loss 0.1  acc 0.9': the metrics of the shared weights."""
     metrics = {name: value for name, value in result.numbers.items() if "/" in name}
     best = result.best
     if best is not None and best.step != result.steps:

@@ -1,4 +1,4 @@
-"""The run directory: its name, the files in it, and how it is made."""
+"""The run directory: its name, its files, and how it is created."""
 
 import atexit
 import contextlib
@@ -14,15 +14,17 @@ CONFIG = "config.yaml"
 RESULT = "result.json"
 METRICS = "metrics.jsonl"
 EVALUATION = "evaluation.json"
-TYPED = "# typed: "  # begins a config.yaml; the rest of the line is what was typed, as a JSON list
-# The files that say how a run ended: they go when it continues.
+TYPED = (
+    "# typed: "  # starts a config.yaml; the rest of the line is a JSON list of the typed settings
+)
+# The files on how a run ended, removed when it resumes.
 ENDING = (RESULT, EVALUATION, "report.html")
-# The files that a run writes anew: a killed run may leave a part of one, and an older run stand in the way.
+# The files that a run writes; a killed run may leave one half-written.
 WRITTEN = (METRICS, *ENDING, "model.safetensors", "model.md")
 
 
 def claim(model: str, dataset: str) -> str:
-    """Make runs/<date>-<model>-<dataset>, with a number behind it if that is taken."""
+    """Create runs/<date>-<model>-<dataset>, with a number appended if it exists."""
     name = f"runs/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{model}-{dataset}"
     if make(Path(name)):
         return str(Path(name))
@@ -31,10 +33,10 @@ def claim(model: str, dataset: str) -> str:
 
 
 def make(folder: Path, key: str = "run_dir") -> bool:
-    """Make the folder, and return whether it is new; UserError if nothing can be written into it.
+    """Create the folder, and return whether it is new; UserError if it is not writable.
 
-    Folders that are still empty when the process ends are removed: a mistake that is found before the training
-    leaves nothing behind.
+    Folders that are still empty when the process ends are removed, so that a mistake found before
+    the training leaves nothing behind.
     """
     missing: list[Path] = []
     try:
@@ -49,16 +51,16 @@ def make(folder: Path, key: str = "run_dir") -> bool:
             if os.path.isfile(part):
                 reason = f"{part} is a file"
         raise UserError(
-            f"{key}={folder}: it cannot be made ({reason}). Type another {key}."
+            f"{key}={folder}: it cannot be created ({reason}). Type another {key}."
         ) from None
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"{key}={folder}: this is a file or cannot be written. Type another {key}.")
+        raise UserError(f"{key}={folder}: this is a file or is not writable. Type another {key}.")
     atexit.register(remove_empty, missing)
     return bool(missing)
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove the folders that nothing was written into; name the inner ones first."""
+    """Remove the folders that are empty; pass the inner ones first."""
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()

@@ -28,15 +28,15 @@ from stoker.runs.directory import make
 from stoker.runs.inference import Trained, check_output, row_batches
 from stoker.runs.provenance import versions
 from stoker.runs.result import RunResult
-from stoker.trainer import checkpoint
+from stoker.trainer import checkpoint, launch
 from stoker.trainer.batch import entries
 from stoker.trainer.errors import TrainingError, UserError, check_choice, log, printable
 from stoker.trainer.files import replacing, write_text
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "safetensors": "model.safetensors"}
-SAMPLES = 64  # on which outputs are compared, in batches of 1, 3 and all
-TOLERANCE = 1e-4  # of the largest output: fp32 sums in another order differ by 1e-6 of it
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # that format=onnx needs
+SAMPLES = 64  # for the comparison of outputs, in batches of 1, 3 and all
+TOLERANCE = 1e-4  # times the largest output; reordered fp32 sums differ by 1e-6 of it
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # for format=onnx
 # The parts of a run's config that a card shows, and the places in them that it leaves out.
 SHOWN = (
     "model",
@@ -113,7 +113,7 @@ def check(form: str | None, output: str | None = None) -> None:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if form == "onnx" and missing:
         names = " and ".join(missing)
-        raise UserError(f"format=onnx needs {names}.\nType pip install -e '.[onnx]'.")
+        raise UserError(f"format=onnx needs {names}.\nType {launch.pip_install('onnx')}.")
     if output is not None:
         check_output(output)
         check_output(f"{output}.md")
@@ -194,18 +194,18 @@ def export(
                     outputs = model(inputs[:1])
                 if form != "safetensors" and not isinstance(outputs, Tensor):
                     kind = type(outputs).__name__
-                    raise TypeError(f"it gives a {kind}, and an exported one gives a tensor")
+                    raise TypeError(f"it returns a {kind}, but an exported model returns a tensor")
                 run = WRITERS[form](model, inputs, partial)
                 difference, largest = compare(model, run, inputs)
         except (MemoryError, OSError, TrainingError):
             raise
         except Exception as error:  # the exporters raise anything for what they do not support
             raise refusal(form, error) from error
-        if not difference <= TOLERANCE * largest:  # also for nan
+        if not difference <= TOLERANCE * largest:  # true for nan
             if draws(model, inputs):
                 raise UserError(
-                    f"format={form}: its forward draws random numbers, and what is exported would "
-                    f"draw others.\n{WEIGHTS_ALONE}"
+                    f"format={form}: its forward is random, so the exported model would not "
+                    f"reproduce it.\n{WEIGHTS_ALONE}"
                 )
             raise TrainingError(
                 f"format={form}: its outputs differ by {difference:.2g} from PyTorch's on {whose}, "
@@ -222,7 +222,7 @@ def refusal(form: str, error: Exception) -> UserError:
     advice = []
     if "Constraints violated (batch)" in reason:
         advice.append(
-            "Its forward makes a constant of the number of samples: "
+            "Its forward turns the number of samples into a constant: "
             "write x.shape[0] instead of len(x)."
         )
     if form != "safetensors":
@@ -237,9 +237,7 @@ def place(folder: str | Path, form: str, output: str | Path | None) -> Path:
         return Path(output)
     path = Path(folder) / "export" / FILES[form]
     if path.parent.is_symlink():
-        raise UserError(
-            f"run={folder}: export in it is a link, and may lead anywhere. Type output=FILE."
-        )
+        raise UserError(f"run={folder}: export in it is a symbolic link. Type output=FILE.")
     make(path.parent, "output")
     return path
 
@@ -297,7 +295,7 @@ def compare(model: Trained, run: Run, inputs: Tensor) -> tuple[float, float]:
         for wanted, given in zip(expected, outputs_of(run, inputs[:size]), strict=True):
             if given.shape != wanted.shape:
                 shapes = f"{tuple(given.shape)} instead of {tuple(wanted.shape)}"
-                raise TrainingError(f"The exported model gives {shapes}.")
+                raise TrainingError(f"The exported model returns {shapes}.")
             differences.append((given - wanted).abs().max().item())
             largest.append((wanted - center).abs().max().item())
     if any(map(math.isnan, differences)):
@@ -306,7 +304,7 @@ def compare(model: Trained, run: Run, inputs: Tensor) -> tuple[float, float]:
 
 
 def outputs_of(run: Run, inputs: Tensor, seed: int = 0) -> list[Tensor]:
-    """Return all tensors that `run` gives, with the random numbers of this seed."""
+    """Return all tensors that `run` returns with this seed."""
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return [tensor for _, tensor in entries(run(inputs))]
@@ -374,7 +372,7 @@ def write_card(
 
 
 def shown(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what a card shows of a run's config: none of the places on its machine."""
+    """Return what a card shows of a run's config: without paths on its machine."""
     parts = {key: config[key] for key in SHOWN if config.get(key) is not None}
     dataset = parts.get("dataset")
     if isinstance(dataset, dict):
@@ -396,12 +394,14 @@ def facts(about: Description, outputs: Any) -> str:
     target = card.of_target(about)
     classes = card.classes(about)
     if not card.is_usual(outputs, about):
-        gives += ", as the model itself gives them"
+        gives += ", as the model returns them"
         classes = []
     elif about["kind"] == "regression":
         gives += f", numbers{target} in the data's own units"
     else:
-        gives += f", a score a class{target}, the largest being the one predicted (softmax: shares)"
+        gives += (
+            f", a score per class{target}; the largest is the prediction (softmax: probabilities)"
+        )
     lines = [f"- Takes: {takes}", f"- Gives: {gives}", *card.images(about), *classes]
     return "".join(f"{printable(line)}\n" for line in lines)
 

@@ -130,9 +130,9 @@ def constants(about: Description) -> dict[str, Tensor]:
 def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] = ()) -> Trained:
     """Load the model of a run directory with its best weights, in eval mode on `device`.
 
-    The data set is not needed. The folder may be anybody's: only trusted constructors are called,
-    and those of the packages in `trusted`. UserError if it is not a run directory, TrainingError if
-    none of its checkpoints can be read.
+    The data set is not needed. The folder is untrusted: only constructors of trusted packages, and
+    of those in `trusted`, are called. UserError if it is not a run directory, TrainingError if none
+    of its checkpoints can be read.
     """
     with trust.trusting([trusted] if isinstance(trusted, str) else trusted):
         chosen = devices.choose(device)
@@ -145,7 +145,7 @@ def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] =
             if about is None:
                 raise UserError(
                     "its checkpoints do not describe the inputs; an older version wrote them.\n"
-                    "Type the command that trained it with another run_dir."
+                    "To train it again, type its command with a new run_dir."
                 )
             with torch.random.fork_rng(devices=[]):
                 module = tested(config, state, about)
@@ -168,7 +168,7 @@ def best(folder: str | Path) -> tuple[Path, State]:
     """Return the path and the state of a run's best checkpoint; an error if there is none."""
     try:
         found = checkpoint.best(Path(folder) / "checkpoints")
-    except TrainingError as error:  # its advice is for a training
+    except TrainingError as error:  # its advice is for training
         text = str(error).splitlines()[0] + "\n"
         weights = Path(folder) / "model.safetensors"
         if weights.is_file():
@@ -177,8 +177,8 @@ def best(folder: str | Path) -> tuple[Path, State]:
             )
         raise TrainingError(text) from None
     if found is None:
-        again = f"Type the command that made it and run_dir={folder}."
-        raise UserError(f"run={folder}: there is no checkpoint in it. {again}")
+        again = f"Type the command that started it with run_dir={folder}."
+        raise UserError(f"run={folder}: it has no checkpoint. {again}")
     return found
 
 
@@ -211,15 +211,13 @@ def tested(config: dict[str, Any], state: State, about: Description) -> torch.nn
 
 
 def description(folder: str | Path, state: State) -> Description | None:
-    """Return what a checkpoint says of its model's inputs and outputs; None in an old one.
+    """Return a checkpoint's description of its inputs and outputs; None in an old one.
 
-    UserError for what no run has written.
+    UserError if it is malformed.
     """
     about: Description | None = resume.about(state).get("inputs")
     if about is not None and not is_description(about):
-        raise UserError(
-            f"run={folder}: its checkpoint describes the inputs in a way that no run does."
-        )
+        raise UserError(f"run={folder}: its checkpoint has a malformed description of the inputs.")
     return about
 
 
@@ -263,7 +261,7 @@ def predict(
         if not outputs.isfinite().all():
             first = labels[int((~outputs.isfinite()).flatten(1).any(1).nonzero()[0])]
             where = f"{printable(path)}, line {first}" if key == "line" else printable(first)
-            raise TrainingError(f"{where}: the model gives numbers that are not finite.")
+            raise TrainingError(f"{where}: the model returns numbers that are not finite.")
         for label, answer in zip(labels, answers(outputs, about), strict=True):
             yield {key: label, **answer}
 
@@ -272,17 +270,17 @@ def check_usual(outputs: Any, about: Description) -> None:
     """Raise a UserError unless the outputs are one number per class or target."""
     if card.is_usual(outputs, about):
         return
-    gives = f"a {type(outputs).__name__}"
+    returned = f"a {type(outputs).__name__}"
     if isinstance(outputs, Tensor):
-        gives = f"outputs of shape {tuple(outputs.shape[1:])}"
+        returned = f"outputs of shape {tuple(outputs.shape[1:])}"
     raise UserError(
-        f"the model gives {gives}, and not one number a class or target.\n"
-        "In Python, stoker.load(DIR) gives them."
+        f"the model returns {returned}, not one number per class or target.\n"
+        "In Python, stoker.load(DIR) returns them."
     )
 
 
 def answers(outputs: Tensor, about: Description) -> Iterator[Row]:
-    """Yield what the outputs of each sample say."""
+    """Yield the prediction for each sample."""
     if about["kind"] == "regression":
         for values in outputs.tolist():
             yield {"value": values[0] if len(values) == 1 else values}
@@ -306,7 +304,7 @@ def row_batches(
     """Yield (line numbers, float64 (N, columns)) of the rows of a csv file."""
     if os.path.isdir(path):
         raise UserError(
-            f"{key}={printable(path)}: this is a folder, and the run takes a table. "
+            f"{key}={printable(path)}: this is a folder, but the run takes a table. "
             f"Type {key}=FILE.csv."
         )
     if delimiter is None:
@@ -326,7 +324,7 @@ def row_batches(
         yield lines, torch.tensor(inputs, dtype=torch.float64)
         is_empty = False
     if is_empty:
-        raise UserError(f"{key}={printable(path)}: there is no row in it.")
+        raise UserError(f"{key}={printable(path)}: it has no rows.")
 
 
 def image_batches(
@@ -437,7 +435,7 @@ def flat(row: Row) -> Row:
 def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
     """Raise a UserError unless `output` can be a new file, with one of the endings if any.
 
-    It is called before anything is computed. No file is replaced: it may be anybody's.
+    It is called before anything is computed. No existing file is overwritten.
     """
     path = Path(output)
     shown = f"output={printable(output)}"
@@ -449,7 +447,9 @@ def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
         raise UserError(f"{shown}: this is a folder. Type output=FILE for a new file.")
     if not path.parent.is_dir():
         parent = printable(path.parent)
-        raise UserError(f"{shown}: there is no folder {parent}. Type output=FILE for a new file.")
+        raise UserError(
+            f"{shown}: the folder {parent} does not exist. Type output=FILE for a new file."
+        )
     if endings and path.suffix not in endings:
         raise UserError(
             f"{shown}: its name does not end in {' or '.join(endings)}. "
@@ -457,6 +457,5 @@ def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
         )
     if os.path.lexists(path):
         raise UserError(
-            f"{shown}: there is such a file, and none is replaced. "
-            "Type another output, or remove it."
+            f"{shown}: this file exists, and is not overwritten. Type another output, or remove it."
         )

@@ -1,4 +1,4 @@
-"""JSON files that may be anybody's: read with a limit on their size, written whole or not at all."""
+"""Untrusted JSON files: read with a limit on their size, written whole or not at all."""
 
 import json
 import math
@@ -11,7 +11,7 @@ MOST_BYTES = 2**24  # a result.json has 2 KB, and a confusion matrix of 1,000 cl
 
 
 def read_json(path: str | Path, most: int = MOST_BYTES) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None if there is no such file, or it holds something else."""
+    """Return the object in a JSON file; None if it is missing or holds something else."""
     try:
         contents = json.loads(files.read(path, most))
     except (OSError, ValueError, RecursionError):
@@ -26,7 +26,7 @@ def write_json(path: Path, contents: Any) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return the value with null in place of nan and infinity, which JSON does not have."""
+    """Return the value with null for nan and infinity, which JSON lacks."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

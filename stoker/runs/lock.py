@@ -19,12 +19,12 @@ from stoker.trainer import files
 from stoker.trainer.errors import RunInUse, UserError, log
 
 LOCK = ".lock"  # the name of the file in a run directory
-FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")  # that a run writes into
+FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")  # into which a run writes
 locks: set[FileIO] = set()  # the files that this process has locked
 
 
 def close_all() -> None:
-    """Close the files in a forked process: a worker that outlives a killed run must not keep its directory locked."""
+    """Close the files in a forked worker, which may outlive a killed run and keep it locked."""
     for file in locks:
         file.close()
 
@@ -35,16 +35,15 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep every other process out of it; RunInUse if one is at work in it.
+    """Make the folder, and keep every other process out of it; RunInUse if one works in it.
 
-    The system releases the lock when the process ends, however it ends: a file that is left behind locks nothing.
+    The system releases the lock however the process ends: a leftover file locks nothing.
     """
     make(folder)
     for name in FOLDERS:
         if (folder / name).is_symlink():
             raise UserError(
-                f"run_dir={folder}: {name} in it is a link, and may lead anywhere."
-                " Type another run_dir."
+                f"run_dir={folder}: {name} in it is a symbolic link. Type another run_dir."
             )
     file = locked_file(folder)
     file.truncate(0)
@@ -66,9 +65,8 @@ def locked_file(folder: Path) -> FileIO:
         try:
             file = files.open_plain(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            if (
-                error.errno == errno.EMLINK
-            ):  # in a copy by hard links: the original is another run's
+            # In a copy made by hard links, the lock is also that of the original run.
+            if error.errno == errno.EMLINK:
                 path.unlink()
                 continue
             raise UserError(f"run_dir={folder}: {error}. Type another run_dir.") from None
@@ -83,7 +81,7 @@ def locked_file(folder: Path) -> FileIO:
             ) from None
         except OSError as error:  # a file system without locks
             log.warning(
-                "run_dir=%s cannot be locked (%s): start no second run in it.",
+                "run_dir=%s cannot be locked (%s): do not start a second run in it.",
                 folder,
                 error.strerror,
             )
@@ -94,7 +92,7 @@ def locked_file(folder: Path) -> FileIO:
 
 
 def is_held(folder: str | Path) -> bool:
-    """Whether a process is at work in the folder; this one counts."""
+    """Whether a process, this one included, works in the folder."""
     try:
         with files.open_plain(Path(folder) / LOCK) as file:
             lock(file)  # closing the file releases it

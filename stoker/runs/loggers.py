@@ -1,4 +1,4 @@
-"""Loggers: callbacks that write each row of numbers somewhere. JSONL is always on; the others are extras."""
+"""Loggers: callbacks that write the rows of numbers. JSONL is always on; the others are extras."""
 
 import contextlib
 import errno
@@ -22,15 +22,15 @@ from stoker.runs.json_files import finite
 from stoker.runs.lock import wait_for
 from stoker.runs.result import has_failed
 from stoker.runs.rows import Row, lines_of, read_rows
-from stoker.trainer import parallel
+from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, log, printable
 from stoker.trainer.files import open_plain, read, replacing, write_text
 from stoker.trainer.state import check_like
 from stoker.trainer.trainer import Trainer
 
-PATIENCE = 30  # seconds that a logger's server may take to answer
-# Unless the environment says otherwise, MLflow tries 7 times for 2 minutes each, and sends telemetry.
+PATIENCE = 30  # seconds to wait for a logger's server
+# By default MLflow tries 7 times for 2 minutes each, and sends telemetry.
 MLFLOW_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": str(PATIENCE),
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -38,17 +38,17 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "CRITICAL",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-MLFLOW_PARAMS = 100  # that one call takes
+MLFLOW_PARAMS = 100  # at most in one call
 LONGEST_REASON = 300  # letters
-# How the tools name an outcome; 255 is what W&B's own hook has for a Ctrl-C.
+# The tools' names for an outcome; W&B's own hook uses 255 for a Ctrl-C.
 WANDB_CODES = {"done": 0, "failed": 1, "stopped": 255}
 MLFLOW_STATUS = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
 class JSONL(Callback):
-    """Append each row to the file `path`, one JSON object a line.
+    """Append each row to the file `path`, one JSON object per line.
 
-    A fit that resumes first removes the rows after its checkpoint, so that none is there twice.
+    A resumed fit first removes the rows after its checkpoint, so that none appears twice.
     """
 
     first_rank_only = True
@@ -75,7 +75,7 @@ class JSONL(Callback):
         self.rows = (self.rows or 0) + 1
 
     def keep_rows(self, step: int) -> int:
-        """Keep the rows up to this step, and return how many; the file is a new one, in case the old has links."""
+        """Keep the rows up to this step in a new file, and return how many there are."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not os.path.lexists(self.path):
             return 0
@@ -98,10 +98,11 @@ class JSONL(Callback):
 
 
 class Logger(Callback):
-    """Send the numbers of a run to a tool. A tool that fails costs one warning, and the run continues without it.
+    """Send the numbers of a run to a tool. If it fails, warn once and continue without it.
 
-    A subclass implements `begin`, called before the first row; `write`, for each row; `add_result`, for the result of
-    a whole run; and `end`. Nothing begins before there is a row: by then the settings have been checked.
+    A subclass implements `begin`, called before the first row; `write`, for each row; `add_result`,
+    for the result of a whole run; and `end`. `begin` waits for the first row, because by then the
+    settings have been checked.
     """
 
     first_rank_only = True
@@ -112,7 +113,7 @@ class Logger(Callback):
     begun = False
     failed = False
     begun_at: int | None = None  # the step at which the fit began
-    start_seconds = 0.0  # that `begin` took: as long for any run, so Timing leaves them out
+    start_seconds = 0.0  # spent in `begin`; the same for any run, so Timing leaves them out
 
     def begin(self, trainer: Trainer) -> None:
         """Start a run in the tool, or continue it if `begun_at` is above 0."""
@@ -121,7 +122,7 @@ class Logger(Callback):
         """Send a row of numbers."""
 
     def add_result(self, step: int, numbers: dict[str, float], evaluation: dict[str, Any]) -> None:
-        """Send the final numbers, and what is in evaluation.json."""
+        """Send the final numbers and the contents of evaluation.json."""
 
     def end(self, outcome: str) -> None:
         """End the run in the tool: it is "done", was "stopped", or has "failed"."""
@@ -164,7 +165,7 @@ class Logger(Callback):
             self.end_as("done")
 
     def end_as(self, outcome: str) -> None:
-        """Tell the tool, once, that the run is "done", was "stopped", or has "failed"."""
+        """Tell the tool, once, that the run is "done", "stopped" or "failed"."""
         if self.begun:
             self.begun = False
             self.attempt(self.end, outcome)
@@ -176,7 +177,7 @@ class Logger(Callback):
         evaluation: dict[str, Any],
         outcome: str = "done",
     ) -> None:
-        """Send the result after the fit, and end; a run that had nothing left to train sends nothing."""
+        """Send the result after the fit, and end; without any training, send nothing."""
         if self.begun:
             self.attempt(self.add_result, step, numbers, evaluation)
             self.end_as(outcome)
@@ -191,7 +192,7 @@ class Logger(Callback):
             self.failed = True
             reason = " ".join(str(error).split()) or type(error).__name__
             log.warning(
-                "callbacks=%s: %s\nThe run goes on without it.",
+                "callbacks=%s: %s\nThe run continues without it.",
                 type(self).__name__.lower(),
                 printable(reason)[:LONGEST_REASON],
             )
@@ -201,7 +202,7 @@ class Logger(Callback):
 
 
 def charted(row: Row) -> dict[str, float]:
-    """Return the numbers of a row to draw over the step: not the epoch, which would be a straight line."""
+    """Return the numbers of a row to plot over the step, without the epoch."""
     return {
         name: value for name, value in row.items() if isinstance(value, float) and name != "epoch"
     }
@@ -210,7 +211,7 @@ def charted(row: Row) -> dict[str, float]:
 class TensorBoard(Logger):
     """Write event files into `folder`; needs the extra `tensorboard`.
 
-    With `histograms=n` also the distribution of each weight, every `n` epochs.
+    With `histograms=n` it also writes the distribution of each weight every `n` epochs.
     """
 
     writer: Any  # a SummaryWriter
@@ -234,14 +235,14 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        # What a killed run wrote after its last checkpoint is hidden: it comes again.
+        # Hide what a killed run wrote after its last checkpoint, since it is written again.
         self.writer = SummaryWriter(self.folder, purge_step=(self.begun_at or 0) + 1)
         # The tab has a column for each setting: show those that change the result.
         shown = {}
         for key, value in self.config.items():
             if not settings.may_differ(key) and not key.startswith("callbacks."):
                 shown[key] = as_typed(value) if isinstance(value, (list, dict)) else value
-        # Without a list of metrics, which would count for all runs in the tab: it finds those of each run.
+        # No list of metrics, which would apply to all runs: the tab finds those of each run.
         _, begins, self.is_done = hparams(shown, {})
         self.writer.file_writer.add_summary(begins)
 
@@ -273,7 +274,8 @@ class TensorBoard(Logger):
 class WandB(Logger):
     """Weights & Biases, with its files in `folder`/wandb; needs the extra `wandb`.
 
-    With `mode="auto"` it is online if you have logged in, and otherwise offline: `wandb sync` sends the run later.
+    With `mode="auto"` it is online if you have logged in, and otherwise offline: `wandb sync`
+    uploads the run later.
     """
 
     def __init__(
@@ -336,8 +338,8 @@ class WandB(Logger):
 class MLflow(Logger):
     """A run in MLflow, under the name of `folder`; needs the extra `mlflow`.
 
-    `uri` is a server, or a database with the images in mlartifacts/ beside it. "auto" is what MLFLOW_TRACKING_URI
-    says, else runs/mlflow.db.
+    `uri` is a server, or a database with the images in mlartifacts/ beside it. "auto" is
+    MLFLOW_TRACKING_URI, else runs/mlflow.db.
     """
 
     def __init__(
@@ -367,7 +369,7 @@ class MLflow(Logger):
             self.id = write_id(path, self.create_run(experiment))
 
     def continues(self, known: str) -> bool:
-        """Continue the run of this id; False if it is not in this database: it may be in another one."""
+        """Continue the run with this id; return False if this database lacks it."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -417,7 +419,7 @@ class MLflow(Logger):
 
 
 def open_experiment(uri: str, name: str) -> tuple[Any, str]:
-    """Return MLflow's client and the experiment's id; make what is missing, a database one process at a time."""
+    """Return MLflow's client and the experiment's id, creating what is missing under a lock."""
     from mlflow import MlflowClient
 
     with contextlib.ExitStack() as stack:
@@ -438,11 +440,11 @@ def open_experiment(uri: str, name: str) -> tuple[Any, str]:
 def need(package: str, tool: str) -> None:
     """Raise UserError, before anything is trained, if the package is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise UserError(f"callbacks={package} needs {tool}.\nType pip install -e '.[{package}]'.")
+        raise UserError(f"callbacks={package} needs {tool}.\nType {launch.pip_install(package)}.")
 
 
 def name_of(folder: Path, group: str | None) -> str:
-    """Return a run's name for people: that of its folder, behind the sweep's."""
+    """Return a run's display name: its folder's, after the sweep's."""
     name = folder.absolute().name
     return f"{group}/{name}" if group else name
 
@@ -463,10 +465,10 @@ def write_id(path: Path, name: str) -> str:
 
 
 class ConfigFile(Callback):
-    """Write the config to `path` when the training begins: put it last in the list, behind what checks.
+    """Write the config to `path` when the training begins: put it last, after callbacks that check.
 
-    A run that begins at step 0 removes the files `stale` beside it, which an older run left; one that continues removes
-    those that say how it ended before.
+    A run that begins at step 0 removes the `stale` files of an older run beside it; a resumed run
+    removes those on how it ended before.
     """
 
     first_rank_only = True
@@ -487,4 +489,4 @@ class ConfigFile(Callback):
             outdated = ENDING if continues else ()
         for name in outdated:
             (folder / name).unlink(missing_ok=True)
-        write_text(self.path, self.config)  # and not through a link that somebody left there
+        write_text(self.path, self.config)  # replaces a link instead of following it

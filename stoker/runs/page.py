@@ -21,7 +21,7 @@ class Column:
 
 
 def render(template: str, **facts: Any) -> str:
-    """Return the page of a file in templates/. All of the facts are text there, except Markup."""
+    """Render a template of templates/. All facts are escaped as text, except Markup."""
     return templates().get_template(template).render(facts)
 
 

@@ -1,4 +1,4 @@
-"""Curves, histograms and scatter plots as SVG in a page, in the page's own colours, light or dark."""
+"""Curves, histograms and scatter plots as SVG in the colours of the page, light or dark."""
 
 import io
 import re
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 Points = Sequence[tuple[float, float]]
 
-MOST_POINTS = 400  # of a curve that is drawn
-MOST_DOTS = 800  # of a scatter plot
-MOST_TICKS = 8  # texts at an axis
-MOST_LETTERS = 16  # of each
-FAR = 30  # a value so many times another one wants a logarithmic axis
+MOST_POINTS = 400  # in a drawn curve
+MOST_DOTS = 800  # in a scatter plot
+MOST_TICKS = 8  # labels at an axis
+MOST_LETTERS = 16  # in a label
+FAR = 30  # ratio of values that calls for a logarithmic axis
 SIZE = (3.9, 2.5)  # inches: nearly the size it has on a phone
 DASHES = (0, (3, 3))
 # The colours in matplotlib's SVG, each of which stands for a variable of the page's style.
@@ -65,7 +65,7 @@ def curves(
     label: str = "",
     logarithmic: bool = False,
 ) -> Markup:
-    """Draw the lines "train" and "val" over the epochs, with a mark at `best`; `label` says in words what it shows.
+    """Draw "train" and "val" over the epochs, with a mark at `best`; `label` describes the plot.
 
     `logarithmic` allows a logarithmic axis, for values that are far apart.
     """
@@ -90,7 +90,7 @@ def curves(
             axes.axvline(best[0], color=COLOURS["soft"], linewidth=0.9, linestyle=DASHES)
             mark(axes, *best)
         if 0.5 < max(values) <= 1 < axes.get_ylim()[1]:
-            axes.set_ylim(top=1)  # most of what comes near 1 is a share
+            axes.set_ylim(top=1)  # values near 1 are usually shares
         if logarithmic and are_far_apart(values):
             scale_by_powers(axes, "y")
         return svg(name, figure, label)
@@ -123,10 +123,10 @@ def against(name: str, points: Points, label: str) -> Markup:
 def results(
     name: str, settings: Sequence[str], values: Sequence[float | None], best: int, label: str
 ) -> Markup:
-    """Draw the results of jobs over the values of a setting as they were typed, with a mark at the job `best`.
+    """Draw the results of jobs over the typed values of a setting, with a mark at the job `best`.
 
-    Jobs without a result are crosses at the foot. Numbers have their places on a linear or a logarithmic axis, other
-    values the order in which they come.
+    Jobs without a result are crosses at the foot. Numbers are placed on a linear or logarithmic
+    axis, other values in the order in which they come.
     """
     with drawing() as (figure, axes):
         places = place_settings(axes, settings)
@@ -164,13 +164,13 @@ def place_settings(axes: "Axes", settings: Sequence[str]) -> list[float]:
 
 
 def shortened(text: str) -> str:
-    """Return the end of a long text, in which names of classes differ."""
+    """Return the end of a long text, where class names differ."""
     text = printable(text)
     return text if len(text) <= MOST_LETTERS else f"…{text[1 - MOST_LETTERS :]}"
 
 
 def as_number(text: str) -> float | None:
-    """Return the number that was typed; None for other texts, and for numbers without a place on an axis."""
+    """Return the number that was typed; None for other texts and for huge numbers."""
     try:
         value = float(text)
     except ValueError:
@@ -236,14 +236,13 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
 
 @contextmanager
 def drawing() -> "Iterator[tuple[Figure, Axes]]":
-    """Give a new figure and its axes in the page's style; without pyplot, which looks for a screen."""
+    """Yield a figure and its axes in the page's style, without pyplot, which needs a display."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of letters that matplotlib's font lacks: the browser has its own
+        # About letters that matplotlib's font lacks; the browser has its own fonts.
+        warnings.simplefilter("ignore")
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()
         axes.locator_params(nbins=5)
@@ -258,7 +257,7 @@ def tick(value: float, _: object) -> str:
 
 
 def svg(name: str, figure: "Figure", label: str) -> Markup:
-    """Return the figure as an <svg>, whose ids begin with `name`, since a page has several."""
+    """Return the figure as an <svg>, with ids that begin with `name`, since a page has several."""
     stream = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # the same bytes at any time
     figure.savefig(stream, format="svg", transparent=True, metadata=nothing)

@@ -1,4 +1,4 @@
-"""What a result depends on beside its config: the versions of libraries, and git's revision."""
+"""What a result depends on besides its config: versions of libraries, and the git revision."""
 
 import dataclasses
 import platform
@@ -29,9 +29,9 @@ def versions() -> dict[str, str]:
 
 
 def revision(folder: Path) -> Callable[[], Revision | None]:
-    """Ask git for the revision of a folder as it is now; return a function that waits for the answer.
+    """Ask git for the current revision of a folder; return a function that waits for the answer.
 
-    The answer is None where git knows of no revision. Files that git does not track do not make it dirty.
+    It returns None if there is no git revision. Untracked files do not make it dirty.
     """
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -1,4 +1,4 @@
-"""result.json: what a run came to, or why it failed, as one typed record."""
+"""result.json: the result of a run, or why it failed, as one typed record."""
 
 import dataclasses
 import types
@@ -18,8 +18,9 @@ from stoker.trainer import launch
 from stoker.trainer.readable import number, numbers, seconds
 from stoker.trainer.stopping import StopReason
 
-MOST_OVERRIDES = 1000  # of a run, and letters in each
-# The parts of `RunResult.time`. A step that runs as one graph is "step" in place of the three before it.
+MOST_OVERRIDES = 1000  # also the most letters in each
+# The parts of `RunResult.time`. A step that runs as one graph is "step" instead of the
+# three stages before it.
 STAGES = (
     "data",
     "transfer",
@@ -32,7 +33,7 @@ STAGES = (
     "logging",
     "other",
 )
-# The entries that say how a run went, and not what it came to.
+# The entries on how a run went, not on its outcome.
 MEASURED = (
     "seconds",
     "time",
@@ -44,7 +45,7 @@ MEASURED = (
     "peak_flops",
     "mfu",
 )
-# The entries that are null in the file where there is nothing; the others are left out.
+# The entries that are written as null if unknown; the others are left out.
 ALWAYS = ("git", "best", "stopped", "samples_per_second")
 
 
@@ -60,10 +61,10 @@ class Best:
 
 @dataclasses.dataclass
 class RunResult:
-    """What a run came to. Everything is None, or empty, where a file does not have it."""
+    """The result of a run. An entry that the file lacks is None or empty."""
 
     overrides: list[str] | None = None  # what was typed
-    error: str | None = None  # why the run failed: then it has only this, `code` and `overrides`
+    error: str | None = None  # why the run failed; then only `code` and `overrides` are set as well
     code: int | None = None  # the exit code of a run that failed
     git: Revision | None = None
     best: Best | None = None
@@ -76,8 +77,8 @@ class RunResult:
     parameters: int | None = None
     memory_mib: dict[str, float | None] | None = None
     time: dict[str, float] | None = None  # seconds, by STAGES
-    speed: str | None = None  # the sentence on what took the time
-    doctor: list[str] | None = None  # what it warned of
+    speed: str | None = None  # the verdict on what took the time
+    doctor: list[str] | None = None  # its warnings
     samples: dict[str, int] | None = None  # by split
     samples_per_second: int | None = None  # in training
     seconds: float | None = None
@@ -85,23 +86,23 @@ class RunResult:
     flops_per_second: float | None = None
     peak_flops: float | None = None
     mfu: float | None = None
-    # The metrics, such as "test/acc", and "step" and "epoch": entries beside the others in the file.
+    # The metrics, such as "test/acc", and "step" and "epoch"; top-level entries in the file.
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # The entries of the file that were something else than they are here.
+    # The entries of the file that had another type than here.
     malformed: set[str] = dataclasses.field(default_factory=set)
 
     @classmethod
     def read(cls, folder: str | Path) -> "RunResult | None":
-        """Read the result of a run directory, which may be anybody's; None if there is none.
+        """Read the result of an untrusted run directory; None if there is none.
 
-        An entry of another type than ours is left out, and named in `malformed`.
+        An entry of another type is left out, and named in `malformed`.
         """
         contents = json_files.read_json(Path(folder) / RESULT)
         return None if contents is None else cls.parse(contents)
 
     @classmethod
     def parse(cls, contents: dict[str, Any]) -> "RunResult":
-        """Return the record of what a result.json holds."""
+        """Return the record for the contents of a result.json."""
         result = cls(numbers=metrics_in(contents))
         for name, hint in typing.get_type_hints(cls).items():
             if name in ("numbers", "malformed"):
@@ -119,7 +120,7 @@ class RunResult:
         json_files.write_json(Path(folder) / RESULT, self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what result.json holds."""
+        """Return the contents of result.json."""
         if self.error is not None:
             return {"overrides": self.overrides, "error": self.error, "code": self.code}
         contents = dataclasses.asdict(self)
@@ -146,7 +147,7 @@ class RunResult:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run finished."""
         return self.is_whole and self.error is None
 
     def stopped_by(self, kind: str) -> bool:
@@ -158,7 +159,7 @@ class RunResult:
         return tests_in(self.numbers)
 
     def final_numbers(self) -> dict[str, float]:
-        """Return what the run came to: the best value of the monitored metric, and the test."""
+        """Return the outcome of the run: the best value of the monitored metric, and the test."""
         final: dict[str, float] = {}
         if self.best is not None:
             final[f"best/{self.best.name}"] = self.best.value
@@ -172,9 +173,9 @@ class RunResult:
         self.samples_per_second = training_speed(rows)
 
     def keep_measurements(self, before: "RunResult | None") -> None:
-        """Take what was MEASURED from an earlier result of this run, if that was complete already.
+        """Keep what was MEASURED in an earlier result of this run, if that one was complete.
 
-        A run that continues at its end only evaluates: how long that took says nothing of the training.
+        A run that resumes at its end only evaluates, so its own times say nothing of the training.
         """
         if before is None or before.seconds is None:
             return
@@ -194,7 +195,7 @@ def tests_in(numbers: dict[str, Any]) -> dict[str, float]:
 
 
 def of_fit(trainer: Any, saver: Any) -> RunResult:
-    """Return the result of a finished fit, without its metrics; `saver` is its `Checkpoint` callback."""
+    """Return the result of a fit, without its metrics; `saver` is its `Checkpoint`."""
     from stoker.trainer import summary
 
     result = RunResult(
@@ -215,7 +216,7 @@ def of_fit(trainer: Any, saver: Any) -> RunResult:
 
 
 def finished(folder: str | Path) -> RunResult | None:
-    """Return the result of a run that came to its end, else None."""
+    """Return the result of a finished run, else None."""
     result = RunResult.read(folder)
     return result if result is not None and result.is_finished else None
 
@@ -229,7 +230,7 @@ def has_failed(folder: str | Path) -> bool:
 def write_failure(folder: str | Path, error: BaseException, code: int) -> bool:
     """Write why a run failed, and its exit code; return whether that was written.
 
-    The result of a finished run stays, and so does a reason that was given before.
+    An existing result or reason is kept.
     """
     before = RunResult.read(folder)
     if before is not None and (before.is_finished or before.has_failed):
@@ -244,7 +245,7 @@ def write_failure(folder: str | Path, error: BaseException, code: int) -> bool:
 
 
 def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) -> Iterator[str]:
-    """Yield the lines that end a run: the best, the test, the time, and what to type next.
+    """Yield the lines that end a run: the best, the test, the time, and the next commands.
 
     `packages` are those whose code the run trusts.
     """
@@ -272,7 +273,7 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
 
 
 def are_overrides(value: Any) -> bool:
-    """Whether an entry of a file is what somebody may have typed for a run."""
+    """Whether an entry of a file can be the typed settings of a run."""
     if not isinstance(value, list) or len(value) > MOST_OVERRIDES:
         return False
     return all(isinstance(text, str) and len(text) <= MOST_OVERRIDES for text in value)

@@ -1,4 +1,7 @@
-"""Whether a run continues what its directory holds, from which checkpoint, and with the same settings."""
+"""Decide whether a run resumes, from which checkpoint, and check that its settings allow it.
+
+Which settings may differ is the `resume` column of SETTINGS in stoker/command/settings.py.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,23 +14,23 @@ from stoker.runs.saved_config import load_config
 from stoker.trainer import files
 from stoker.trainer.errors import TrainingError, UserError, as_typed
 
-MOST_DIFFERENCES = 5  # that are named
+MOST_DIFFERENCES = 5  # in one message
 START_OVER = "resume=never overwrite=true"
 
 
 def to_resume(
     folder: Path, resume: str, overwrite: bool, cfg: Any
 ) -> tuple[Path, dict[str, Any], str | None] | None:
-    """Return the checkpoint to continue from, as `resume` says: (file, state, origin); None to start at step 0.
+    """Return the checkpoint to resume from, (file, state, origin), or None to start at step 0.
 
-    The origin is the SHA-256 of the file that `resume=FILE` started the run with: the same command then continues
-    that run, and does not start over. UserError where the settings differ.
+    The origin is the SHA-256 of the file that `resume=FILE` started the run with: the same command
+    then resumes that run instead of starting over. UserError if the settings differ.
     """
     from stoker.trainer import checkpoint
 
     if overwrite and resume != "never":
         raise UserError(
-            "overwrite=true: this is for a run that starts over. Type resume=never as well."
+            "overwrite=true: this needs a run that starts over. Type resume=never as well."
         )
     if resume == "never":
         check_replaceable(folder, overwrite)
@@ -57,17 +60,17 @@ def to_resume(
 
 
 def check_replaceable(folder: Path, overwrite: bool) -> None:
-    """Raise UserError where a run that starts over would replace files without `overwrite`."""
+    """Raise UserError if a run that starts over would replace files without `overwrite`."""
     names = sorted({path.name for path in folder.iterdir()} - {LOCK, "job.json"})
     if names and not overwrite:
         raise UserError(
-            f"run_dir={folder}: resume=never starts over, and {names[0]} is in there."
+            f"run_dir={folder}: resume=never starts over, but {names[0]} exists."
             " Type another run_dir, or overwrite=true to replace it."
         )
 
 
 def check_own(folder: Path, newest: Any, given: Path, resume: str) -> None:
-    """Raise UserError where a directory has checkpoints of a run that did not start with the `given` file."""
+    """Raise UserError if the directory has checkpoints of a run that did not start with `given`."""
     if newest is not None and given.parent != (folder / "checkpoints").resolve():
         raise UserError(
             f"run_dir={folder} has checkpoints of a run that did not start with {resume}.\n"
@@ -77,18 +80,18 @@ def check_own(folder: Path, newest: Any, given: Path, resume: str) -> None:
 
 def remove_partial(folder: Path) -> None:
     """Remove what a killed run left half-written."""
-    if (folder / CONFIG).exists():  # it is a run's directory
+    if (folder / CONFIG).exists():  # it is a run directory
         files.remove_partial(folder, WRITTEN)
 
 
 def check_beginning(folder: Path, cfg: Any) -> None:
-    """Check a run directory without checkpoints: its run stopped before the first one, or there is no run."""
+    """Check a run directory without checkpoints: the run stopped too early, or there is none."""
     result = RunResult.read(folder)
     if (folder / CONFIG).exists():
         check_same(f"run_dir={folder}", load_config("run_dir", folder), cfg)
         if result is not None and result.steps is not None:
             raise TrainingError(
-                f"run_dir={folder}: the run has ended, and its checkpoints are gone.\n"
+                f"run_dir={folder}: the run has ended, but its checkpoints are missing.\n"
                 f"Put them back, or type {START_OVER} to start over."
             )
         print(f"starts at step 0: the run in {folder} has no checkpoint")
@@ -98,13 +101,13 @@ def check_beginning(folder: Path, cfg: Any) -> None:
         in_the_way.remove(RESULT)
     if in_the_way:
         raise UserError(
-            f"run_dir={folder}: a run would replace {in_the_way[0]} in it, which is not from a run."
+            f"run_dir={folder}: a run would overwrite {in_the_way[0]}, which no run created."
             f" Type another run_dir, or {START_OVER}."
         )
 
 
 def about(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint says about its run; {} where that is nothing, or unusable."""
+    """Return what a checkpoint stores about its run; {} if that is missing or malformed."""
     entry = state.get("about")
     if isinstance(entry, dict) and isinstance(entry.get("config"), dict):
         return entry
@@ -112,38 +115,38 @@ def about(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_classes(state: dict[str, Any], data: Any) -> None:
-    """Raise UserError where a checkpoint's run had other classes than this data: its outputs mean those."""
+    """Raise UserError if this data has other classes than the checkpoint's run."""
     before = about(state).get("classes")
     if before is None or data.classes is None or before == list(data.classes):
         return
     new = [str(name) for name in data.classes if name not in before]
     example = f", {new[0]!r} among them" if new else ""
     raise UserError(
-        f"dataset: the run had {len(before)} classes, and this data has"
+        f"dataset: the run had {len(before)} classes, but this data has"
         f" {len(data.classes)}{example}. Type dataset.root=DIR."
     )
 
 
 def check_data(state: dict[str, Any], fingerprint: str) -> None:
-    """Raise UserError where a checkpoint comes from a run on other data."""
+    """Raise UserError if a checkpoint comes from a run on other data."""
     before = about(state).get("data")
     if before not in (None, fingerprint):
         raise UserError(
-            f"dataset: the run had other data (its fingerprint is {before}, and here {fingerprint}).\n"
+            f"dataset: the run had other data (fingerprint {before}, now {fingerprint}).\n"
             "Type the dataset.root that it had to continue it;"
             " for a new run, another run_dir and no resume."
         )
 
 
 def check_settings(name: str, state: dict[str, Any], cfg: Any, *, longer: bool = False) -> None:
-    """Raise UserError where a checkpoint's run had other settings."""
+    """Raise UserError if a checkpoint's run had other settings."""
     config = about(state).get("config")
     if config is not None:
         check_same(name, config, cfg, longer=longer)
 
 
 def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> None:
-    """Raise UserError where two configs differ in more than a resumed run may, or with `longer` a longer one."""
+    """Raise UserError if two configs differ in settings that a resumed run may not change."""
     before = dotted.flat(before)
     now = dotted.flat(now)
     changed = [
@@ -153,7 +156,7 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
     ]
     if not changed:
         return
-    # Where a part is of another class, its arguments say nothing more.
+    # If a part has another class, its arguments add nothing.
     replaced = tuple(key.removesuffix("_target_") for key in changed if key.endswith("._target_"))
     shown = [key for key in changed if not key.startswith(replaced) or key.endswith("._target_")]
     differences = ", ".join(

@@ -1,4 +1,4 @@
-"""metrics.jsonl: the rows of numbers that a run logs, one JSON object a line."""
+"""metrics.jsonl: the rows of numbers that a run logs, one JSON object per line."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def lines_of(path: str | Path) -> Iterator[tuple[Row, bytes]]:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Return all rows; none if there is no such file."""
+    """Return all rows; none if the file is missing."""
     return [row for row, _ in lines_of(path)] if os.path.lexists(path) else []
 
 
@@ -40,7 +40,7 @@ def last_values(rows: list[Row]) -> Row:
 
 
 def training_speed(rows: list[Row]) -> int | None:
-    """Return the samples per second of all training in these rows; None where that is unknown."""
+    """Return the training speed over these rows, in samples per second; None if unknown."""
     samples, seconds = 0, 0
     for row in map(metrics_in, rows):
         samples += row.get("train/samples") or 0
@@ -49,9 +49,9 @@ def training_speed(rows: list[Row]) -> int | None:
 
 
 def metrics_in(entries: Row) -> Row:
-    """Return the entries of a row, or of a result, that are metrics: anybody may have written it.
+    """Return the entries of an untrusted row or result that are metrics.
 
-    A metric is a number, null where that was not finite, or, of an evaluation, a list.
+    A metric is a number, null for one that was not finite, or, in an evaluation, a list.
     """
     return {name: value for name, value in entries.items() if is_metric(name, value)}
 

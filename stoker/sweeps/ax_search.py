@@ -1,4 +1,4 @@
-"""The search by Ax, which goes on after a failed trial, and with a search that was killed."""
+"""The search by Ax, which survives failed trials and resumes a killed search."""
 
 import contextlib
 import logging
@@ -23,8 +23,8 @@ from stoker.trainer.errors import UserError
 class AxSearch(Search):
     """Hydra's Ax sweeper, and its settings, with our loop.
 
-    Ax keeps its state in memory. The folders of the jobs are its storage: what is in them is told
-    to it first, in the order of their numbers.
+    Ax keeps its state in memory. The folders of the jobs are its storage, which it reads first, in
+    the order of their numbers.
     """
 
     name = "ax"
@@ -51,11 +51,11 @@ class AxSearch(Search):
         try:
             return self.core.setup_ax_client(self.searched)
         except (ValueError, AssertionError, TypeError) as error:
-            reason = (str(error).splitlines() or ["this is no space to search"])[0]
+            reason = (str(error).splitlines() or ["this is not a search space"])[0]
             raise UserError(f"{' '.join(self.searched)}: {reason}") from None
 
     def typed(self, values: Mapping[str, Any]) -> list[str]:
-        """What is typed for the values of a trial."""
+        """Return the overrides for the values of a trial."""
         return [f"{name}={values[name]}" for name in self.names]
 
     def open(self) -> Trials:
@@ -70,7 +70,7 @@ class AxSearch(Search):
                 index = self.client.attach_trial(values)
             except ValueError as error:
                 raise UserError(
-                    f"{self.folder / job.name}: this is no trial of this search ({error})."
+                    f"{self.folder / job.name}: this trial is not from this search ({error})."
                 ) from None
             self.indices[int(job.name)] = index
             begun[int(job.name)] = self.typed(values)
@@ -103,7 +103,7 @@ class AxSearch(Search):
 
 
 def value_of(text: str | None) -> Any:
-    """A trial's value as Ax has it, from what was typed for its job: a number, a bool or a text."""
+    """Parse a typed value for Ax: a number, a bool or a string."""
     if text is None:
         return None
     value = OverridesParser.create().parse_override(f"key={text}").value()

@@ -1,7 +1,7 @@
-"""The directory of a sweep as typed records: what each job's folder says, and what sweep.json says.
+"""The directory of a sweep as typed records: the folders of its jobs, and sweep.json.
 
-A job is a folder with a job.json (what was typed for it) or a result.json. Anybody may have
-written these files, so whatever does not look right counts as missing.
+A job is a folder with a job.json (its typed settings) or a result.json. These files are untrusted:
+whatever is malformed counts as missing.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from stoker.runs.rows import read_rows
 from stoker.trainer import launch, readable
 from stoker.trainer.errors import UserError, as_typed, printable
 
-JOB = "job.json"  # what was typed for a job
-SWEEP = "sweep.json"  # what was typed for the whole sweep
+JOB = "job.json"  # the typed settings of a job
+SWEEP = "sweep.json"  # the command line of the sweep
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
-PROGRESS_LETTERS = 1000  # printed of a row
+PROGRESS_LETTERS = 1000  # the most that is printed of a row
 announced = False  # whether this process has checked its sweep against the directory and begun it
 
 
 @dataclass
 class Job:
-    """What the folder of a job says.
+    """A job, as read from its folder.
 
-    `best` and `test` are those of its result. `note` says why it failed or was pruned, or how far
-    it is. `code` is what it adds to the exit code of its sweep.
+    `best` and `test` come from its result. `note` says why it failed or was pruned, or how far it
+    is. `code` counts for the exit code of the sweep.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Job:
 
 @dataclass
 class SweepRecord:
-    """What sweep.json says: the command line, the number of its jobs, and the keys of a search.
+    """The contents of sweep.json: the command line, the number of jobs, and the keys of a search.
 
-    A field is None where nobody knows; `searched` is None for a grid.
+    An unknown field is None; `searched` is None for a grid.
     """
 
     typed: list[str] | None = None
@@ -78,14 +78,14 @@ class SweepRecord:
 
 
 def texts(value: object) -> list[str] | None:
-    """`value` if it is a list of texts, else None."""
+    """Return `value` if it is a list of strings, else None."""
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
     return None
 
 
 def announce(folder: Path, record: SweepRecord) -> None:
-    """Write what this process is about to run; the directory has been checked and goes with it."""
+    """Write what this process is about to run, after its directory has been checked."""
     global announced
     record.write(folder)
     announced = True
@@ -105,13 +105,13 @@ def read_jobs(folder: Path) -> list[Job]:
 
 
 def by_number(path: Path) -> list[tuple[int, int, str]]:
-    """The sort key of a folder's name, with the numbers in it as numbers."""
+    """Return the sort key of a folder's name, which compares its numbers as numbers."""
     parts = re.split(r"(\d+)", path.name)
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
 
 
 def read_job(folder: Path) -> Job:
-    # First of all, since a job that ends from here on has its result by then.
+    # Before the result is read: a job that ends from here on has written its result by then.
     is_running = is_held(folder)
     result = RunResult.read(folder)
     begun = read_json(folder / JOB)
@@ -140,7 +140,7 @@ def read_job(folder: Path) -> Job:
         job.code = 3
     else:
         job.status = "failed"
-        job.note = "its result.json is not that of a run"
+        job.note = "its result.json is malformed"
         job.code = 3
         if result is not None and result.is_whole:
             job.note = str(result.error)
@@ -149,7 +149,7 @@ def read_job(folder: Path) -> Job:
 
 
 def overrides_in(record: dict[str, Any] | None) -> list[str] | None:
-    """What was typed for a job, from its job.json; None if that does not say."""
+    """Return the typed settings of a job from its job.json; None if it lacks them."""
     overrides = record.get("overrides") if record else None
     return overrides if are_overrides(overrides) else None
 
@@ -170,7 +170,7 @@ def progress(folder: Path) -> str:
 
 
 def settings_of(overrides: list[str]) -> dict[str, str]:
-    """{key: value as it was typed}, without the keys of the sweep itself."""
+    """Return {key: value as typed}, without the keys of the sweep itself."""
     pairs = (override.lstrip("+").partition("=") for override in overrides)
     return {
         key: value for key, _, value in pairs if not re.match(r"(sweep|hydra|run_dir)([./]|$)", key)
@@ -178,15 +178,15 @@ def settings_of(overrides: list[str]) -> dict[str, str]:
 
 
 def varied(jobs: list[dict[str, str]]) -> list[str]:
-    """The keys in which the settings of several jobs differ, in the order typed."""
+    """Return the keys in which the settings of several jobs differ, in the order typed."""
     keys = dict.fromkeys(key for job in jobs for key in job)
     return [key for key in keys if len({job.get(key) for job in jobs}) > 1]
 
 
 def changes_results(key: str) -> bool:
-    """Whether another value of the key leads to other results.
+    """Whether another value of the key may change the result.
 
-    Some keys change no weights, but which ones are the best.
+    Some keys change no weights, but decide which are the best.
     """
     return key in ("eval_every", "max_minutes") or not settings.may_differ(key)
 
@@ -194,7 +194,7 @@ def changes_results(key: str) -> bool:
 def differences(
     now: dict[str, str], before: dict[str, str], compares: Callable[[str], bool]
 ) -> str:
-    """'seed=2 (was 0), ...' for the first three keys to compare that differ; '' for none."""
+    """Return 'seed=2 (was 0), ...' for the first three keys that differ; '' if none does."""
     keys = [key for key in {**now, **before} if compares(key) and now.get(key) != before.get(key)]
     return ", ".join(
         f"{key}={as_typed(now.get(key, '(default)'))} (was {before.get(key, '(default)')})"
@@ -203,7 +203,7 @@ def differences(
 
 
 def typed_for(job: Job, keys: Iterable[str]) -> list[str]:
-    """What was typed for a job, of these keys."""
+    """Return the typed settings of a job for these keys."""
     typed = [key for key in keys if key in job.settings]
     return [
         key if key.startswith("~") and not job.settings[key] else f"{key}={job.settings[key]}"
@@ -223,7 +223,7 @@ def consecutive(numbers: Iterable[int]) -> list[list[int]]:
 
 
 def command_to_continue(folder: Path) -> str:
-    """The command line of the sweep, which goes on with it."""
+    """Return the command line that continues the sweep."""
     place = setting("hydra.sweep.dir", folder)
     typed = SweepRecord.read(folder).typed
     if typed is None:
@@ -233,15 +233,15 @@ def command_to_continue(folder: Path) -> str:
 
 
 def of_another_sweep(folder: Path, reason: str) -> UserError:
-    """The error for a sweep that does not go with the one in its directory."""
+    """Return the error for a sweep that differs from the one in its directory."""
     return UserError(
         f"hydra.sweep.dir={folder}: {reason}.\n"
-        f"Type another hydra.sweep.dir, or to go on with that one:\n{command_to_continue(folder)}"
+        f"Type another hydra.sweep.dir, or to continue that one:\n{command_to_continue(folder)}"
     )
 
 
 def begin(folder: str, number: int) -> None:
-    """Write what was typed for this process's job into its directory; remove an earlier failure."""
+    """Write the job.json of this process's job; remove an earlier failure."""
     path = Path(folder)
     if results.has_failed(path):
         (path / RESULT).unlink()
@@ -251,7 +251,7 @@ def begin(folder: str, number: int) -> None:
 
 
 def pass_over(folder: str, number: int) -> float | None:
-    """Say that this process's job was done before, and return its value."""
+    """Print that this process's job is already done, and return its value."""
     result = results.finished(folder)
     text = f"job {number}    {' '.join(arguments.typed())}: done"
     if result and result.best:
@@ -261,6 +261,6 @@ def pass_over(folder: str, number: int) -> float | None:
 
 
 def value_of(folder: str) -> float | None:
-    """The number that a job gives to its sweeper: the best of what it monitors, None for none."""
+    """Return the best value of the metric that a job monitors, for its sweeper; None for none."""
     result = results.finished(folder)
     return result.best.value if result and result.best else None

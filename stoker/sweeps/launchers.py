@@ -1,4 +1,4 @@
-"""Jobs in processes of their own: what Hydra's launchers leave open (devices, threads, signals)."""
+"""Jobs in separate processes: devices, threads and signals, which Hydra's launchers ignore."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ from stoker.runs.directory import RESULT, remove_empty
 from stoker.sweeps.jobs import Job, read_job, typed_for
 from stoker.trainer import stopping
 from stoker.trainer.errors import RunInUse, UserError, check_number, printable
-from stoker.trainer.launch import cores
+from stoker.trainer.launch import cores, pip_install
 from stoker.trainer.readable import number
 from stoker.trainer.settings import GPUS, VISIBLE_GPUS
 
@@ -31,17 +31,17 @@ EXTRAS = {
     "submitit_slurm": "submitit",
     "ray": "ray",
 }
-SIDE_BY_SIDE = ("joblib", "submitit_local", "ray")  # that run sweep.at_once jobs
+SIDE_BY_SIDE = ("joblib", "submitit_local", "ray")  # they run sweep.at_once jobs
 THREADS = "OMP_NUM_THREADS"
-JOBS = "jobs"  # the folder of a sweep for what its jobs print, and for the locks below
+JOBS = "jobs"  # the folder of a sweep for the output of its jobs, and for locks
 POLL = 0.3  # seconds
-# By which submitit tells a job that its time is over, or that it is preempted; not on Windows.
+# Submitit sends it to a job that times out or is preempted; Windows lacks it.
 USR2: signal.Signals | None = getattr(signal, "SIGUSR2", None)
 
-apart = False  # whether this process was launched for jobs of a sweep
+apart = False  # whether a launcher started this process for jobs of a sweep
 slot: int | None = None  # which share of the machine this process has
-job = contextlib.ExitStack()  # what to undo when the job of this process has ended
-holding = contextlib.ExitStack()  # in the process of the sweep: what its jobs can see of it
+job = contextlib.ExitStack()  # to undo at the end of this process's job
+holding = contextlib.ExitStack()  # in the process of the sweep: its lock, which its jobs watch
 failed: list[Job] = []  # the job that ends a sweep with sweep.on_error=stop
 
 
@@ -54,15 +54,15 @@ def check_installed(launcher: str) -> None:
     if extra and not plugin:
         raise UserError(
             f"hydra/launcher={launcher}: its plugin is not installed.\n"
-            f"Type pip install -e '.[{extra}]', or leave this out for one job after the other."
+            f"Type {pip_install(extra)}, or leave this out to run one job at a time."
         )
 
 
 def how_many(at_once: int | str, per_gpu: int, gpus: int, cores: int) -> tuple[int, int]:
-    """Return (jobs at the same time, threads of each).
+    """Return (simultaneous jobs, threads of each).
 
-    `auto` is what the GPUs hold, or one job per core. The jobs share the cores, and each has at
-    least one.
+    `auto` is as many as the GPUs hold, or one job per core. The jobs share the cores, and each has
+    at least one.
     """
     jobs = (gpus * per_gpu or cores) if at_once == "auto" else int(at_once)
     return jobs, max(1, cores // jobs)
@@ -88,18 +88,18 @@ def gpus_of_a_job(per_gpu: int, device: str) -> float:
     return 1 / per_gpu if count_gpus(device) else 0
 
 
-# For configs/hydra/launcher/: a launcher's node has to be complete before its sweep begins.
+# For configs/hydra/launcher/, which must be complete before the sweep begins.
 OmegaConf.register_resolver("jobs_at_once", jobs_at_once)
 OmegaConf.register_resolver("gpus_of_a_job", gpus_of_a_job)
 
 
 def order(number: int, slots: int) -> list[int]:
-    """The slots in which job `number` may run: its own, number % slots, then the next ones."""
+    """Return the slots in which job `number` may run: number % slots, then the next ones."""
     return [(number + i) % slots for i in range(slots)]
 
 
 def device(name: str, names: list[str]) -> str:
-    """What `device=name` is in this process: `auto` is its slot's of several GPUs in `names`."""
+    """Return the device for `device=name`: `auto` picks one of the GPUs in `names` by the slot."""
     gpus = [each for each in names if ":" in each]
     if name != "auto" or slot is None or not gpus:
         return name
@@ -107,11 +107,11 @@ def device(name: str, names: list[str]) -> str:
 
 
 def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> int:
-    """Return the first of the job's slots that is free; this process has it until its end.
+    """Lock and return the first free slot of the job; this process keeps it until it ends.
 
-    By the number alone two jobs would share a GPU while another one is idle, as they do not end in
-    the order in which they began. If all slots are taken, wait for one; `go_on` raises an exception
-    to give up.
+    Jobs do not end in the order in which they began, so by the number alone two could share a GPU
+    while another is idle. If all slots are taken, wait for one; `go_on` raises an exception to give
+    up.
     """
     while True:
         for each in order(number, slots):
@@ -131,15 +131,15 @@ def claim(folder: Path, number: int, slots: int, go_on: Callable[[], None]) -> i
 
 
 class Jobs(Callback):
-    """Hydra's callback for a sweep whose jobs run in processes of their own.
+    """Hydra's callback for a sweep whose jobs run in separate processes.
 
-    It is made in the process of the sweep, and each job gets a copy. The sweep holds a lock for as
-    long as its jobs should go on. When the lock is released, by a signal or by the end of the
-    process however it ends, the jobs that run on this machine save their step and stop, and no
-    other one begins. With Hydra's basic launcher the callback does nothing.
+    It is made in the process of the sweep, and each job gets a copy. The sweep holds a lock while
+    its jobs should continue. When the lock is released, by a signal or by any end of the process,
+    the jobs on this machine save their step and stop, and no further job begins. With Hydra's basic
+    launcher the callback does nothing.
     """
 
-    launcher: str | None = None  # None where jobs run in this process
+    launcher: str | None = None  # None if jobs run in this process
 
     def __init__(self, at_once: int | str, per_gpu: int, device: str, on_error: str) -> None:
         self.at_once = at_once
@@ -164,7 +164,7 @@ class Jobs(Callback):
             raise SystemExit(exit_codes.report(error)) from None
 
     def check(self, launcher: str) -> None:
-        """Raise UserError for settings that are out of range, or of no use to this launcher."""
+        """Raise UserError for settings that are out of range, or that this launcher ignores."""
         for key, value in (("sweep.at_once", self.at_once), ("sweep.per_gpu", self.per_gpu)):
             settings.check(key, value)
             if value in ("auto", 1) or launcher in SIDE_BY_SIDE:
@@ -173,12 +173,12 @@ class Jobs(Callback):
             if launcher == "submitit_slurm":
                 hint = "hydra.launcher.array_parallelism= for jobs at the same time"
             raise UserError(
-                f"{key}={value}: hydra/launcher={launcher} has no use for it. Type {hint}."
+                f"{key}={value}: hydra/launcher={launcher} does not support it. Type {hint}."
             )
         check_installed(launcher)
 
     def prepare(self, launcher: str, node: DictConfig) -> None:
-        """Set what a job finds: its share of the machine, its folder and its packages."""
+        """Set up what a job needs: its share of the machine, its folder and its import path."""
         if launcher == "joblib":
             check_number("hydra.launcher.n_jobs", node.n_jobs, whole=True, least=-1)
             if node.n_jobs == 0:
@@ -190,7 +190,7 @@ class Jobs(Callback):
         gpus = 0 if launcher == "submitit_slurm" else count_gpus(self.device)
         self.jobs, self.threads = how_many(self.at_once, self.per_gpu, gpus, cores())
         self.environ = {name: os.environ.get(name) for name in (VISIBLE_GPUS, THREADS)}
-        # Another process finds train.py's packages, and those beside it, by this.
+        # Other processes need it to import the packages beside train.py.
         path = [str(Path(sys.argv[0]).resolve().parent), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         self.argv = sys.argv
@@ -199,7 +199,7 @@ class Jobs(Callback):
             self.start_ray(node)
 
     def start_ray(self, node: DictConfig) -> None:
-        """Start Ray, or find the cluster at `address`; take back the signals that it answers."""
+        """Start Ray, or connect to the cluster at `address`; then restore the signal handlers."""
         import ray
 
         init: Any = OmegaConf.to_container(node.ray.init, resolve=True)
@@ -211,7 +211,7 @@ class Jobs(Callback):
         stopping.listen()
 
     def hold(self, folder: Path) -> None:
-        """Take the lock of the sweep, and say from now on how its jobs end."""
+        """Take the lock of the sweep, and print from now on how its jobs end."""
         self.sweep = folder.resolve()
         self.folder = self.sweep / JOBS
         try:
@@ -228,7 +228,7 @@ class Jobs(Callback):
         look = functools.partial(self.look_for_ends, times)
         holding.callback(look)
         poll(look, holding)
-        text = f"what they print is in {folder / JOBS}"
+        text = f"their output is in {folder / JOBS}"
         if is_local:
             threads = f"{self.threads} threads" if self.threads > 1 else "a thread"
             text = f"{self.jobs} at once, with {threads} each; {text}"
@@ -240,7 +240,7 @@ class Jobs(Callback):
     def look_for_ends(self, times: dict[Path, int]) -> bool:
         """Print a line for each job that has ended since `times`.
 
-        A failed one raises a signal if it should end the sweep.
+        A failed one raises a signal if sweep.on_error=stop.
         """
         for path in self.results():
             with contextlib.suppress(OSError):  # it may be replaced at this moment
@@ -257,11 +257,11 @@ class Jobs(Callback):
         return False
 
     def stop(self, _: str) -> None:
-        """Answer a signal: the jobs save their step, no other one begins, and the sweep ends."""
+        """Handle a signal: the jobs save their step, no further one begins, and the sweep ends."""
         why = f"job {failed[0].name} failed, and sweep.on_error=stop" if failed else "stopping"
         then = "each job saves its step"
         if self.launcher == "submitit_slurm":
-            then = "the jobs that are in Slurm's queue stay there (scancel --name=stoker ends them)"
+            then = "the jobs in Slurm's queue stay there (scancel --name=stoker ends them)"
         print(f"\n{why}: {then}", file=sys.stderr, flush=True)
         holding.close()
         while self.locks and any(map(lock.is_held, self.sweep.glob("*/"))):
@@ -274,9 +274,9 @@ class Jobs(Callback):
             return
         stopping.gentle = None
         holding.close()
-        remove_empty([self.folder])  # if no job was run
+        remove_empty([self.folder])  # if no job ran
 
-    # In the process of a job, which the launcher may have used for others before:
+    # In the process of a job, which may have run other jobs before:
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         global apart, slot
@@ -298,18 +298,20 @@ class Jobs(Callback):
             import torch
 
             torch.set_num_threads(self.threads)
-            self.restore(THREADS)  # set by the launchers; a run takes it for the user's word
+            self.restore(
+                THREADS
+            )  # set by the launchers; a run would take it for the user's setting
         self.listen()
 
     def restore(self, name: str) -> None:
-        """Give an environment variable the value that it has in the process of the sweep."""
+        """Set an environment variable to its value in the process of the sweep."""
         value = self.environ[name]
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
 
     def listen(self) -> None:
-        """Answer the launcher's signals as a run answers a terminal's; Ctrl-C is for the sweep."""
+        """Handle the launcher's signals like those of a terminal; Ctrl-C is for the sweep."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, stopping.hear)
         if str(self.launcher).startswith("submitit") and USR2:
@@ -332,11 +334,11 @@ class Jobs(Callback):
     def read_owner(self) -> bytes | None:
         try:
             return (self.folder / lock.LOCK).read_bytes()
-        except OSError:  # nobody can read it on Windows
+        except OSError:  # unreadable on Windows while locked
             return None
 
     def go_on(self) -> None:
-        """End a job that was to begin when the sweep was over."""
+        """End a job that would begin after the end of the sweep."""
         if stopping.received is not None or self.is_over():
             raise KeyboardInterrupt
 
@@ -345,9 +347,9 @@ class Jobs(Callback):
             return
         job.close()
         if stopping.received is not None:
-            if self.launcher == "joblib":  # its processes would wait for a sweep that was killed
+            if self.launcher == "joblib":  # its processes would wait for a killed sweep
                 os._exit(stopping.exit_code())
-            raise KeyboardInterrupt  # Ray would take a SystemExit for the loss of the process
+            raise KeyboardInterrupt  # Ray would treat a SystemExit as a lost process
 
 
 def poll(look: Callable[[], bool], stack: contextlib.ExitStack) -> None:
@@ -365,7 +367,7 @@ def poll(look: Callable[[], bool], stack: contextlib.ExitStack) -> None:
 
 
 def hand_back(before: Any) -> None:
-    """Let submitit answer the signal that has stopped a job: it puts the job into the queue."""
+    """Let submitit handle the signal that stopped a job: it requeues the job."""
     assert USR2 is not None
     signal.signal(USR2, before)
     if stopping.received == USR2:
@@ -373,7 +375,7 @@ def hand_back(before: Any) -> None:
 
 
 def line(ended: Job) -> str:
-    """What to print for a job that has ended."""
+    """Return the line for a job that has ended."""
     text = f"failed, {ended.note.partition(chr(10))[0]}"
     if ended.status == "done":
         best = f", {ended.best.name} {number(ended.best.value)}" if ended.best else ""

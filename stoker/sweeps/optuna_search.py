@@ -1,4 +1,4 @@
-"""The search by Optuna, with a storage to go on from, and the callback that prunes its trials."""
+"""The search by Optuna, with a storage to resume from, and the callback that prunes trials."""
 
 import math
 from collections.abc import Callable
@@ -36,9 +36,8 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 class OptunaSearch(Search):
     """Hydra's Optuna sweeper, and its settings, with our loop.
 
-    Hydra's own knows no pruned trials and does not go on after a kill. Here the values of a trial
-    are a function of (seed, number, the results before): a search that was killed proposes what it
-    would have proposed.
+    Hydra's own sweeper supports neither pruning nor resuming. Here the values of a trial are a
+    function of (seed, number, the results before), so a resumed search proposes the same trials.
     """
 
     name = "optuna"
@@ -62,7 +61,7 @@ class OptunaSearch(Search):
             try:
                 distribution = create_optuna_distribution_from_override(override)
             except (ValueError, AssertionError, NotImplementedError) as error:
-                reason = (str(error).splitlines() or ["this is no space to search"])[0]
+                reason = (str(error).splitlines() or ["this is not a search space"])[0]
                 raise UserError(f"{override.input_line}: {reason}") from None
             self.space[override.get_key_element()] = distribution
         return typed(self.ask(optuna.create_study(), 0))
@@ -71,15 +70,15 @@ class OptunaSearch(Search):
         self.study = self.open_study()
         begun = {}
         for trial in self.study.trials:
-            # Other folders may be at work on the same study.
+            # Other folders may work on the same study.
             if trial.user_attrs.get("folder") == str(self.folder) and not trial.state.is_finished():
-                # Anybody may have written the storage: type only what this search would draw.
+                # The storage is untrusted: type only what this search would draw.
                 begun[trial.number] = typed(trial) if trial.distributions == self.space else None
         return begun
 
     def propose(self, count: int) -> Trials:
         monitored = self.study.user_attrs
-        if "mode" in monitored:  # of trials that have failed for it
+        if "mode" in monitored:  # also set by trials that failed because of it
             check_mode(self.maximize, monitored["monitor"], monitored["mode"])
         trials = self.study.trials
         to_go = self.trials - sum(trial.state.is_finished() for trial in trials)
@@ -89,11 +88,11 @@ class OptunaSearch(Search):
     def tell(self, number: int, state: str, value: float | None) -> None:
         if state == "complete":
             self.study.tell(number, value)
-        else:  # the value of a pruned one is the last that it has reported
+        else:  # the value of a pruned trial is the last that it reported
             self.study.tell(number, state=STATES[state])
 
     def ask(self, study: optuna.Study, number: int) -> optuna.Trial:
-        """Return the trial of this number with its values drawn."""
+        """Return the trial of this number and draw its values."""
         study.sampler = self.make_sampler(number)
         trial = study.ask(self.space)
         if self.extend:
@@ -106,7 +105,7 @@ class OptunaSearch(Search):
         config: dict[str, Any] = dict(self.sampler)
         if config.get("_partial_"):
             raise UserError(
-                "hydra/sweeper/sampler=grid: every combination is what sweep=grid runs. "
+                "hydra/sweeper/sampler=grid: this runs every combination, as sweep=grid does. "
                 "Type sweep=grid."
             )
         if config.get("seed") is not None:
@@ -114,7 +113,7 @@ class OptunaSearch(Search):
         return instantiate(config, _execution_whitelist_=SAMPLERS)
 
     def open_study(self) -> optuna.Study:
-        """Return the study in the storage, new or old; UserError if it is another search's."""
+        """Open or create the study; UserError if it belongs to another search."""
         direction = StudyDirection.MAXIMIZE if self.maximize else StudyDirection.MINIMIZE
         try:
             place, name = place_of(self.config.hydra.sweeper, self.folder)
@@ -140,19 +139,19 @@ class OptunaSearch(Search):
                     check_distribution_compatibility(old, self.space.get(key, old))
                 except ValueError as error:
                     raise UserError(
-                        f"hydra.sweep.dir={self.folder}: its trials have another space for {key} "
+                        f"hydra.sweep.dir={self.folder}: its trials have another range for {key} "
                         f"({str(error).rstrip('.')}). Type another hydra.sweep.dir."
                     ) from None
         return study
 
 
 def typed(trial: optuna.Trial | optuna.trial.FrozenTrial) -> list[str]:
-    """What is typed for the values of a trial."""
+    """Return the overrides for the values of a trial."""
     return [f"{key}={value}" for key, value in trial.params.items()]
 
 
 def place_of(sweeper: DictConfig, folder: Path) -> tuple[str, str]:
-    """Where the study is stored, and its name, by the sweeper's settings and the sweep's folder."""
+    """Return the storage and the name of the study, from the sweeper's settings and the folder."""
     if sweeper.storage is None:
         # Wait a minute for other trials.
         return f"sqlite:///{folder / 'study.db'}?timeout=60", sweeper.study_name or "search"
@@ -160,7 +159,7 @@ def place_of(sweeper: DictConfig, folder: Path) -> tuple[str, str]:
 
 
 def open_storage(place: str) -> BaseStorage:
-    """The storage of an SQLAlchemy URL, or of `journal:FILE`, which machines may share by NFS."""
+    """Open the storage at an SQLAlchemy URL, or `journal:FILE`, which works over NFS."""
     kind, _, path = place.partition(":")
     if kind == "journal":
         return JournalStorage(JournalFileBackend(path))
@@ -168,9 +167,9 @@ def open_storage(place: str) -> BaseStorage:
 
 
 class Pruning(Callback):
-    """Report each evaluation to the trial, and end the training if the pruner sees no hope.
+    """Report each evaluation to the trial, and stop the training if the pruner says so.
 
-    The trial's clock is evaluations, so that trials with other batch sizes can be compared.
+    Trials are compared by evaluations instead of steps, since their batch sizes may differ.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class Pruning(Callback):
         self.watched = Monitor(monitor, mode)
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Raise UserError if the search looks for the other end of this number."""
+        """Raise UserError if the search optimises this metric in the other direction."""
         self.watched.on_fit_start(trainer)
         storage = open_storage(self.place)
         study = optuna.load_study(study_name=self.study_name, storage=storage, pruner=self.pruner)
@@ -217,7 +216,7 @@ class Pruning(Callback):
         self.stop_if_hopeless(trainer)
 
     def stop_if_hopeless(self, trainer: Trainer) -> None:
-        """Stop all processes of the trial if the first one sees no hope: they have to agree."""
+        """Stop all processes of the trial if the pruner says so on the first one."""
         if parallel.add_up(int(launch.is_first() and self.trial.should_prune())):
             trainer.stop(f"pruned at evaluation {self.reported}", "pruned")
 

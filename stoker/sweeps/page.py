@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from stoker.sweeps.jobs import Job
     from stoker.sweeps.table import Sweep
 
-MOST_SETTINGS = 24  # that are plotted
+MOST_SETTINGS = 24  # plotted settings
 
 
 def of_sweep(
@@ -24,8 +24,8 @@ def of_sweep(
 ) -> str:
     """Return the page of a sweep.
 
-    `counts` says how many jobs are done; `best` and `again` are the commands of the best job and of the jobs that are
-    left; `report` is the link to the best job's report.
+    `counts` says how many jobs are done; `best` and `again` are the commands for the best job and
+    for the remaining jobs; `report` links to the best job's report.
     """
     return render(
         "sweep.html",
@@ -41,7 +41,7 @@ def of_sweep(
 
 
 def figures(sweep: "Sweep") -> list[dict[str, Any]]:
-    """Return {"title", "svg"} of the results over each setting; [] where nothing can be compared."""
+    """Return {"title", "svg"} of the results over each setting; [] if nothing can be compared."""
     jobs = sweep.of("done") + sweep.of("pruned") + sweep.of("failed")
     if not sweep.compares or not jobs:
         return []
@@ -61,8 +61,8 @@ def figures(sweep: "Sweep") -> list[dict[str, Any]]:
 def of_groups(sweep: "Sweep") -> list[Column]:
     """Return the table of the jobs that are done, those that differ only in their seed in one row.
 
-    What decides comes first, where a phone has room. Runs that are not a sweep's may have little in common: their
-    settings are one column.
+    The deciding value comes first, where a phone has room. Runs outside a sweep may have little in
+    common, so their settings are one column.
     """
     from stoker.sweeps.jobs import typed_for
     from stoker.sweeps.table import groups, tests_of
@@ -121,7 +121,7 @@ def settings_of(jobs: "list[Job]", keys: list[str]) -> list[Column]:
 
 
 def best_of(job: "Job", name: str) -> str:
-    """Return the best value of a job, with the metric's name where that is not `name`."""
+    """Return the best value of a job, with the metric's name unless that is `name`."""
     if not job.best:
         return ""
     value = number(job.best.value)

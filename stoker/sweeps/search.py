@@ -1,4 +1,4 @@
-"""What all searches share: the loop that proposes trials, runs their jobs and tells the results."""
+"""The loop of all searches: propose trials, run their jobs, report the results."""
 
 import abc
 import sys
@@ -23,7 +23,7 @@ from stoker.trainer import launch
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import default_metrics
 
-# Hydra's keys for which ours stand, and what to type instead.
+# Hydra's keys that ours replace, and what to type instead.
 TAKEN = {
     "direction": "monitor_mode=max or monitor_mode=min",
     "ax_config.experiment.minimize": "monitor_mode=max or monitor_mode=min",
@@ -34,22 +34,21 @@ TAKEN = {
     "max_batch_size": "sweep.at_once=N, with hydra/launcher=joblib",
     "max_failure_rate": "sweep.on_error=continue or sweep.on_error=stop",
 }
-# By the number of a job: what is typed for it, None if nothing must be.
+# The overrides of a job by its number; None if it must not run.
 Trials = dict[int, list[str] | None]
 
 
 class Search(Sweeper, abc.ABC):
     """A sweeper of Hydra that proposes jobs from the results before them.
 
-    The job of a trial has the trial's number, and so has its folder, from which the results are
-    read: a search that was killed goes on. A subclass says what is searched (`define`), what an
-    earlier process has left (`open`), which trials come next (`propose`), and hears of their ends
-    (`tell`).
+    The job of a trial and its folder have the trial's number. The results are read from the folder,
+    so a killed search can resume. A subclass implements `define` (what is searched), `open` (what
+    an earlier process left), `propose` (the next trials) and `tell` (how a trial ended).
     """
 
     name: str
     config: DictConfig
-    keys: Mapping[str, Any] = {}  # of Hydra's own settings that say what is searched
+    keys: Mapping[str, Any] = {}  # the search space in Hydra's own settings
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -62,19 +61,19 @@ class Search(Sweeper, abc.ABC):
 
     @abc.abstractmethod
     def define(self, searched: dict[str, Override]) -> list[str]:
-        """Take the overrides to search, by key, and return what is typed for some trial of them."""
+        """Take the overrides to search, by key, and return the overrides of an example trial."""
 
     @abc.abstractmethod
     def open(self) -> Trials:
-        """Return the trials of an earlier process that this one has to run, or to hear of."""
+        """Return the unfinished trials of an earlier process."""
 
     @abc.abstractmethod
     def propose(self, count: int) -> Trials:
-        """Return at most `count` new trials, none if the search has ended."""
+        """Return up to `count` new trials, none at the end of the search."""
 
     @abc.abstractmethod
     def tell(self, number: int, state: str, value: float | None) -> None:
-        """Take the end of a trial: "complete" or "pruned" with its best value, or "failed"."""
+        """Record the end of a trial: "complete" or "pruned" with its best value, or "failed"."""
 
     def sweep(self, arguments: list[str]) -> None:
         cfg = self.config
@@ -104,13 +103,13 @@ class Search(Sweeper, abc.ABC):
                 self.run(trials)
 
     def run(self, trials: Trials) -> None:
-        """Run the jobs of these trials that have no result yet, and tell what became of all."""
+        """Run those of these trials that have no result yet, and report all results."""
         todo = {
             number: [*typed, *self.fixed]
             for number, typed in trials.items()
             if typed is not None and outcome(self.folder / str(number)) is None
         }
-        # A launcher counts the jobs up from a number: one launch for those that follow one another.
+        # A launcher numbers its jobs consecutively: one launch for each consecutive range.
         for numbers in jobs.consecutive(todo):
             batch = [todo[number] for number in numbers]
             self.launcher.launch(batch, initial_job_idx=numbers[0])
@@ -124,16 +123,16 @@ class Search(Sweeper, abc.ABC):
 
 
 def trials_of(cfg: DictConfig) -> int:
-    """How many trials to run; UserError for a key of Hydra's sweeper that one of ours replaces."""
+    """Return how many trials to run; UserError for a key of Hydra that one of ours replaces."""
     for override in cfg.hydra.overrides.hydra:
         key = override.partition("=")[0].lstrip("+").removeprefix("hydra.sweeper.")
         if key in TAKEN:
-            raise UserError(f"{override}: a search takes this from elsewhere. Type {TAKEN[key]}.")
+            raise UserError(f"{override}: a search ignores this key. Type {TAKEN[key]}.")
     return settings.check("sweep.trials", cfg.sweep.trials)
 
 
 def at_once(cfg: DictConfig) -> int:
-    """How many trials to propose together: as many as the launcher runs at the same time."""
+    """Return how many trials to propose at once: as many as the launcher runs in parallel."""
     launcher = cfg.hydra.runtime.choices["hydra/launcher"]
     node = cfg.hydra.launcher
     if launcher == "basic":
@@ -146,11 +145,11 @@ def at_once(cfg: DictConfig) -> int:
 
 
 def maximizes(cfg: DictConfig) -> bool:
-    """Whether the search looks for the highest value. No trial has built a metric yet."""
+    """Whether the search maximises, decided before any trial has built a metric."""
     if cfg.monitor_mode != "auto":
         return settings.check("monitor_mode", cfg.monitor_mode) == "max"
     if cfg.monitor == "auto":
-        return True  # val/acc or val/r2; where it is another one, check_mode ends the search
+        return True  # val/acc or val/r2; for another metric, check_mode ends the search
     metrics = default_metrics("classification") | default_metrics("regression")
     for name, node in cfg.metrics.items():
         metrics[name] = locate(f"metrics.{name}", node.get("_target_"))
@@ -160,25 +159,25 @@ def maximizes(cfg: DictConfig) -> bool:
         higher = False
     if not isinstance(higher, bool):
         raise UserError(
-            f"monitor={cfg.monitor}: a search has to know whether high or low is good.\n"
+            f"monitor={cfg.monitor}: a search needs to know whether higher or lower is better.\n"
             "Type monitor_mode=max or monitor_mode=min."
         )
     return higher
 
 
 def check_mode(maximize: bool, name: str, mode: str | None) -> None:
-    """Raise UserError if the number that a trial monitors is good at the other end."""
+    """Raise UserError if the trials optimise in the other direction than the search."""
     if mode != ("max" if maximize else "min"):
         trial, search = ("lowest", "highest") if mode == "min" else ("highest", "lowest")
         raise UserError(
             f"monitor: the trials look for the {trial} {name}, "
-            f"and the search for the {search} value.\n"
+            f"but the search for the {search} value.\n"
             f"Type monitor={name} monitor_mode={mode}, and another hydra.sweep.dir."
         )
 
 
 def space_of(cfg: DictConfig, typed: list[str], more: Mapping[str, Any]) -> list[str]:
-    """The overrides of a search: those of `sweep.space` and `more` that fit, then those typed."""
+    """Return the overrides of a search: what fits of `sweep.space` and `more`, then typed ones."""
     values = {}
     for override in typed:
         key, _, value = override.partition("=")
@@ -196,7 +195,7 @@ def space_of(cfg: DictConfig, typed: list[str], more: Mapping[str, Any]) -> list
         else:
             kept.append(f"{key}={space}")
     if left:
-        print(f"search   without {', '.join(left)}: not every trial has such a key")
+        print(f"search   without {', '.join(left)}: not every trial has this key")
     return [*kept, *typed]
 
 
@@ -205,7 +204,7 @@ def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
     before = jobs.SweepRecord.read(folder).searched
     if before is not None and before != searched:
         keys = ", ".join(before) or "nothing"
-        reason = f"this search is over {', '.join(searched)}, that one over {keys}"
+        reason = f"this search is over {', '.join(searched)}, the earlier one over {keys}"
         raise jobs.of_another_sweep(folder, reason)
     for job in jobs.read_jobs(folder):
         different = jobs.differences(
@@ -219,9 +218,9 @@ def check_goes_on(folder: Path, fixed: list[str], searched: list[str]) -> None:
 
 
 def outcome(folder: Path) -> tuple[str, Best | None] | None:
-    """What became of a trial, and its best; None if it has no result.
+    """Return the state of a trial and its best value; None if it has no result.
 
-    A trial is "complete" or "pruned" with a best, or "failed" without.
+    A trial is "complete" or "pruned" with a best value, or "failed" without.
     """
     result = RunResult.read(folder)
     if result is None:

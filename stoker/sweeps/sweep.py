@@ -1,6 +1,6 @@
 """A sweep from its first check to its table: Hydra's callback, and the command that shows it again.
 
-Before the first job the callback checks that the sweep goes with what is in its directory. At the
+Before the first job the callback checks that the sweep matches the one in its directory. At the
 end, and for `python -m stoker.sweeps.sweep DIR`, the table is printed, and sweep.csv and sweep.html
 are written.
 """
@@ -32,7 +32,7 @@ from stoker.trainer.errors import UserError, cause, log, printable
 
 
 class SweepCallback(Callback):
-    """Hydra's callback for a sweep. It raises SystemExit: Hydra makes a warning of an Exception."""
+    """Hydra's callback for a sweep. Hydra turns an Exception into a warning, so it exits."""
 
     refused = False
 
@@ -76,7 +76,9 @@ class SweepCallback(Callback):
                 exit_codes.report(error)
             return
         records = [folder / "multirun.yaml", folder / SWEEP]
-        if set(folder.glob("*")) <= set(records):  # no job has begun: a mistake leaves nothing
+        if set(folder.glob("*")) <= set(
+            records
+        ):  # no job has begun, and a mistake leaves nothing behind
             for path in records:
                 path.unlink(missing_ok=True)
 
@@ -93,9 +95,9 @@ def register(sweeper: str) -> None:
 
 
 def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
-    """What is typed for each job of a grid, in their order; None for a search.
+    """Return the overrides of each job of a grid, in order; None for a search.
 
-    Also None where the jobs' directories are not named by their numbers.
+    Also None if the jobs' directories are not named by their numbers.
     """
     sweep: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
     is_grid = config.hydra.runtime.choices["hydra/sweeper"] == "basic"
@@ -115,10 +117,10 @@ def jobs_of_grid(config: DictConfig) -> list[list[str]] | None:
 
 
 def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
-    """Raise UserError if the directory of one of these jobs is another job's.
+    """Raise UserError if the directory of one of these jobs belongs to another job.
 
-    A directory in which no training has begun is free. Settings that change no result may differ,
-    unless the jobs themselves differ in them.
+    A directory without a training is free. Settings that change no result may differ, unless the
+    sweep varies them.
     """
     varied = jobs.varied([jobs.settings_of(typed) for typed in planned])
     for name, typed in enumerate(planned):
@@ -148,7 +150,7 @@ def report(sweep: Sweep, draws: bool = True) -> None:
     if best:
         lines.append(f"best     {best}")
     kind = "sweep" if sweep.swept else "runs"
-    lines.append(f"{kind:<9}{sweep.folder}: {summary}; also in sweep.csv, and drawn in sweep.html")
+    lines.append(f"{kind:<9}{sweep.folder}: {summary}; also in sweep.csv and sweep.html")
     if again:
         lines.append(f"go on    {again}")
     print("\n".join(map(printable, lines)), flush=True)
@@ -165,12 +167,12 @@ def summary_of(sweep: Sweep) -> str:
     if sweep.missing:
         parts.append(f"{sweep.missing} not begun")
     if not sweep.compares:
-        parts.append("on different data, so that none is the best")
+        parts.append("on different data, so none is the best")
     return ", ".join(parts)
 
 
 def best_command(sweep: Sweep) -> str | None:
-    """The command of the best configuration, without a swept seed; None where none is the best."""
+    """Return the command of the best configuration, without a swept seed; None if there is none."""
     best = sweep.groups[0][0] if sweep.groups else None
     if best is None or sweep.value(best) is None or not sweep.compares:
         return None
@@ -180,11 +182,11 @@ def best_command(sweep: Sweep) -> str | None:
 
 
 def command_for_the_rest(sweep: Sweep) -> str | None:
-    """The command that runs the jobs that are left; None if none is, or some are running."""
+    """Return the command that runs the remaining jobs; None without any, or while some run."""
     if not sweep.swept or not sweep.to_run or sweep.of("running"):
         return None
     again = jobs.command_to_continue(sweep.folder)
-    if sweep.of("failed") and not sweep.is_search:  # or it would stop at the same job again
+    if sweep.of("failed") and not sweep.is_search:  # or it stops at the same job again
         again = again.replace(" sweep.on_error=stop ", " sweep.on_error=continue ")
     return again
 
@@ -195,7 +197,7 @@ def draw_best(sweep: Sweep) -> str | None:
 
     job = sweep.groups[0][0]
     folder = sweep.folder / job.name
-    if folder.is_symlink():  # it may lead anywhere
+    if folder.is_symlink():  # it may point outside the sweep
         return None
     try:
         print(printable(f"report   {report.write(folder)}"), flush=True)
@@ -213,7 +215,7 @@ def show(folder: Path) -> None:
         inside = sorted(filter(jobs.is_sweep, folder.glob("*")))
         example = f", as in {inside[-1]}" if inside else ""
         raise UserError(
-            f"{folder}: there is no job of a sweep in it, and no run. "
+            f"{folder}: it has no jobs of a sweep and no runs. "
             f"Type the directory of a sweep{example}."
         )
     report(sweep)

@@ -25,8 +25,8 @@ from stoker.trainer import files
 from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 
-MOST_ROWS = 40  # of the table on a screen
-DATA = {  # the keys that say which data it is
+MOST_ROWS = 40  # in the table on the screen
+DATA = {  # the keys that choose the data
     "dataset",
     "dataset._target_",
     "dataset.root",
@@ -38,10 +38,10 @@ DATA = {  # the keys that say which data it is
 class Sweep:
     """The jobs of a directory.
 
-    `keys` are the settings in which they differ. `name` is the monitored number of most jobs, and
-    `high` whether more of it is better. `groups` are the jobs that are done, best first; those that
-    differ only in their seed are one group, and those without that number come last. `swept` is
-    False for runs that were started one by one.
+    `keys` are the settings in which they differ. `name` is the metric that most jobs monitor, and
+    `high` whether higher is better. `groups` are the finished jobs, best first; those that differ
+    only in their seed form one group, and those without the metric come last. `swept` is False for
+    runs that were started one by one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,11 +70,11 @@ class Sweep:
         return [job for job in self.jobs if job.status == status]
 
     def value(self, job: Job) -> float | None:
-        """The number that decides, None where the job has another one or none."""
+        """Return the job's value of the monitored metric; None if it lacks it."""
         return job.best.value if job.best and job.best.name == self.name else None
 
     def rank(self, group: list[Job]) -> float:
-        """The sort key of a group: the best mean first, no value last."""
+        """Return the sort key of a group: the best mean first, no value last."""
         values = present(map(self.value, group))
         if not values:
             return math.inf
@@ -90,7 +90,7 @@ class Sweep:
     @property
     def wanted(self) -> list[Job]:
         """The jobs of the last command. A larger sweep may have used the directory before."""
-        if self.planned is None or self.is_search:  # whose trials may have any number
+        if self.planned is None or self.is_search:  # a search may give its trials any number
             return self.jobs
         return [
             job for job in self.jobs if not job.name.isdecimal() or int(job.name) < self.planned
@@ -103,7 +103,7 @@ class Sweep:
 
     @property
     def to_run(self) -> int:
-        """How many jobs the same command would run. A search takes a failed trial for an answer."""
+        """How many jobs the same command would run. A search does not repeat failed trials."""
         again = ("unfinished",) if self.is_search else ("failed", "unfinished")
         return self.missing + sum(job.status in again for job in self.wanted)
 
@@ -113,7 +113,7 @@ def present(values: Iterable[float | None]) -> list[float]:
 
 
 def mean_and_deviation(values: Iterable[float | None], sign: str = "+-") -> str:
-    """'0.9888 +- 0.0012'; one value alone, '' for none."""
+    """'0.9888 +- 0.0012'; no deviation for one value, '' for none."""
     numbers = present(values)
     if not numbers:
         return ""
@@ -124,7 +124,7 @@ def mean_and_deviation(values: Iterable[float | None], sign: str = "+-") -> str:
 
 
 def groups(sweep: Sweep, tests: list[str], sign: str = "+-") -> Iterator[list[str]]:
-    """Yield [jobs, how many, the number that decides, each of `tests`, seconds] of each group."""
+    """Yield [jobs, count, the monitored metric, each of `tests`, seconds] for each group."""
     for group in sweep.groups:
         value = mean_and_deviation(map(sweep.value, group), sign)
         best = group[0].best
@@ -140,7 +140,7 @@ def groups(sweep: Sweep, tests: list[str], sign: str = "+-") -> Iterator[list[st
 
 
 def tests_of(sweep: Sweep) -> list[str]:
-    """The names of all jobs' test numbers, in the order in which a report has them."""
+    """Return the names of all jobs' test metrics, in the order of a report."""
     tests: dict[str, float] = {}
     for job in sweep.jobs:
         tests.update(job.test)
@@ -148,15 +148,15 @@ def tests_of(sweep: Sweep) -> list[str]:
 
 
 def test_name(sweep: Sweep) -> str:
-    """The test metric of the same name as the number that decides, or the first; '' for none."""
+    """Return the test metric with the name of the monitored one, or the first; '' for none."""
     same = f"test/{sweep.name.partition('/')[2]}"
     return min(tests_of(sweep), key=lambda name: name != same, default="")
 
 
 def lines(sweep: Sweep) -> list[str]:
-    """The lines of the table: each group of jobs, best first, then each job that is not done.
+    """Return the lines of the table: the groups of jobs, best first, then each unfinished job.
 
-    It shows the settings that differ, or all of them where none does.
+    The table shows the settings that differ, or all of them if none does.
     """
     test = test_name(sweep)
     grouped = any(len(group) > 1 for group in sweep.groups)
@@ -174,7 +174,7 @@ def lines(sweep: Sweep) -> list[str]:
         note = with_note(job, sweep.keys)
         rows.append([job.name, "", job.status, "", "", note])
     hidden = len(rows) - 1 - MOST_ROWS
-    if hidden > 0:  # keep the best ones and some of those that are not done
+    if hidden > 0:  # keep the best and some of the unfinished ones
         first = 1 + max(MOST_ROWS - len(others), MOST_ROWS // 2)
         more = ["...", "", "", "", "", f"{hidden} more: see sweep.csv"]
         rows[first : first + hidden] = [more]
@@ -188,7 +188,7 @@ def lines(sweep: Sweep) -> list[str]:
 
 
 def with_note(job: Job, keys: list[str]) -> str:
-    """The settings of a job that is not done, and the first line of why."""
+    """Return the settings of an unfinished job, and the first line of its note."""
     why = job.note.partition("\n")[0]
     typed = typed_for(job, keys or job.settings)
     blamed = why.partition(": ")[0]
@@ -234,7 +234,7 @@ def monitored(job: Job) -> dict[str, float]:
 
 
 def safe_cell(value: Any) -> Any:
-    """A cell in one line; a "'" goes before a text that a spreadsheet would run as a formula."""
+    """Return a cell in one line, with a "'" before text that a spreadsheet would run."""
     if not isinstance(value, str):
         return value
     text = printable(" ".join(value.splitlines()))

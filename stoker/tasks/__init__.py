@@ -1,1 +1,1 @@
-"""What the command does for each task: one module a task, `main` to choose among them, `parts` to build a run."""
+"""The tasks of the command: one module per task, `main` to choose one, `parts` to build a run."""

@@ -1,4 +1,4 @@
-"""task=evaluate: test the best weights of a run on its own data, or on what is typed."""
+"""task=evaluate: test the best weights of a run on its own data, or on other data."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def evaluate(cfg: DictConfig) -> None:
         lacking = parts.data.classes_without_samples(part)
         if lacking:
             classes = first_few(lacking, 10)
-            log.warning("%s: there are no samples of %s.", parts.data.name, classes)
+            log.warning("%s has no samples of %s.", parts.data.name, classes)
         results = parts.trainer.evaluate(loader, split)
     numbers = [f"{name.removeprefix(f'{split}/')} {value}" for name, value in results.items()]
     print(f"weights  {path}")
@@ -36,25 +36,25 @@ def evaluate(cfg: DictConfig) -> None:
 
 
 def leave_uncut(config: DictConfig) -> None:
-    """Take all samples of the data as one part; UserError where a share was typed."""
+    """Use all samples of the data as one part; UserError if a share was typed."""
     for name in ("val_fraction", "test_fraction"):
         if name not in config.dataset:
             continue
         if f"dataset.{name}" in arguments.typed_keys():
             raise UserError(
-                f"split=all is not cut, and there is dataset.{name}. Leave out one of them."
+                f"split=all uses all samples, but dataset.{name} is given. Leave out one of them."
             )
         config.dataset[name] = 0
 
 
 def warn_of_other_data(data: Any, state: dict[str, Any], split: str) -> None:
-    """Warn where this is not the data that the run was trained on."""
+    """Warn if the run was trained on other data."""
     from stoker.data.record import fingerprint
 
     if resume.about(state).get("data") not in (None, fingerprint(data)):
         log.warning(
-            "%s: this is other data than the run was trained on, or it has changed since, "
-            "and is split again; this is its %s part. All of it: split=all.",
+            "%s: the run was trained on other data, or the data has changed since. "
+            "It was split again, and this is its %s part. Type split=all for all of it.",
             data.name,
             split,
         )

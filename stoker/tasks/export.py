@@ -1,4 +1,4 @@
-"""task=export: write the best weights of a run, preprocessing included, in a format that other programs read."""
+"""task=export: write the best weights of a run in a format for other programs."""
 
 from omegaconf import DictConfig
 
@@ -9,7 +9,7 @@ from stoker.trainer.errors import UserError
 
 
 def export(cfg: DictConfig) -> None:
-    """Write the model of the run directory `run` in `format`, and compare its outputs with PyTorch's."""
+    """Write the model of the run `run` in `format`, and compare its outputs with PyTorch's."""
     config = saved_config.of_this_machine(cfg)
     if cfg.device not in ("auto", "cpu"):
         raise UserError(f"device={cfg.device}: an export is computed on the CPU. Leave device out.")

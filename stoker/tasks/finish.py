@@ -1,4 +1,4 @@
-"""The end of a run: test the best weights, and write result.json, evaluation.json and the model to share."""
+"""The end of a run: test the best weights, and write the results and the model."""
 
 import dataclasses
 import time
@@ -24,9 +24,9 @@ def finish(
     started: float,
     draws: bool,
 ) -> RunResult | None:
-    """Test the best weights, and write the files; return the result, on other ranks than the first None.
+    """Test the best weights and write the files; return the result, or None on ranks above 0.
 
-    Where there is no test part and a report is drawn (`draws`), the report shows the validation part.
+    Without a test part, a report (`draws`) shows the validation part.
     """
     from stoker.diagnostics import doctor, timing
     from stoker.runs import card, examine
@@ -67,7 +67,7 @@ def finish(
 
 
 def load_best(parts: Parts, saver: "Checkpoint") -> bool:
-    """Load the best weights; return whether these are they: if their file is damaged, the newest ones are loaded."""
+    """Load the best weights, or the newest if their file is damaged; return whether it is not."""
     from stoker.trainer import checkpoint
 
     trainer = parts.trainer
@@ -81,7 +81,7 @@ def load_best(parts: Parts, saver: "Checkpoint") -> bool:
 
 
 def efficiency(parts: Parts, result: RunResult) -> dict[str, Any]:
-    """Return what result.json says of FLOPs; {} in a sweep, since it takes 0.2 s."""
+    """Return the FLOPs for result.json; {} in a sweep, since it takes 0.2 s."""
     from stoker.diagnostics import flops
 
     if sweep_name() or result.peak_flops is not None:

@@ -1,4 +1,4 @@
-"""What this process does: its task, the sweep that it is a job of, and its run directory."""
+"""The job of this process: its task, its sweep if any, and its run directory."""
 
 import time
 from pathlib import Path
@@ -16,17 +16,17 @@ process_start = 0.0  # by time.perf_counter(), set when the command starts
 
 
 def started_at() -> float:
-    """Return the `time.perf_counter()` at which this run began: the process, or now in a job of a sweep."""
+    """Return the `time.perf_counter()` at the start of the process, or now in a job of a sweep."""
     return time.perf_counter() if in_sweep() else process_start
 
 
 def in_sweep() -> bool:
-    """Return whether this is a job of a sweep, in the process that Hydra runs it in."""
+    """Return whether Hydra runs a job of a sweep in this process."""
     return HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def sweep_name() -> str | None:
-    """Return the name of the sweep that this is a job of; None where it is none."""
+    """Return the name of this job's sweep; None if it belongs to none."""
     job = processes.job()
     if job is not None:
         return Path(job["folder"]).parent.name
@@ -34,26 +34,26 @@ def sweep_name() -> str | None:
 
 
 def task_typed(cfg: DictConfig) -> str:
-    """Return "task=plan" or "overfit=1" as it was typed; "" where this is a run."""
+    """Return "task=plan" or "overfit=1" as it was typed; "" for a training run."""
     if cfg.task != "train":
         return f"task={cfg.task}"
     return f"overfit={cfg.overfit}" if cfg.overfit is not None else ""
 
 
 def is_finished(cfg: DictConfig) -> bool:
-    """Return whether this job of a sweep came to its end when the same sweep was started before."""
+    """Return whether an earlier start of the same sweep finished this job."""
     if not in_sweep() or task_typed(cfg) or cfg.resume == "never":
         return False
     return finished(HydraConfig.get().runtime.output_dir) is not None
 
 
 def typed_for_run() -> list[str]:
-    """Return what was typed, without the task that was done in place of a run."""
+    """Return the typed settings without `task=`, for the command of a run."""
     return [override for override in arguments.typed() if not override.startswith("task=")]
 
 
 def run_directory(cfg: DictConfig) -> str:
-    """Return `run_dir` if it is given, in a sweep the job's folder, else a new folder below runs/."""
+    """Return `run_dir` if it is set, in a sweep the job's folder, else a new folder below runs/."""
     if in_sweep():
         sweep = HydraConfig.get().sweep
         return f"{sweep.dir}/{sweep.subdir}"
@@ -61,7 +61,7 @@ def run_directory(cfg: DictConfig) -> str:
 
 
 def names_of(cfg: DictConfig) -> tuple[str, str]:
-    """Return the model's and the data set's names, for that of the run directory."""
+    """Return the names of the model and the data set, for the name of the run directory."""
     return name_of(cfg, "model"), name_of(cfg, "dataset")
 
 
@@ -73,9 +73,9 @@ def name_of(cfg: DictConfig, group: str) -> str:
 
 
 def trial_of(cfg: DictConfig) -> list[Any] | None:
-    """Return [storage, study's name, trial's number] of a trial of Optuna's; None for any other run.
+    """Return [storage, study name, trial number] of an Optuna trial; None for any other run.
 
-    The processes that train a trial are told by the one that started them.
+    If several processes train a trial, the one that started them passes it on.
     """
     job = processes.job()
     if job is not None:

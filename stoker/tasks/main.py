@@ -1,4 +1,4 @@
-"""The entry of the command: check the config, choose the task, and leave the reason of a failure in the run directory."""
+"""The entry point of the command: check the config, do the task, and record a failure."""
 
 import contextlib
 import functools
@@ -55,10 +55,10 @@ def run(start: float) -> None:
 def main(cfg: DictConfig) -> float | None:
     """Check the config, which needs no torch, and do its task; Hydra calls this for each job.
 
-    A job of a sweep returns what is monitored at its best, for Hydra's sweepers. One that fails returns nan, which they
-    take for a failed trial, and ends the sweep only with sweep.on_error=stop.
+    A job of a sweep returns the best value of the monitored metric, for Hydra's sweepers. One that
+    fails returns nan, which marks a failed trial, and ends the sweep only with sweep.on_error=stop.
     """
-    folder = HydraConfig.get().runtime.output_dir  # of a job of a sweep
+    folder = HydraConfig.get().runtime.output_dir  # for a job of a sweep
     number = HydraConfig.get().job.num if job.in_sweep() else 0
     try:
         if job.in_sweep():
@@ -77,15 +77,15 @@ def main(cfg: DictConfig) -> float | None:
 
 
 def announce(cfg: DictConfig, number: int) -> None:
-    """Print which job of a sweep begins; UserError for a setting that all jobs cannot share."""
+    """Print which job of a sweep begins; UserError for a setting that jobs cannot share."""
     if not job.is_finished(cfg):
         print(f"\njob {number}    {' '.join(arguments.typed())}", flush=True)
     if cfg.run_dir is not None:
-        raise UserError("run_dir names one run. For a sweep, type hydra.sweep.dir=DIR.")
+        raise UserError("run_dir names a single run. For a sweep, type hydra.sweep.dir=DIR.")
 
 
 def prepare(cfg: DictConfig) -> None:
-    """Check the config, and put into it what follows from debug=true and from typed targets."""
+    """Check the config, and apply debug=true and the typed targets to it."""
     keep_texts(cfg)
     check_config(cfg)
     if cfg.debug:
@@ -111,20 +111,20 @@ def do(cfg: DictConfig) -> None:
 
 
 def failed(cfg: DictConfig, error: Exception) -> float:
-    """Report an error; end the process, or for a job of a sweep that goes on return nan."""
+    """Report an error; end the process, or return nan if the sweep continues."""
     if exit_codes.is_interruption(error):
         raise KeyboardInterrupt from None
     code = exit_codes.report(error, functools.partial(leave_reason, cfg, error))
     stops = OmegaConf.select(cfg, "sweep.on_error") == "stop" and not launchers.apart
     if not job.in_sweep() or isinstance(error, BrokenPipeError) or stops:
-        # Not the error itself: Hydra would print a line of its own above it.
+        # Not the error itself: Hydra would print another line above it.
         raise SystemExit(code) from error
     return float("nan")
 
 
 @contextlib.contextmanager
 def debugging() -> Iterator[None]:
-    """Raise TrainingError where a gradient is not a number, with the line that it comes from."""
+    """Raise TrainingError if a gradient is nan, with the line that it comes from."""
     import torch
 
     with torch.autograd.set_detect_anomaly(True):
@@ -140,7 +140,7 @@ def debugging() -> Iterator[None]:
 
 
 def start_processes(several: int, cfg: DictConfig) -> None:
-    """Do this run in several processes, which run this program again, each with a rank."""
+    """Run this program again in several processes, each with a rank."""
     task = job.task_typed(cfg)
     if task:
         typed = [one for one in arguments.typed() if re.match("(strategy|devices)=", one)]
@@ -161,20 +161,20 @@ def start_processes(several: int, cfg: DictConfig) -> None:
 
 
 def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
-    """Write into the run directory why a training failed, and draw its report.
+    """Write why a training failed into the run directory, and draw its report.
 
-    For a job of a sweep also why it has not begun.
+    For a job of a sweep, also write why it did not begin.
     """
     folder = training.begun
-    of_sweep = processes.job()
-    if of_sweep or job.in_sweep():
-        folder = Path(of_sweep["folder"] if of_sweep else HydraConfig.get().runtime.output_dir)
+    sweep_job = processes.job()
+    if sweep_job or job.in_sweep():
+        folder = Path(sweep_job["folder"] if sweep_job else HydraConfig.get().runtime.output_dir)
         if code == exit_codes.IN_USE:
             return
     elif folder is None or code != exit_codes.FAILED or not (folder / "config.yaml").is_file():
-        return  # nothing has begun, or this is another machine than that of rank 0
+        return  # nothing has begun, or rank 0 is on another machine
     elif launch.world_size() > 1 and launch.is_lost(error):
-        return  # a run that has lost a process goes on, like one that was killed
+        return  # a run that lost a process can be resumed, like one that was killed
     written = write_failure(folder, error, code)
     if written and code == exit_codes.FAILED and draws_report(cfg):
         draw_report(folder)

@@ -1,4 +1,4 @@
-"""overfit=N: find out whether the model can learn N batches by heart."""
+"""overfit=N: check whether the model can memorise N batches."""
 
 from omegaconf import DictConfig, open_dict
 
@@ -6,7 +6,7 @@ from stoker.tasks.parts import building
 
 
 def overfit(cfg: DictConfig) -> None:
-    """Print whether the model learns `overfit` batches; TrainingError where it does not. Writes nothing."""
+    """Print whether the model learns `overfit` batches; TrainingError if not. Write nothing."""
     from stoker.diagnostics.overfit import learn
 
     with open_dict(cfg):

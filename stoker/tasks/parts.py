@@ -1,4 +1,4 @@
-"""Build the parts of a run from its config: data, loaders, model, metrics, callbacks and Trainer."""
+"""Build the parts of a run from its config: data, loaders, model, metrics and Trainer."""
 
 import contextlib
 import dataclasses
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Parts:
-    """What a run consists of. `loaders` has None where the data has no such split."""
+    """The parts of a run. `loaders` has None for a split that the data lacks."""
 
     trainer: "Trainer"
     data: "Data"
     loaders: tuple[Any, Any, Any]  # for train, val and test
 
     def threads(self, cfg: DictConfig) -> contextlib.AbstractContextManager[None]:
-        """Return the context for a fit: one thread where the steps are too small for more."""
+        """Return the context for a fit: one thread if the steps are too small for more."""
         from stoker.trainer import process
 
         if "threads" not in cfg.tune or self.trainer.device.type != "cpu":
@@ -39,7 +39,7 @@ class Parts:
         return process.few_threads(self.trainer.module, cfg.batch_size)
 
     def by_split(self) -> dict[str, Any]:
-        """Return {split: its loader} of the splits that there are."""
+        """Return {split: loader} for the splits that exist."""
         names = ("train", "val", "test")
         pairs = zip(names, self.loaders, strict=True)
         return {name: loader for name, loader in pairs if loader is not None}
@@ -54,16 +54,16 @@ def building(
     about: dict[str, Any] | None = None,
     split: str | None = None,
 ) -> Iterator[Parts]:
-    """Build the parts of a config; all is let go of at the end.
+    """Build the parts of a config, and close them at the end.
 
     The data comes first, since the model's shapes come from it.
 
     Args:
         cfg: The config, checked.
-        more_callbacks: Callbacks beside those of the config.
-        state: A checkpoint's. Other classes and another model are a UserError before they take time and memory, and
-            only the loader that an evaluation needs is made.
-        about: The description of the data that the checkpoint was trained on, as which this data is prepared.
+        more_callbacks: Callbacks in addition to those of the config.
+        state: The state of a checkpoint to evaluate. UserError if the data has other classes, or
+            the model other shapes; only the loader of the evaluated split is made.
+        about: The description of the checkpoint's data; this data is prepared in the same way.
         split: The split to evaluate.
     """
     from stoker.trainer import device as devices
@@ -105,7 +105,7 @@ def building(
 
 
 def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data", dict[str, Any]]:
-    """Return the data set, and the loaders' settings that stand beside its own."""
+    """Return the data set, and the settings of the loaders that are in its group."""
     dataset = plain(cfg.dataset, resolve=True)
     loading = {key: dataset.pop(key) for key in settings.LOADER_KEYS if key in dataset}
     augmentations = []
@@ -115,13 +115,13 @@ def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data"
         augmentations.append(item)
     loading["augment"] = augmentations
     trained = {"trained": about} if about else {}
-    with launch.one_first("data"):  # it fills the caches that the other processes then use
+    with launch.one_first("data"):  # fills the caches that the other processes use
         data = build("dataset", dataset, **trained)
     return data, loading
 
 
 def prepare(data: "Data", state: dict[str, Any], about: dict[str, Any] | None) -> None:
-    """Prepare data as a checkpoint's run did; UserError where it has other classes."""
+    """Prepare data as the checkpoint's run did; UserError if it has other classes."""
     from stoker.runs import resume
 
     if about is None:
@@ -137,7 +137,7 @@ def build_loaders(
     only: str | None,
     loading: Mapping[str, Any],
 ) -> tuple[tuple[Any, Any, Any], str]:
-    """Return the (train, val, test) loaders, and why the data lies where it does."""
+    """Return the (train, val, test) loaders, and why the data is on its device."""
     from stoker.data.loader import make_loaders
 
     loaders: tuple[tuple[Any, Any, Any], str] = make_loaders(
@@ -156,7 +156,7 @@ def build_loaders(
 def build_model(
     cfg: DictConfig, data: "Data", state: Mapping[str, Any] | None
 ) -> tuple["torch.nn.Module", Any]:
-    """Return the model and the loss; UserError where they are far larger than those of a checkpoint."""
+    """Return the model and the loss; UserError if they are far larger than the checkpoint's."""
     shapes = {"in_shape": data.in_shape, "num_classes": data.num_classes}
     if state is not None:
         check_size("loss", cfg.loss)
@@ -172,12 +172,12 @@ def build_metrics(
     data: "Data",
     state: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the usual metrics where they mean something, and those of the config."""
+    """Return the usual metrics, if they make sense, and those of the config."""
     from stoker.command.compatible import check_fit, has_usual_outputs
     from stoker.trainer.metrics import default_metrics
     from stoker.trainer.trainer import Trainer
 
-    # A Trainer with a loss or metrics of its own may mean something else by them.
+    # A Trainer may override the meaning of the loss and the metrics.
     kind = locate("trainer", cfg.trainer._target_)
     if getattr(kind, "compute_loss", None) is Trainer.compute_loss:
         check_fit(model, loss, data)
@@ -194,7 +194,7 @@ def build_metrics(
 
 
 def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callback"]:
-    """Return the callbacks that are on, then the others, then Timing, which is to see what those take."""
+    """Return the callbacks that are on, then the others, then Timing, which measures the others."""
     from stoker.diagnostics.timing import Timing
 
     callbacks = [

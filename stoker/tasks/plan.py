@@ -1,4 +1,4 @@
-"""task=plan: say what a run would take, by a few real steps of it."""
+"""task=plan: estimate the cost of a run from a few real steps."""
 
 import math
 import time
@@ -13,7 +13,7 @@ from stoker.tasks.parts import building
 
 
 def plan(cfg: DictConfig) -> None:
-    """Print what this run would take. Trains nothing, and writes nothing."""
+    """Print what this run would cost, without writing anything."""
     began = started_at()
     from stoker.diagnostics.plan import lines, look
 
@@ -30,25 +30,25 @@ def plan(cfg: DictConfig) -> None:
             between.append(cfg.eval_every or per_epoch)
         every = min((steps for steps in between if steps), default=math.inf)
         with parts.threads(cfg):
-            found = look(parts.trainer, *parts.loaders, every=every)
+            estimate = look(parts.trainer, *parts.loaders, every=every)
     begins = newest_step(folder)
-    found.steps = max(0, found.steps - begins)
-    evaluations = math.ceil(found.steps / (cfg.eval_every or per_epoch)) if evaluates else 0
+    estimate.steps = max(0, estimate.steps - begins)
+    evaluations = math.ceil(estimate.steps / (cfg.eval_every or per_epoch)) if evaluates else 0
     saves = 0
     if cfg.checkpoint.every:
-        saves += found.steps // cfg.checkpoint.every
+        saves += estimate.steps // cfg.checkpoint.every
     if cfg.checkpoint.epochs:
-        saves += math.ceil(found.steps / (per_epoch * cfg.checkpoint.epochs))
-    text = lines(found, startup, evaluations, saves, cfg.checkpoint.keep, cfg.max_minutes)
+        saves += math.ceil(estimate.steps / (per_epoch * cfg.checkpoint.epochs))
+    text = lines(estimate, startup, evaluations, saves, cfg.checkpoint.keep, cfg.max_minutes)
     print("\n".join(text))
     place = cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
     if begins:
-        place += f", where it goes on at step {begins:,}"
+        place += f", which would resume at step {begins:,}"
     print(f"run      {place}; nothing was written\n         {shell.command(typed_for_run())}")
 
 
 def newest_step(folder: Path | None) -> int:
-    """Return the step of the newest checkpoint in a run directory, 0 where there is none."""
+    """Return the step of the newest checkpoint in a run directory, 0 if there is none."""
     from stoker.trainer import checkpoint
 
     if folder is None:

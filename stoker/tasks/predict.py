@@ -1,4 +1,4 @@
-"""task=predict: write what the best weights of a run predict for images, or for the rows of a table."""
+"""task=predict: write the predictions of the best weights of a run for images or table rows."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def predict(cfg: DictConfig) -> None:
     """Write the predictions of the best weights of the run directory `run` for `input`."""
     config = saved_config.of_this_machine(cfg)
     if cfg.input is None:
-        raise UserError("task=predict needs something to look at. Type input=FILE or input=FOLDER.")
+        raise UserError("task=predict needs an input. Type input=FILE or input=FOLDER.")
     from stoker.runs import inference
 
     if cfg.output is not None:
@@ -34,7 +34,7 @@ def predict(cfg: DictConfig) -> None:
 
 
 def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
-    """Return what was typed about reading a table; UserError where the run takes no table, or only tables."""
+    """Return the typed options for reading a table; UserError for options of another input."""
     typed = arguments.typed_keys()
     takes_table = model.columns is not None
     options = {}
@@ -43,10 +43,11 @@ def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
             options[key] = config.dataset[key]
     if options and not takes_table:
         raise UserError(
-            f"dataset.{next(iter(options))} is for a table, and this run takes none. Leave it out."
+            f"dataset.{next(iter(options))} is for a table, but this run takes no table. "
+            "Leave it out."
         )
     if takes_table and "dataset.on_bad_sample" in typed:
         raise UserError(
-            "dataset.on_bad_sample is for images, and this run takes a table. Leave it out."
+            "dataset.on_bad_sample is for images, but this run takes a table. Leave it out."
         )
     return options

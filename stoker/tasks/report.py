@@ -1,4 +1,4 @@
-"""Draw a run's report at its end, if it draws one."""
+"""Draw a run's report at its end, unless report=false."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from stoker.trainer.errors import cause, log
 
 
 def draws_report(cfg: DictConfig) -> bool:
-    """Return whether this run draws its report: a sweep by default draws that of its best job alone."""
+    """Return whether this run draws its report; by default not a job of a sweep."""
     return sweep_name() is None if cfg.report == "auto" else bool(cfg.report)
 
 
@@ -30,7 +30,7 @@ def draw_report(folder: Path) -> None:
         print(f"report   {report.write(folder)}")
     except KeyboardInterrupt:
         print(
-            f"\ninterrupted; the run has ended before. To draw its report:\n{again}",
+            f"\ninterrupted after the end of the run. To draw its report:\n{again}",
             file=sys.stderr,
         )
         raise SystemExit(stopping.exit_code()) from None

@@ -1,4 +1,4 @@
-"""task=train: train, test the best weights, and leave all of it in the run directory, which docs/ describe."""
+"""task=train: train, test the best weights, and write the run directory that docs/ describe."""
 
 import contextlib
 import dataclasses
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from stoker.trainer.callbacks import Callback, Checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-begun: Path | None = None  # the run directory in which this process trains, once it does
+begun: Path | None = None  # the run directory of this process, once its training has begun
 
 
 def train(cfg: DictConfig) -> None:
-    """Train in the run directory, which no other process may use meanwhile."""
+    """Train in the run directory, and lock it meanwhile."""
     with open_dict(cfg):
         launch.timeout = cfg.rank_timeout
         launch.check_alike(
@@ -51,19 +51,19 @@ def train(cfg: DictConfig) -> None:
 
 
 def shared_versions() -> dict[str, Any]:
-    """Return the versions that all processes of a run share: they may be on several machines."""
+    """Return the versions that all processes of a run must share, on any machine."""
     versions = provenance.versions()
     return {name: number for name, number in versions.items() if name != "platform"}
 
 
 def shared_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Return {key: value} of the settings that all processes of a run share."""
+    """Return {key: value} for the settings that all processes of a run must share."""
     values = dotted.flat(dotted.plain(cfg, resolve=True))
     return {key: value for key, value in values.items() if not settings.record(key).local}
 
 
 def train_in(folder: Path, cfg: DictConfig) -> None:
-    """Train in a run directory that this process holds."""
+    """Train in a run directory that this process has locked."""
     started = job.started_at()
     from stoker.trainer import checkpoint, parallel
 
@@ -74,7 +74,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     _, state, origin = begins or (None, None, None)
     saver = build_saver(cfg, folder)
     with building(cfg, [*pruning(cfg), saver, config_file(cfg, folder)]) as parts:
-        git = revision()  # which has ended long ago, and would stay as a defunct process
+        git = revision()  # git has ended long ago, and would stay a zombie process
         saver.about = describe(cfg, parts, origin)
         add_profile(cfg, parts, folder)
         loggers = describe_to_loggers(cfg, parts, folder, git.revision if git else None)
@@ -124,7 +124,7 @@ def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
 
 
 def config_file(cfg: DictConfig, folder: Path) -> "Callback":
-    """Return the callback that writes config.yaml, headed by what was typed."""
+    """Return the callback that writes config.yaml, with the typed settings in its first line."""
     from stoker.runs.loggers import ConfigFile
 
     typed = json.dumps(arguments.typed())
@@ -133,14 +133,14 @@ def config_file(cfg: DictConfig, folder: Path) -> "Callback":
 
 
 def saved_values(cfg: DictConfig) -> dict[str, Any]:
-    """Return the config for files: with its interpolations, so that nothing from the environment gets into one."""
+    """Return the config for files, interpolations unresolved to keep out the environment."""
     values = dotted.plain(cfg)
     del values["run_dir"]
     return values
 
 
 def describe(cfg: DictConfig, parts: Parts, origin: str | None) -> dict[str, Any]:
-    """Return what a checkpoint says of its run. `origin` is the hash of the file that the run began with."""
+    """Return what a checkpoint stores about its run; `origin` is the hash of `resume=FILE`."""
     from stoker.data.record import fingerprint
 
     data = parts.data
@@ -166,7 +166,7 @@ def add_profile(cfg: DictConfig, parts: Parts, folder: Path) -> None:
 def describe_to_loggers(
     cfg: DictConfig, parts: Parts, folder: Path, revision: str | None
 ) -> list["Logger"]:
-    """Tell the loggers which run this is, and return them."""
+    """Describe the run to the loggers, and return them."""
     from stoker.runs.loggers import Logger
 
     loggers = [callback for callback in parts.trainer.callbacks if isinstance(callback, Logger)]
@@ -177,7 +177,7 @@ def describe_to_loggers(
 
 
 def pruning(cfg: DictConfig) -> list["Callback"]:
-    """Return the callback of a trial, which its search may end early; none in any other run."""
+    """Return the callback that may end a trial early; none in any other run."""
     trial = job.trial_of(cfg)
     if trial is None:
         return []
@@ -189,7 +189,7 @@ def pruning(cfg: DictConfig) -> list["Callback"]:
 
 
 def fit(cfg: DictConfig, parts: Parts, state: dict[str, Any] | None) -> None:
-    """Fit the model; stopping.Interrupted where a signal came, to whatever process of the run."""
+    """Fit the model; stopping.Interrupted if any process of the run got a signal."""
     from stoker.trainer import parallel
 
     trainer = parts.trainer
@@ -204,7 +204,7 @@ def fit(cfg: DictConfig, parts: Parts, state: dict[str, Any] | None) -> None:
 
 @contextlib.contextmanager
 def ended_after_failure(loggers: list["Logger"]) -> Iterator[None]:
-    """Tell the loggers of a failure or an interruption, also of one that comes after the fit's own end."""
+    """Tell the loggers about a failure or an interruption, also after the end of the fit."""
     try:
         yield
     except BaseException as error:
@@ -215,7 +215,7 @@ def ended_after_failure(loggers: list["Logger"]) -> Iterator[None]:
 
 
 def print_result(folder: Path, parts: Parts, result: RunResult) -> None:
-    """Print what the run came to, and complete its result by what takes longer to measure."""
+    """Print the result, and add what takes longer to measure."""
     packages = own_packages(arguments.typed())
     print("\n".join(closing_lines(folder, result, packages)), flush=True)
     more = efficiency(parts, result)
@@ -224,19 +224,19 @@ def print_result(folder: Path, parts: Parts, result: RunResult) -> None:
 
 
 def say_interrupted(cfg: DictConfig, folder: Path, saver: "Checkpoint") -> None:
-    """Print at which step the run stopped, and how to go on."""
+    """Print at which step the run stopped, and how to resume it."""
     if not launch.is_first():
         return
     text = f"\ninterrupted at step {saver.saved}."
     if not job.in_sweep():
-        text += f" To go on from there:\n{launch.resume_command}"
+        text += f" To resume:\n{launch.resume_command}"
         if draws_report(cfg):
             text += f"\nTo see it so far: {report_command(folder)}"
     print(text, file=sys.stderr)
 
 
 def finish_loggers(folder: Path, loggers: list["Logger"], result: RunResult) -> None:
-    """Hand the result to the loggers, which takes longest and so comes last."""
+    """Send the result to the loggers, last because it takes longest."""
     if not loggers:
         return
     evaluation = json_files.read_json(folder / directory.EVALUATION) or {}

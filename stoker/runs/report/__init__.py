@@ -1,7 +1,8 @@
 """The report of a run: report.html, made from the files in its directory alone.
 
-`python -m stoker.runs.report DIR [--open]` draws it again. The order of its parts is in templates/report.html, and
-`facts` has the function that each part comes from. The directory may be anybody's: all that it says is text on the page.
+`python -m stoker.runs.report DIR [--open]` draws it again. The order of its parts is in
+templates/report.html, and `facts` names the function that each part comes from. The directory is
+untrusted: whatever it contains is escaped as text.
 """
 
 import math
@@ -19,7 +20,7 @@ from stoker.trainer.readable import duration, seconds
 
 NAME = "report.html"
 MOST_PAGE = 1_000_000  # bytes
-MOST_WARNINGS = 20  # of the doctor
+MOST_WARNINGS = 20  # from the doctor
 MOST_WARNING = 500  # letters of each
 
 
@@ -31,7 +32,7 @@ def write(folder: str | Path) -> Path:
 
 
 def html(folder: str | Path) -> str:
-    """Return the page, below MOST_PAGE bytes: too large a page loses its pictures, and then its settings."""
+    """Return the page. Beyond MOST_PAGE bytes it loses its pictures, and then its settings."""
     from stoker.runs.page import render
 
     parts = facts(inputs.read_run(folder))
@@ -75,7 +76,7 @@ def facts(run: inputs.Run) -> dict[str, Any]:
 
 
 def warnings(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (what is wrong, what to type) of the doctor's warnings."""
+    """Return (what is wrong, what to type) for each warning of the doctor."""
     rows = []
     for text in texts[:MOST_WARNINGS]:
         wrong, _, advice = text.partition("\n")

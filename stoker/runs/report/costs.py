@@ -1,4 +1,4 @@
-"""What a run cost: the shares of the time and of the memory."""
+"""The shares of the time and of the memory of a run."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -10,7 +10,7 @@ Points = list[tuple[float, float]]
 
 
 def frames(rows: list[Row], best: Best | None) -> list[dict[str, Any]]:
-    """Return {"title", "keys", "best", "svg"} of each frame that has at least two points in a line."""
+    """Return {"title", "keys", "best", "svg"} of each frame with at least two points on a line."""
     name = metric_of(rows)
     if best is not None and is_metric(best.name) and any(best.name in row for row in rows):
         name = best.name
@@ -22,7 +22,7 @@ def frames(rows: list[Row], best: Best | None) -> list[dict[str, Any]]:
 
 
 def metric_of(rows: list[Row]) -> str | None:
-    """Return the first metric of the validation beside its loss."""
+    """Return the first validation metric that is not the loss."""
     for row in rows:
         for name in row:
             if is_metric(name):
@@ -35,7 +35,7 @@ def is_metric(name: str) -> bool:
 
 
 def frame(place: str, rows: list[Row], name: str, best: Best | None) -> dict[str, Any] | None:
-    """Draw the training and the validation of a metric, such as "val/acc", with a mark at the best epoch."""
+    """Draw the training and validation curves of a metric, with a mark at the best epoch."""
     from stoker.runs import plots
 
     metric = name.removeprefix("val/")
@@ -72,9 +72,9 @@ def series(rows: list[Row], name: str) -> Points:
 
 
 def pooled(rows: list[Row], name: str) -> Points:
-    """Return a metric's mean over stretches of as many samples as the largest row has.
+    """Return a metric's means over stretches that have the samples of the largest row.
 
-    The row before an evaluation may be of a batch or two, whose mean would jump.
+    The row before an evaluation may cover only a batch or two, whose mean would jump.
     """
     rows = [row for row in rows if name in row]
     most = max((samples_in(row) for row in rows), default=1)

@@ -1,4 +1,4 @@
-"""The evaluation of the best weights: confused classes, errors of a regression, and the hardest samples."""
+"""The evaluation of the best weights: confused classes, errors, and the hardest samples."""
 
 import math
 import re
@@ -11,17 +11,17 @@ from stoker.runs.report.inputs import is_small_png
 from stoker.runs.report.words import one_line, percent, shortened
 from stoker.trainer.readable import number
 
-MOST_CLASSES = 40  # of a matrix that is drawn
-MOST_PRINTED = 20  # of a matrix that fits on paper
-MOST_PAIRS = 20  # of classes that are confused
-MOST_TARGETS = 4  # of a regression that are drawn
-MOST_COLUMNS = 12  # of a sample
-MOST_PICTURES = 450_000  # letters of all pictures
+MOST_CLASSES = 40  # in a drawn matrix
+MOST_PRINTED = 20  # classes in a matrix that fits on paper
+MOST_PAIRS = 20  # pairs of confused classes
+MOST_TARGETS = 4  # drawn targets of a regression
+MOST_COLUMNS = 12  # shown for a sample
+MOST_PICTURES = 450_000  # letters of all pictures together
 
 
 @dataclass
 class Class:
-    """A row of the confusion matrix; its recall or precision is '' where there is nothing to divide by."""
+    """A row of the confusion matrix; recall and precision are '' for a division by zero."""
 
     name: str
     precision: str
@@ -36,14 +36,14 @@ class Class:
         return name if len(name) <= 24 else f"{name[:9]}…{name[-14:]}"
 
     def strength(self, i: int, is_right: bool) -> int:
-        """Return how strong the colour of a cell is, in percent: a few mistakes are visible already."""
+        """Return the strength of a cell's colour, in percent; even a few mistakes are visible."""
         share = self.counts[i] / max(1, self.count)
         return round(100 * (share if is_right else share ** (1 / 3)))
 
 
 @dataclass
 class Confusion:
-    """The confusion matrix, and its lists: as tables, the pairs most often confused and the classes by recall."""
+    """The confusion matrix, and tables of the most confused pairs and the classes by recall."""
 
     classes: list[Class]
     pairs: list[Column] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Confusion:
 
 
 def confusion(evaluation: Evaluation) -> Confusion | None:
-    """Return the confusion matrix and its lists; None where there is none."""
+    """Return the confusion matrix and its lists; None if there is none."""
     counts = evaluation.confusion
     if counts is None:
         return None
@@ -92,7 +92,7 @@ def share(part: int, total: int) -> str:
 
 
 def confused(classes: list[Class]) -> list[Column]:
-    """Return the table of the classes most often confused; no columns where none is."""
+    """Return the table of the classes most often confused; no columns if none is."""
     pairs = []
     for i, true in enumerate(classes):
         pairs += [(-count, i, j) for j, count in enumerate(true.counts) if count and i != j]
@@ -157,7 +157,7 @@ def value_of(value: Any) -> str:
 
 
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return groups of samples, as pictures or a table: of the highest loss, and of the highest entropy."""
+    """Return the samples with the highest loss and with the highest entropy, in groups."""
     worst = "Worst: the highest loss"
     if evaluation.kind == "regression":
         worst = "Worst: the farthest off"
@@ -200,7 +200,7 @@ def is_number(cell: str) -> bool:
 
 
 def regression(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return {"title", "note", "svg"} of two plots for each of the first targets, whose units may differ."""
+    """Return {"title", "note", "svg"} of two plots for each of the first targets."""
     from stoker.runs import plots
 
     figures = []

@@ -1,7 +1,7 @@
 """The files of a run, checked once, so that the rest of the report can trust their types.
 
-Anybody may have written them. An entry that is missing or malformed is None or empty here, and its part of the page
-is left out.
+They are untrusted. An entry that is missing or malformed is None or empty here, and its part of
+the page is left out.
 """
 
 import base64
@@ -21,24 +21,28 @@ from stoker.runs.result import RunResult, typed
 from stoker.trainer import files
 
 MOST_BYTES = 2**25  # of a metrics.jsonl
-MOST_ROWS = 100_000  # of more rows: those of evaluations, and some of the others
+MOST_ROWS = 100_000  # beyond that: the rows of evaluations, and some of the others
 MOST_JSON = 2**24  # bytes of an evaluation.json: 1,000 classes are 2 MB
 MOST_TYPED = 10_000  # letters of the overrides
 MOST_NAME = 100  # letters of a class, which appears in several places
-MOST_SAMPLES = 24  # of the worst, and of the most uncertain
-MOST_NUMBERS = 100  # that a regression predicts
+MOST_SAMPLES = 24  # worst ones, and as many uncertain ones
+MOST_NUMBERS = 100  # targets of a regression
 MOST_PNG = 2**15  # bytes of a picture
 MOST_SIDE = 256  # pixels of a picture
 END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 SPLITS = {"train": "training", "val": "validation", "test": "test"}  # in words
-BETTER = {"val/acc": "max", "val/r2": "max", "val/loss": "min"}  # of what monitor=auto chooses from
+BETTER = {
+    "val/acc": "max",
+    "val/r2": "max",
+    "val/loss": "min",
+}  # the metrics that monitor=auto chooses from
 
 Row = dict[str, float]  # a row of metrics.jsonl, its numbers alone; it has an "epoch"
 
 
 @dataclass
 class Best:
-    """The best evaluation of a run; `epoch` is None where no row has it."""
+    """The best evaluation of a run; `epoch` is None if no row has it."""
 
     name: str
     value: float
@@ -48,7 +52,7 @@ class Best:
 
 @dataclass
 class Run:
-    """The files of a run directory. `config` is flat; `overrides` is None where nobody knows what was typed."""
+    """The files of a run directory. `config` is flat; `overrides` is None if unknown."""
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
@@ -60,14 +64,14 @@ class Run:
 
     @property
     def best(self) -> Best | None:
-        """The evaluation whose weights were kept; None where that is unknown."""
+        """The evaluation whose weights were kept; None if unknown."""
         if self.has_ended:
             return best_of(self.result, self.rows)
         return best_so_far(self.config, self.rows)
 
     @property
     def step(self) -> float:
-        """The step of the last row, or of a later checkpoint, which an interrupted run has without a row."""
+        """The step of the last row, or of the later checkpoint of an interrupted run."""
         steps = [row.get("step", 0) for row in self.rows]
         for path in checkpoints(self.folder):
             name = path.stem.removeprefix("step_")
@@ -147,7 +151,7 @@ def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
 
 
 def read_evaluation(path: Path) -> Evaluation | None:
-    """Return what evaluation.json says; None if that is not an evaluation of ours."""
+    """Return the evaluation in evaluation.json; None if it is malformed."""
     try:
         return evaluation_of(json.loads(files.read(path, MOST_JSON)))
     except (OSError, ValueError, RecursionError, TypeError):
@@ -157,7 +161,7 @@ def read_evaluation(path: Path) -> Evaluation | None:
 def evaluation_of(entries: Any) -> Evaluation:
     """Return the evaluation in a JSON object; TypeError or ValueError if it is malformed.
 
-    Single points and samples that are malformed are left out, as those of a prediction that is not finite.
+    Malformed points and samples are left out, such as predictions that are not finite.
     """
     evaluation: Evaluation = typed({**entries, "worst": None, "uncertain": None}, Evaluation)
     classes = [shortened(name, MOST_NAME) for name in evaluation.classes or []]
@@ -215,7 +219,7 @@ def samples_of(entries: Any, evaluation: Evaluation) -> list[Sample]:
 
 
 def is_small_png(text: str) -> bool:
-    """Whether this is base64 of a small PNG that has nothing but its pixels in it."""
+    """Whether this is a small PNG in base64, with nothing in it but pixels."""
     from PIL import Image
 
     try:
@@ -226,5 +230,5 @@ def is_small_png(text: str) -> bool:
             image.load()
             has_more = image.info or getattr(image, "private_chunks", None)
             return not has_more and data.endswith(END_OF_PNG)
-    except Exception:  # what a damaged file raises is not documented
+    except Exception:  # the errors for damaged files are undocumented
         return False

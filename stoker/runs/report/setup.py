@@ -11,17 +11,17 @@ from stoker.runs.report.inputs import Run, checkpoints
 from stoker.runs.report.words import shortened
 from stoker.trainer.errors import as_typed
 
-MOST_ENTRIES = 300  # of the settings
+MOST_ENTRIES = 300  # settings
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """Return the settings of the run, and which of them differ from the defaults, where those are known."""
+    """Return the settings of the run, and which differ from the defaults, if those are known."""
     defaults = defaults_of(run.overrides or [])
     rows = []
     for key, value in list(run.config.items())[:MOST_ENTRIES]:
         default = defaults.get(key, "???")
         if value == default and re.fullmatch(r"\$\{\w+\}", str(value)):
-            continue  # it is the value of another key, which has its own line
+            continue  # it repeats another key, which has its own line
         row = {
             "key": shortened(key),
             "value": shortened(as_typed(value)),
@@ -38,7 +38,7 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def is_choice(override: str) -> bool:
-    """Whether this has chosen a file of a group in configs/, such as model=cnn or callbacks=[doctor,ema]."""
+    """Whether this chooses files of a group, as in model=cnn or callbacks=[doctor,ema]."""
     match = re.fullmatch(r"(\w+)=\[?(\w+(?:,\w+)*)\]?", override)
     if match is None:
         return False
@@ -47,7 +47,7 @@ def is_choice(override: str) -> bool:
 
 
 def defaults_of(overrides: list[str]) -> dict[str, Any]:
-    """Return our config with the choices of the run; {} where it cannot be composed."""
+    """Return the defaults for the options of the run; {} if they cannot be composed."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
@@ -60,12 +60,12 @@ def defaults_of(overrides: list[str]) -> dict[str, Any]:
             with hydra.initialize_config_dir(str(FOLDER)):
                 config = hydra.compose("train", chosen)
         return dotted.flat(OmegaConf.to_container(config, resolve=False))
-    except Exception:  # Hydra raises anything; a report without marked settings is still a report
+    except Exception:  # Hydra raises anything; the report can do without marks
         return {}
 
 
 def commands(run: Run) -> list[tuple[str, str]]:
-    """Return (purpose, command) of what to do next with a run."""
+    """Return (purpose, command) for what to do next with a run."""
     commands = []
     result = run.result
     if run.overrides is not None:
@@ -90,5 +90,5 @@ def commands(run: Run) -> list[tuple[str, str]]:
 
 
 def trusted(run: Run) -> list[str]:
-    """Return the packages, beside ours, whose code the run was told to trust."""
+    """Return the packages that the user trusted for this run, without ours."""
     return [name for name in own_packages(run.overrides or []) if name]

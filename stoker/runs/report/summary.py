@@ -1,4 +1,4 @@
-"""The top of the report: what the run is, how good it is in a sentence, and its numbers in tiles."""
+"""The top of the report: a description, the verdict on quality, and tiles of numbers."""
 
 import math
 import re
@@ -12,11 +12,14 @@ from stoker.runs.report.words import amount, epoch, one_line, percent, shortened
 from stoker.runs.result import RunResult
 from stoker.trainer.readable import number, seconds
 
-PLACES = {"csv": "dataset.path", "image_folder": "dataset.root"}  # the keys of your own data
+PLACES = {
+    "csv": "dataset.path",
+    "image_folder": "dataset.root",
+}  # the keys that locate your own data
 
 
 def about(run: Run) -> str:
-    """'MLP on digits, cpu, fp32, 1,258 training samples': your own data goes by the name of its file or folder."""
+    """'MLP on digits, cpu, fp32, 1,258 training samples'; your own data has its file's name."""
     names = [target_name(run, "model"), data_name(run)]
     parts = [" on ".join(filter(None, names))]
     if run.evaluation is not None and run.evaluation.target:
@@ -42,7 +45,7 @@ def data_name(run: Run) -> str:
 
 
 def quality_verdict(run: Run) -> str:
-    """Return one sentence: how good the run is, against chance and against its first evaluation."""
+    """Say in one sentence how good the run is, against chance and its first evaluation."""
     if run.result.error:
         return f"The run failed: {one_line(run.result.error)}"
     best = run.best
@@ -62,7 +65,7 @@ def quality_verdict(run: Run) -> str:
 
 
 def judged(run: Run) -> str:
-    """Return how good the evaluated weights are; '' where there is no test."""
+    """Return how good the evaluated weights are; '' without a test."""
     text = None
     if run.evaluation is not None and run.evaluation.kind == "classification":
         text = judged_classes(run.result, run.evaluation)
@@ -76,7 +79,7 @@ def judged(run: Run) -> str:
 
 
 def judged_classes(result: RunResult, evaluation: Evaluation) -> str | None:
-    """'the model gets 97.2 % of 360 test samples right, where the most frequent class alone would be 10.3 %'."""
+    """Return 'the model gets 97.2 % of 360 test samples right, where ... would be 10.3 %'."""
     total = evaluation.samples
     share = number_in(result, f"{evaluation.split}/acc")
     chance = evaluation.chance
@@ -91,7 +94,10 @@ def judged_classes(result: RunResult, evaluation: Evaluation) -> str | None:
     deviation = math.sqrt(chance * (1 - chance) / total)
     if share > chance + 2 * deviation:
         return f"{text}, where the most frequent class alone would be {percent(chance)}"
-    return f"{text}, which is no better than chance: the most frequent class alone would be {percent(chance)}"
+    return (
+        f"{text}, which is no better than chance: "
+        f"the most frequent class alone would be {percent(chance)}"
+    )
 
 
 def judged_numbers(result: RunResult, evaluation: Evaluation) -> str | None:
@@ -102,12 +108,15 @@ def judged_numbers(result: RunResult, evaluation: Evaluation) -> str | None:
         return None
     samples = f"{evaluation.samples:,} {SPLITS[evaluation.split]} samples"
     if r2 <= 0:
-        text = f"the model is no better on {samples} than always answering their mean (r2 {number(r2)})"
+        text = (
+            f"the model is no better on {samples} than always predicting their mean "
+            f"(r2 {number(r2)})"
+        )
     else:
         variance = f"{evaluation.target} in {samples}" if evaluation.target else samples
         text = (
             f"the model explains {percent(r2)} of the variance of {variance}, "
-            "where always answering their mean would explain none"
+            "where always predicting their mean would explain none"
         )
     if mae is None or evaluation.targets > 1:  # their units may differ
         return text
@@ -136,7 +145,7 @@ def progress(rows: list[Row], best: Best) -> str:
 
 
 def latest(rows: list[Row]) -> Best | None:
-    """Return the last value of a metric, for a run of which it is unknown whether higher is better."""
+    """Return the last value of a metric, for a run whose best value is unknown."""
     name = metric_of(rows) or "val/loss"
     evaluated = [row for row in rows if name in row]
     if not evaluated:
@@ -145,7 +154,7 @@ def latest(rows: list[Row]) -> Best | None:
 
 
 def tiles(run: Run) -> list[tuple[str, str]]:
-    """Return (name, value) of the numbers one looks for first."""
+    """Return (name, value) of the most important numbers."""
     result = run.result
     tiles = [(shortened(name), tile(value)) for name, value in tests_in_units(run).items()][:3]
     best = run.best
@@ -161,7 +170,7 @@ def tiles(run: Run) -> list[tuple[str, str]]:
 
 
 def tests_in_units(run: Run) -> dict[str, float]:
-    """Return the test's numbers: the mse as rmse, in the units of the target; no errors of several targets."""
+    """Return the test numbers with rmse for mse, without errors that mix several targets."""
     tests = run.result.tests()
     several = run.evaluation is not None and run.evaluation.targets > 1
     shown = {}

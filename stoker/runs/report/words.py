@@ -4,7 +4,7 @@ import math
 
 from stoker.trainer.readable import number
 
-MOST_TEXT = 200  # letters of any text that is not ours
+MOST_TEXT = 200  # letters of a text from a file
 
 
 def shortened(value: object, most: int = MOST_TEXT) -> str:
@@ -19,7 +19,7 @@ def one_line(text: str | None) -> str:
 
 
 def percent(share: float) -> str:
-    """'97.2 %', with more digits near the ends: '99.94 %', '0.01 %'; '100 %' is all of them."""
+    """'97.2 %', with more digits near the ends: '99.94 %', '0.01 %'; '100 %' is exact."""
     near = 100 * min(share, 1 - share)
     digits = 1
     if near == 0:
@@ -38,7 +38,7 @@ def amount(value: float) -> str:
 
 
 def tile(value: float) -> str:
-    """Return a number as far as a tile has room for it."""
+    """Format a number for the width of a tile."""
     if 0 < abs(value) < 0.001:
         return f"{value:.3g}"
     if abs(value) < 1e6:
