@@ -6,7 +6,6 @@ Each is one file: tensors as safetensors, everything else as JSON, and a SHA-256
 import errno
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from stoker.trainer import launch, parallel, stopping
+from stoker.trainer.checkpoint_names import files as files
+from stoker.trainer.checkpoint_names import path_of as path_of
 from stoker.trainer.errors import TrainingError, UserError, log
 from stoker.trainer.files import open_plain, remove_partial, replacing
 from stoker.trainer.state import WAYS, has_usual_state
@@ -296,19 +297,6 @@ def digest(tensors: Tensors, tree: str) -> str:
     return total.hexdigest()
 
 
-def files(folder: str | Path) -> dict[int, Path]:
-    """Return {step: path} of the checkpoints `step_<number>.ckpt` in a folder, the newest first.
-
-    Sorted by number: names sort 10 before 9.
-    """
-    paths: dict[int, Path] = {}
-    for path in Path(folder).glob("step_*.ckpt"):
-        number = re.fullmatch(r"step_(\d+)\.ckpt", path.name)
-        if number and path.is_file() and not path.is_symlink():
-            paths[int(number[1])] = path
-    return dict(sorted(paths.items(), reverse=True))
-
-
 def go_back(folder: str | Path, step: int) -> None:
     """Remove the checkpoints after `step`, and what a killed save has left.
 
@@ -318,11 +306,6 @@ def go_back(folder: str | Path, step: int) -> None:
         if number > step:
             path.unlink(missing_ok=True)
     remove_partial(folder)
-
-
-def path_of(folder: str | Path, step: int) -> Path:
-    """Return the path of the state after `step`."""
-    return Path(folder) / f"step_{step:08d}.ckpt"
 
 
 def newest(folder: str | Path) -> tuple[Path, State] | None:

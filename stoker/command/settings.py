@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from stoker.trainer import launch
+from stoker.trainer import checkpoint_names, launch
 from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean
 from stoker.trainer.settings import (
     LIMITS,
@@ -81,8 +81,10 @@ def check_resume(resume: Any) -> Any:
         raise UserError(
             f"resume={resume}: there is no such file.{hint} Type auto, never, or a checkpoint file."
         )
-    files = [*Path(resume).glob("step_*.ckpt"), *Path(resume).glob("checkpoints/step_*.ckpt")]
-    newest = max(files, key=lambda path: (len(path.name), path.name), default=None)
+    files = {}
+    for folder in (Path(resume) / "checkpoints", Path(resume)):
+        files.update(checkpoint_names.files(folder))
+    newest = files[max(files)] if files else None
     advice = "Type resume=FILE; it has no checkpoint."
     if newest is not None:
         advice = f"Type resume={newest}."

@@ -18,7 +18,7 @@ from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.json_files import is_number
 from stoker.runs.report.words import one_line, shortened
 from stoker.runs.result import RunResult, typed
-from stoker.trainer import files
+from stoker.trainer import checkpoint_names, files
 
 MOST_BYTES = 2**25  # of a metrics.jsonl
 MOST_ROWS = 100_000  # beyond that: the rows of evaluations, and some of the others
@@ -73,11 +73,7 @@ class Run:
     def step(self) -> float:
         """The step of the last row, or of the later checkpoint of an interrupted run."""
         steps = [row.get("step", 0) for row in self.rows]
-        for path in checkpoints(self.folder):
-            name = path.stem.removeprefix("step_")
-            if name.isdecimal():
-                steps.append(int(name))
-        return max(steps, default=0)
+        return max([*steps, *checkpoints(self.folder)], default=0)
 
 
 def read_run(folder: str | Path) -> Run:
@@ -99,8 +95,9 @@ def read_run(folder: str | Path) -> Run:
     )
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    return list(folder.glob("checkpoints/step_*.ckpt"))
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Return {step: path} of the checkpoints of a run."""
+    return checkpoint_names.files(folder / "checkpoints")
 
 
 def read_rows(path: Path) -> list[Row]:
