@@ -9,9 +9,9 @@ import sys
 import time
 
 import torch
-from stoker.trainer.callbacks import Callback, Checkpoint
 
 from stoker import Trainer
+from stoker.trainer.callbacks import Callback, Checkpoint
 
 MIB = {"1mb": 1, "100mb": 100, "1gb": 1024}
 SAVES = 3  # of a large one

@@ -156,14 +156,14 @@ def run_job(work, strategy, batch_size, steps, seed):
     import functools
 
     import torch
+
+    from stoker import Trainer
     from stoker.data.datasets import synthetic
     from stoker.data.loader import DeviceLoader
     from stoker.models.cnn import CNN
     from stoker.models.mlp import MLP
     from stoker.trainer import launch, parallel
     from stoker.trainer.callbacks import Callback
-
-    from stoker import Trainer
 
     marks = []
 

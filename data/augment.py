@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Generator, Tensor
+
 from stoker.trainer import settings
 from stoker.trainer.device import to_device
 from stoker.trainer.errors import UserError, check_number
-from torch import Generator, Tensor
 
 # The geometric ones in the order in which they are applied, whatever the order of the list.
 # `flip` takes no value, the others this one by default.

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
+
 from stoker.trainer.device import MIB
 from stoker.trainer.errors import UserError
 from stoker.trainer.files import open_plain
-from torch import Tensor
 
 VERSION = 2  # of the files; a part of every key
 PIXELS = "pixels.u8"

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from stoker.data.record import Data
 from stoker.data.splits import DatasetSplit, TensorSplit, check_fractions, cut
 from stoker.trainer.device import MIB, free_memory, mix_seed
 from stoker.trainer.errors import UserError, check_choice, check_number, printable
 from stoker.trainer.files import open_plain
-from torch import Tensor
 
 __all__ = [
     "Data",

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
+from torch import Tensor
+
 from stoker.data.cache import VERSION, PixelCache, open_cache
 from stoker.data.description import Description, is_description
 from stoker.data.record import Data
@@ -28,7 +30,6 @@ from stoker.trainer.errors import (
     printable,
 )
 from stoker.trainer.files import open_plain
-from torch import Tensor
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from stoker.data.augment import Augment, Draws, Spec
 from stoker.data.record import Data
 from stoker.data.splits import Split
@@ -13,7 +15,6 @@ from stoker.trainer import launch, settings
 from stoker.trainer.device import MIB, free_memory, mix_seed, move, random_stream, to_device
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.loading import Seekable
-from torch import Tensor
 
 # How many numbers are gathered and normalised at once. On a CPU they stay in its cache: an epoch of MNIST takes 19 ms
 # at 4 batches of 128, 30 ms at 16 (one thread of an Intel Xeon at 2.6 GHz). A GPU wants few large kernels.

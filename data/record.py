@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from stoker.data.description import KINDS, Description
 from stoker.data.splits import Split
 from stoker.trainer.device import random_stream
@@ -17,7 +19,6 @@ from stoker.trainer.errors import (
     first_few,
     printable,
 )
-from torch import Tensor
 
 
 @dataclass

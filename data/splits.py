@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
 from stoker.trainer.device import mix_seed, random_stream
 from stoker.trainer.errors import UserError, check_number
-from torch import Tensor
 
 
 class Split(Protocol):

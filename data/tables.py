@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from stoker.data.description import Column, Description, is_description
 from stoker.data.record import Data, unknown_class
 from stoker.data.splits import check_fractions, cut, split_indices
 from stoker.trainer.errors import UserError, check_choice, did_you_mean, first_few, log, printable
 from stoker.trainer.files import open_plain
-from torch import Tensor
 
 MOST_NUMBERS = 2**28  # that a table may become
 FEWEST_ROWS = 20  # in which a column that counts them is no accident

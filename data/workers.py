@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+
 from stoker.data.images import ImageSplit
 from stoker.data.splits import TensorSplit
 from stoker.trainer import launch

@@ -7,11 +7,11 @@ Expect test/acc 0.973, deviation 0.007 over 3 seeds; without a teacher 0.970.
 """
 
 import torch
-from stoker.trainer.errors import check_number
 from torch.nn.functional import kl_div
 
 import stoker
 from stoker import Trainer
+from stoker.trainer.errors import check_number
 
 
 class Distiller(Trainer):

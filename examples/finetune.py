@@ -9,11 +9,11 @@ python train.py dataset=image_folder dataset.root=DIR dataset.size=224 epochs=5 
 torchvision downloads the weights (45 MB) on first use; +model.body.weights=null uses random ones.
 """
 
-from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import UserError, check_number
 from torch import nn
 
 from stoker import Trainer
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.errors import UserError, check_number
 
 
 class FineTuned(nn.Module):

@@ -8,11 +8,11 @@ Expect test/acc 0.974 and 0.972, deviation 0.004 and 0.007 over 3 seeds.
 """
 
 import torch
-from stoker.data.augment import sample_beta
-from stoker.trainer.errors import check_number
 from torch.nn.functional import one_hot
 
 from stoker import Trainer
+from stoker.data.augment import sample_beta
+from stoker.trainer.errors import check_number
 
 
 class MixupTrainer(Trainer):

@@ -6,6 +6,7 @@ Expect test/f1 0.965, deviation 0.003 over 3 seeds.
 """
 
 import torch
+
 from stoker.data.datasets import Data, TensorSplit
 from stoker.trainer.metrics import Sums, check_same_shape
 

@@ -8,6 +8,7 @@ Expect test/acc 0.978 and 0.722, deviation 0.005 and 0.015 over 3 seeds.
 import math
 
 import torch
+
 from stoker.data.datasets import Data, TensorSplit
 
 

@@ -4,9 +4,10 @@ python train.py loss._target_=examples.own_loss.FocalLoss +loss.gamma=1
 Expect test/acc 0.970, deviation 0.013 over 3 seeds.
 """
 
-from stoker.trainer.errors import check_number
 from torch import nn
 from torch.nn.functional import cross_entropy
+
+from stoker.trainer.errors import check_number
 
 
 class FocalLoss(nn.Module):

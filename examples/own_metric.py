@@ -5,6 +5,7 @@ Expect test/balanced 0.972, deviation 0.016 over 3 seeds.
 """
 
 import torch
+
 from stoker.trainer.metrics import Sums, class_of
 
 

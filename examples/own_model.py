@@ -4,8 +4,9 @@ python train.py model._target_=examples.own_model.Mixer +model.width=64
 Expect test/acc 0.966, deviation 0.013 over 3 seeds, on the digits; 3 s on 2 cores of an Intel Xeon, torch 2.15.
 """
 
-from stoker.trainer.errors import UserError
 from torch import nn
+
+from stoker.trainer.errors import UserError
 
 
 class Mixer(nn.Module):

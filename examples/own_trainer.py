@@ -5,10 +5,10 @@ Expect test/acc 0.968, deviation 0.006 over 3 seeds.
 """
 
 import torch
-from stoker.trainer.errors import check_number
 from torch.nn.functional import kl_div
 
 from stoker import Trainer
+from stoker.trainer.errors import check_number
 
 
 class RDrop(Trainer):

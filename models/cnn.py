@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from stoker.models.checks import check, check_dropout, check_image, check_sizes
 from torch import Tensor, nn
+
+from stoker.models.checks import check, check_dropout, check_image, check_sizes
 
 
 class CNN(nn.Module):

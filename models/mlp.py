@@ -4,8 +4,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from stoker.models.checks import check_choice, check_dropout, check_sizes
 from torch import Tensor, nn
+
+from stoker.models.checks import check_choice, check_dropout, check_sizes
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from stoker.models.checks import check_image, check_sizes
 from torch import Tensor, nn
+
+from stoker.models.checks import check_image, check_sizes
 
 
 class Block(nn.Module):

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
+
 from stoker.models.checks import check, check_choice, check_image, check_sizes, is_number
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, check_number
-from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer

@@ -8,10 +8,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from stoker.data.datasets import Data, TensorSplit
-from stoker.trainer import schedules
 
 from stoker import Trainer
+from stoker.data.datasets import Data, TensorSplit
+from stoker.trainer import schedules
 
 
 def make_data(train=60, val=25, features=6, classes=3, dtype=torch.float32, seed=0):

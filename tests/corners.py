@@ -8,6 +8,10 @@ import sys
 
 import torch
 from conftest import make_data, make_model
+from torch import nn, optim
+
+from examples.gan import GAN, GANTrainer
+from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader
 from stoker.models.whitened_cnn import Whiten, WhitenedCNN
@@ -15,10 +19,6 @@ from stoker.trainer import checkpoint, launch, optimizers, parallel, schedules
 from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.metrics import Accuracy
-from torch import nn, optim
-
-from examples.gan import GAN, GANTrainer
-from stoker import Trainer
 
 DOUBLE = torch.float64  # in which a sum in another order makes no difference of 1e-9
 partial = functools.partial

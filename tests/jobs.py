@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from stoker import Trainer, load
 from stoker.data.datasets import Data, TensorSplit, synthetic
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.models.cnn import CNN
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, TopK
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-from stoker import Trainer, load
 
 RANK = int(os.environ.get("RANK", "0"))
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from stoker.data.augment import Augment, sample_beta
 from stoker.trainer.errors import UserError
 

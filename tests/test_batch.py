@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stoker.trainer import batch as batches
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from stoker.trainer import batch as batches
 
 
 class Pair(typing.NamedTuple):

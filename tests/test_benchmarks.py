@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.core.hydra_config import HydraConfig
-from stoker.data.loader import make_loaders
-from stoker.trainer import checkpoint
 
 from benchmarks import by_hand, run, saving, scale, work
 from benchmarks.ours import ours
+from stoker.data.loader import make_loaders
+from stoker.trainer import checkpoint
 
 pytestmark = pytest.mark.slow
 

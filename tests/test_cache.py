@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from stoker.data import cache as caches
 from stoker.data import datasets, images, loader
 from stoker.data.cache import FILES, PIXELS, SUMS, PixelCache

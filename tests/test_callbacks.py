@@ -10,7 +10,10 @@ import os
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+
 from stoker.data.loader import DeviceLoader
+from stoker.diagnostics.lr_find import draw, lr_find
+from stoker.runs.loggers import JSONL, TensorBoard
 from stoker.trainer import callbacks, checkpoint
 from stoker.trainer.callbacks import (
     EMA,
@@ -24,9 +27,6 @@ from stoker.trainer.callbacks import (
 )
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.metrics import Accuracy, Confusion
-
-from stoker.diagnostics.lr_find import draw, lr_find
-from stoker.runs.loggers import JSONL, TensorBoard
 
 
 def loaders(batch_size=8, **options):

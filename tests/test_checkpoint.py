@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from stoker.trainer import checkpoint
 from stoker.trainer.checkpoint import DamagedCheckpoint, load, path_of, save
 from stoker.trainer.errors import TrainingError, UserError

@@ -17,14 +17,14 @@ import pytest
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
-from stoker.trainer import checkpoint
-from stoker.trainer.errors import UserError
 
 from stoker import Trainer
 from stoker.command import check, settings, trust
 from stoker.runs import resume, saved_config
 from stoker.runs.result import MEASURED
 from stoker.tasks.parts import building
+from stoker.trainer import checkpoint
+from stoker.trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"

@@ -9,13 +9,13 @@ from pathlib import Path
 from traceback import extract_stack
 
 import torch
-from stoker.data.datasets import Data, TensorSplit
-from stoker.data.loader import DeviceLoader, HostLoader
-from stoker.trainer.callbacks import EMA, NaNGuard
-from stoker.trainer.trainer import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stoker.data.datasets import Data, TensorSplit
+from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics import timing
+from stoker.trainer.callbacks import EMA, NaNGuard
+from stoker.trainer.trainer import Trainer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 

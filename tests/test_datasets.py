@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from stoker.data import datasets, images, tables
 from stoker.data.datasets import Data, DatasetSplit, TensorSplit
 from stoker.data.description import is_description

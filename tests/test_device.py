@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from stoker.trainer import device as devices
-from stoker.trainer.errors import UserError
 from torch.nn.utils.rnn import pack_sequence
 
 from stoker import Trainer
+from stoker.trainer import device as devices
+from stoker.trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda")

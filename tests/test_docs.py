@@ -17,10 +17,10 @@ import hydra
 import pytest
 from forks import Forks
 from PIL import Image
-from stoker.data import datasets
 
 import stoker
 from stoker.command import arguments
+from stoker.data import datasets
 from stoker.tasks.main import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]

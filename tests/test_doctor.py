@@ -6,17 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from torch import nn
+
 from stoker.data import datasets
 from stoker.data.loader import DeviceLoader, make_loaders
+from stoker.diagnostics.doctor import Doctor, findings
 from stoker.models.cnn import CNN
 from stoker.models.mlp import MLP
 from stoker.trainer import schedules
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError
 from stoker.trainer.steps import AdaptiveStep, GraphStep
-from torch import nn
-
-from stoker.diagnostics.doctor import Doctor, findings
 
 
 def examined(model, lr=1e-2, optimizer=torch.optim.AdamW, every=5, **settings):

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+
 from stoker.data import datasets, download
 from stoker.data.download import File, Source
 from stoker.trainer.errors import TrainingError, UserError

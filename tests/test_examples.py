@@ -11,14 +11,6 @@ import torch
 from conftest import assert_same, make_data
 from forks import Forks
 from PIL import Image
-from stoker.data import datasets
-from stoker.data.loader import make_loaders
-from stoker.models.linear import Linear
-from stoker.models.mlp import MLP
-from stoker.trainer import checkpoint
-from stoker.trainer.callbacks import Callback, Checkpoint
-from stoker.trainer.errors import UserError
-from stoker.trainer.metrics import MSE
 from test_docs import commands
 from torch.nn.functional import cross_entropy
 
@@ -34,6 +26,14 @@ from examples.own_trainer import RDrop
 from examples.regression import rows
 from examples.rnn import RowReader
 from stoker import Trainer
+from stoker.data import datasets
+from stoker.data.loader import make_loaders
+from stoker.models.linear import Linear
+from stoker.models.mlp import MLP
+from stoker.trainer import checkpoint
+from stoker.trainer.callbacks import Callback, Checkpoint
+from stoker.trainer.errors import UserError
+from stoker.trainer.metrics import MSE
 
 FILES = sorted(Path(__file__).parents[1].glob("examples/[!_]*.py"))
 COMMANDS = [

@@ -8,6 +8,9 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from examples.gan import GAN
+from examples.rnn import RowReader
 from stoker.data import tables
 from stoker.data.datasets import Data, TensorSplit
 from stoker.models.cnn import CNN
@@ -15,12 +18,9 @@ from stoker.models.linear import Linear
 from stoker.models.mlp import MLP
 from stoker.models.resnet import ResNet
 from stoker.models.whitened_cnn import WhitenedCNN
-from stoker.trainer.errors import TrainingError, UserError
-
-from examples.gan import GAN
-from examples.rnn import RowReader
 from stoker.runs import card, exporting
 from stoker.runs.inference import Trained
+from stoker.trainer.errors import TrainingError, UserError
 
 MODELS = {
     "linear": Linear,

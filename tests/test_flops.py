@@ -1,9 +1,9 @@
 import torch
-from stoker.models.cnn import CNN
-from stoker.trainer.trainer import Trainer
 from torch import nn
 
 from stoker.diagnostics import flops
+from stoker.models.cnn import CNN
+from stoker.trainer.trainer import Trainer
 
 
 def test_the_flops_of_linear_layers_are_two_for_each_weight_and_product():

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+
 from stoker.data.loader import DeviceLoader, HostLoader
+from stoker.diagnostics.timing import Timing
 from stoker.trainer import checkpoint, optimizers
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
 from stoker.trainer.device import choose, move
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.trainer import Trainer
-
-from stoker.diagnostics.timing import Timing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"

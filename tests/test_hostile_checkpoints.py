@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+
 from stoker.trainer import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,6 +10,7 @@ import zlib
 import pytest
 import torch
 from PIL import Image
+
 from stoker.data import datasets, images, tables
 from stoker.data.datasets import Data
 from stoker.trainer.errors import UserError

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from stoker.data import images
 from stoker.data.images import ImageSplit
 from stoker.data.loader import make_loaders

@@ -16,18 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+
+import stoker as package
+from stoker import Trainer
 from stoker.data import datasets, tables
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.description import is_description
 from stoker.data.loader import DeviceLoader
 from stoker.data.splits import split_indices
-from stoker.trainer import checkpoint
-from stoker.trainer.errors import TrainingError, UserError
-
-import stoker as package
-from stoker import Trainer
 from stoker.runs import card, inference
 from stoker.runs.result import RunResult
+from stoker.trainer import checkpoint
+from stoker.trainer.errors import TrainingError, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 TOWNS = ("Köln", "Rom", "Ulm")

@@ -19,11 +19,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import assert_same
 from forks import Forks
-from stoker.trainer import checkpoint, launch
-from stoker.trainer.errors import UserError
 from test_cli import answers, run
 
 from stoker.command import processes
+from stoker.trainer import checkpoint, launch
+from stoker.trainer.errors import UserError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 

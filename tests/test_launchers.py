@@ -19,11 +19,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
-from stoker.trainer.errors import UserError
 from test_cli import answers, run
 
 from stoker.runs import lock
 from stoker.sweeps import launchers
+from stoker.trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = ("joblib", "submitit_local", "ray")

@@ -6,6 +6,8 @@ import weakref
 import numpy
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import (
     DeviceLoader,
@@ -15,7 +17,6 @@ from stoker.data.loader import (
 )
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import IterableLoader, resident_bytes, seekable
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 def images(n=50, **changes):

@@ -17,15 +17,15 @@ import urllib.request
 import pytest
 import torch
 from conftest import assert_same, make_data, make_trainer
-from stoker.data.loader import DeviceLoader
-from stoker.trainer import checkpoint
-from stoker.trainer.callbacks import Callback, Checkpoint
-from stoker.trainer.metrics import Accuracy
 from test_cli import ENVIRONMENT, ROOT, forked, read
 
+from stoker.data.loader import DeviceLoader
 from stoker.runs import loggers, pictures
 from stoker.runs.lock import lock
 from stoker.runs.loggers import JSONL, Logger, MLflow, TensorBoard, WandB
+from stoker.trainer import checkpoint
+from stoker.trainer.callbacks import Callback, Checkpoint
+from stoker.trainer.metrics import Accuracy
 
 TOOLS = ["tensorboard", "wandb", "mlflow"]
 CONFIG = {

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stoker.data.datasets import Data, TensorSplit
-from stoker.trainer.errors import UserError
-from stoker.trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, Mean, TopK, default_metrics
 from torch.nn.functional import one_hot
 
 from stoker.command import build, compatible, trust
+from stoker.data.datasets import Data, TensorSplit
+from stoker.trainer.errors import UserError
+from stoker.trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, Mean, TopK, default_metrics
 
 N, CLASSES, TARGETS = 100, 6, 3
 CLASSIFIERS = {

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_same, make_data, make_trainer
+
 from stoker.data.loader import DeviceLoader
+from stoker.diagnostics.lr_find import lr_find
 from stoker.trainer import checkpoint, graph
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.metrics import Accuracy
-
-from stoker.diagnostics.lr_find import lr_find
 
 ROOT = Path(__file__).parents[1]
 

@@ -7,14 +7,14 @@ import re
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
-from stoker.trainer import checkpoint
-from stoker.trainer.callbacks import Callback, Checkpoint, Progress
-from stoker.trainer.errors import UserError
-from stoker.trainer.metrics import Accuracy, Mean
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from stoker import Trainer
 from stoker.runs.loggers import JSONL, read_rows
+from stoker.trainer import checkpoint
+from stoker.trainer.callbacks import Callback, Checkpoint, Progress
+from stoker.trainer.errors import UserError
+from stoker.trainer.metrics import Accuracy, Mean
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from conftest import assert_same, make_trainer
+
 from stoker.data import datasets
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.models.cnn import CNN

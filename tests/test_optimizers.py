@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from conftest import make_data, make_trainer
+
 from stoker.data.loader import DeviceLoader
 from stoker.trainer import optimizers, schedules
 from stoker.trainer.errors import UserError

@@ -5,14 +5,14 @@ import functools
 import pytest
 import torch
 from conftest import make_data, make_model, make_trainer
+from torch import nn
+
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader
+from stoker.diagnostics import overfit
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.metrics import R2, Accuracy
-from torch import nn
-
-from stoker.diagnostics import overfit
 
 
 def learn(model=None, data=None, count=1, metrics=None, steps=None, batch_size=8, **settings):

@@ -15,6 +15,7 @@ import torch
 from conftest import assert_same
 from forks import Forks
 from safetensors.torch import load_file
+
 from stoker.trainer import checkpoint
 from stoker.trainer.state import WAYS
 

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 from conftest import make_data, make_model, make_trainer
+
 from stoker.data.loader import DeviceLoader
+from stoker.diagnostics import plan
 from stoker.trainer import checkpoint, schedules, summary
 from stoker.trainer.callbacks import EMA, Callback
-
-from stoker.diagnostics import plan
 
 
 @pytest.fixture(autouse=True)

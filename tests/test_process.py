@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from conftest import make_model, make_trainer
+
 from stoker.trainer import device as devices
 from stoker.trainer import process
 from stoker.trainer.callbacks import Callback

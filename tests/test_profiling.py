@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
-from stoker.data.loader import DeviceLoader
-from stoker.trainer.callbacks import Callback
 
+from stoker.data.loader import DeviceLoader
 from stoker.diagnostics import profiling
 from stoker.diagnostics.profiling import ACTIVE, BEFORE, MOST, WARMUP, Profile
 from stoker.diagnostics.timing import Timing
+from stoker.trainer.callbacks import Callback
 
 
 def fitted(*callbacks, **settings):

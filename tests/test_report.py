@@ -23,15 +23,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
+
+from stoker import Trainer
+from stoker.command import dotted
 from stoker.data import datasets
 from stoker.data.loader import make_loaders, normalizer
 from stoker.data.tables import csv
 from stoker.models.mlp import MLP
-from stoker.trainer import readable
-from stoker.trainer.metrics import Accuracy, default_metrics
-
-from stoker import Trainer
-from stoker.command import dotted
 from stoker.runs import examine, plots, report
 from stoker.runs.evaluation import Sample
 from stoker.runs.page import Column, plain, render
@@ -40,6 +38,8 @@ from stoker.runs.result import RunResult
 from stoker.sweeps import sweep
 from stoker.sweeps.table import Sweep
 from stoker.tasks import report as drawing
+from stoker.trainer import readable
+from stoker.trainer.metrics import Accuracy, default_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 

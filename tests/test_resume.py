@@ -7,15 +7,15 @@ import itertools
 import pytest
 import torch
 from conftest import assert_same, make_data, make_trainer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.models.cnn import CNN
 from stoker.trainer import checkpoint, schedules
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead
 from stoker.trainer.metrics import Accuracy
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from stoker import Trainer
 
 # 60 training images are 8 batches of 8, the last of 4; 3 epochs are 24 steps.
 BATCH, STEPS = 8, 24

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from stoker.trainer import checkpoint, stopping
-from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import TrainingError
 
 from stoker.runs import json_files
 from stoker.runs.report.inputs import Run
 from stoker.runs.report.setup import commands
 from stoker.runs.result import MEASURED, RunResult, finished, write_failure
 from stoker.sweeps.jobs import read_jobs
+from stoker.trainer import checkpoint, stopping
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.errors import TrainingError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 JOB = (

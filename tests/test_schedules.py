@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.optim.lr_scheduler import OneCycleLR
+
 from stoker.trainer import schedules
 from stoker.trainer.errors import UserError
-from torch.optim.lr_scheduler import OneCycleLR
 
 ALL = {
     "constant": schedules.constant,

@@ -12,11 +12,11 @@ import hydra
 import pytest
 from forks import Forks
 from omegaconf import OmegaConf
-from stoker.trainer.errors import UserError
 
 from stoker.command import arguments, messages
 from stoker.sweeps import search
 from stoker.sweeps.jobs import read_job, read_jobs
+from stoker.trainer.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "sweep"
 OPTUNA, AX = (importlib.util.find_spec(name) is not None for name in ("optuna", "ax"))

@@ -16,7 +16,6 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from stoker.trainer.errors import UserError
 from test_cli import CONFIGS, ROOT, compose, forked  # noqa: F401
 
 import stoker as package
@@ -24,6 +23,7 @@ from stoker import Trainer
 from stoker.command import arguments, build, dotted, trust
 from stoker.runs import inference, saved_config
 from stoker.sweeps import sweep, table
+from stoker.trainer.errors import UserError
 
 SOURCES = sorted(
     path for folder in ("trainer", "models", "data") for path in (ROOT / folder).rglob("*.py")

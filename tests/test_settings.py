@@ -4,12 +4,12 @@ from pathlib import Path
 
 import hydra
 import pytest
-from stoker.data import augment
-from stoker.trainer.errors import UserError
-from stoker.trainer.settings import AUGMENTATIONS
 
 from stoker import configs
 from stoker.command import dotted, settings
+from stoker.data import augment
+from stoker.trainer.errors import UserError
+from stoker.trainer.settings import AUGMENTATIONS
 
 
 def test_the_augmentations_are_those_that_there_are():

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from conftest import assert_same, make_data, make_trainer
+
 from stoker.data.loader import DeviceLoader
 from stoker.trainer import checkpoint, fitting, state
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, Lookahead

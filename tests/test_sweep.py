@@ -19,11 +19,11 @@ import pytest
 import torch
 from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
-from stoker.trainer.callbacks import Callback as TrainerCallback
 
 from stoker.command import exit_codes, shell
 from stoker.runs import directory, json_files, lock
 from stoker.sweeps import jobs, launchers, sweep
+from stoker.trainer.callbacks import Callback as TrainerCallback
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 JOB = (

@@ -4,11 +4,11 @@ import re
 
 import pytest
 import torch
+
+from stoker.command import compatible
 from stoker.data import tables
 from stoker.data.splits import split_indices
 from stoker.trainer.errors import UserError
-
-from stoker.command import compatible
 
 
 def parts_of(data):

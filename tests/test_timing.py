@@ -4,17 +4,17 @@ import time
 
 import pytest
 import torch
+from torch import nn
+
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import HostLoader, make_loaders
+from stoker.diagnostics import timing as timing_module
+from stoker.diagnostics.timing import MOST_COST, SOON, STAGES, Timing, speed_verdict
+from stoker.runs.loggers import Logger
 from stoker.trainer import fitting
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress
 from stoker.trainer.spans import silent_spans
 from stoker.trainer.trainer import Trainer
-from torch import nn
-
-from stoker.diagnostics import timing as timing_module
-from stoker.diagnostics.timing import MOST_COST, SOON, STAGES, Timing, speed_verdict
-from stoker.runs.loggers import Logger
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 POINTS = 0.05

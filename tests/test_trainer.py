@@ -9,18 +9,18 @@ import re
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
+from stoker.diagnostics.lr_find import lr_find
 from stoker.models.cnn import CNN
 from stoker.trainer import checkpoint, schedules
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard
 from stoker.trainer.device import mix_seed, move, seed_generators
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.metrics import Accuracy
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from stoker import Trainer
-from stoker.diagnostics.lr_find import lr_find
 
 
 def loaders(data=None, batch_size=8, kind=DeviceLoader, **options):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import HostLoader
 from stoker.trainer.errors import TrainingError, UserError

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+
 from stoker.trainer.errors import UserError
 
 PLAIN = (str, bytes, int, float, complex, type(None))

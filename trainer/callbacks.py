@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
 from stoker.trainer import checkpoint, launch, parallel, settings, summary
 from stoker.trainer.errors import TrainingError, UserError, as_typed, check_number, did_you_mean
 from stoker.trainer.readable import number
 from stoker.trainer.state import ANYTHING, check_like, refuse
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy
 import torch
+
 from stoker.trainer import batch as batches
 from stoker.trainer import launch, settings
 from stoker.trainer.errors import TrainingError, UserError, log

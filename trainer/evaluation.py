@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer import misuse, parallel

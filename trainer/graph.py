@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError

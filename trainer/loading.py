@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
 from stoker.trainer import parallel
 from stoker.trainer.device import mix_seed
 from stoker.trainer.errors import TrainingError, UserError, cause

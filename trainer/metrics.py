@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
 from stoker.trainer import launch, parallel
 from stoker.trainer.errors import UserError, check_number, log
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer import parallel, settings

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from stoker.trainer import device as devices
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback

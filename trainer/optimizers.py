@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from stoker.trainer import device as devices
-from stoker.trainer import parallel
-from stoker.trainer.errors import UserError, check_number
 
 # private: the hooks of all optimizers, which a lean step has to look for, torch 2.15
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from stoker.trainer import device as devices
+from stoker.trainer import parallel
+from stoker.trainer.errors import UserError, check_number
 
 # Those of torch's optimizers that work on whole matrices. The others work on single numbers.
 OF_MATRICES = ("Muon", "Adafactor")

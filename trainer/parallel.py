@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
 from stoker.trainer import batch as batches
 from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, log
 from stoker.trainer.settings import check_strategy
-from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import torch
+
 from stoker.trainer import device as devices
 from stoker.trainer import optimizers, settings
 

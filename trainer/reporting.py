@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
 from stoker.trainer import misuse, parallel, summary
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.window import Window

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+
 from stoker.trainer.errors import UserError, check_number
 
 Shape = Callable[[float], float]  # from progress (0 to 1) to a factor

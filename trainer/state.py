@@ -8,6 +8,7 @@ import math
 from typing import Any, NoReturn
 
 import torch
+
 from stoker.trainer.errors import UserError
 
 # How an optimizer works, not what it computes: a GPU's checkpoint has others than the CPU needs.

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError

@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
 from stoker.trainer import graph, misuse, optimizers, parallel
 from stoker.trainer.errors import TrainingError
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer import parallel

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
+
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer import (

@@ -3,6 +3,7 @@
 import time
 
 import torch
+
 from stoker.trainer import launch, parallel
 from stoker.trainer.metrics import Mean
 
