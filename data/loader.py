@@ -304,7 +304,7 @@ class Loader(Seekable):
                 done += 1
                 yield batch
         # Batches of which this process has no sample: the others may wait for it all the same. It gets one that is
-        # lent, and parallel.counts says that it does not count.
+        # lent, and parallel.has_samples says that it does not count.
         for samples in whole[done:]:
             inputs, targets = next(iter(self.read([samples[:1]], epoch)))
             self.global_size = len(samples)

@@ -1,6 +1,7 @@
 """The wheel does in any folder what the clone does, whatever else is in that folder."""
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -70,3 +71,13 @@ def test_options_of_the_project_s_own_configs_are_found(installed, tmp_path):
     (tmp_path / "configs/model/tiny.yaml").write_text(text, encoding="utf-8")
     out = stoker(installed, tmp_path, "max_steps=5", "model=tiny")
     assert "model    MLP, 535 parameters" in out  # 64 * 7 + 7 + 7 * 10 + 10
+
+
+def test_the_result_has_the_revision_of_the_users_project(installed, tmp_path):
+    git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.org"]
+    subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], cwd=tmp_path, check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True)
+    stoker(installed, tmp_path, "run_dir=run", "max_steps=2")
+    result = json.loads((tmp_path / "run/result.json").read_text(encoding="utf-8"))
+    assert result["git"]["revision"] == head.stdout.strip()

@@ -46,16 +46,16 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
         with evaluating(trainer), torch.no_grad():
             trainer.seed_generators(split)
             for batch in loader:
-                if trainer.evaluation_due and trainer.was_interrupted():
+                if trainer.evaluation_due and trainer.poll_interruption():
                     raise Interrupted
                 batch = devices.move(batch, trainer.device)
                 results = trainer.eval_micro_batch.work(losses, batch)
-                if parallel.counts(loader):
+                if parallel.has_samples(loader):
                     for part, loss, outputs in results:
                         loss_mean.update(loss, batches.size(part))
                         trainer.update_metrics(outputs, part)
     except Exception as error:
-        misuse.explain(trainer, error, batch, trainer.eval_micro_batch)
+        misuse.raise_explained(trainer, error, batch, trainer.eval_micro_batch)
         raise
     loss_mean = loss_mean.over_ranks()
     if not loss_mean.samples:
@@ -93,11 +93,11 @@ def predict(trainer: "Trainer", loader: Any) -> torch.Tensor:
                 sizes.append(getattr(loader, "global_size", None) or 0)
                 batch = devices.move(batch, trainer.device)
                 results = trainer.eval_micro_batch.work(predictions, batch)
-                if not parallel.counts(loader):  # a sample that was lent to this process
+                if not parallel.has_samples(loader):  # a sample that was lent to this process
                     results = [part[:0] for part in results]
                 outputs += results
     except Exception as error:
-        misuse.explain(trainer, error, batch, trainer.eval_micro_batch)
+        misuse.raise_explained(trainer, error, batch, trainer.eval_micro_batch)
         raise
     joined = parallel.gather(misuse.joined(outputs), sizes)
     return joined.float() if joined.dtype in (torch.float16, torch.bfloat16) else joined

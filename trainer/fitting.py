@@ -32,7 +32,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.evaluation_due = False
     trainer.window.clear()
     trainer.data_bytes = resident_bytes(train_loader, val_loader)
-    if trainer.layout_is_open and hasattr(train_loader, "in_shape"):
+    if trainer.layout_may_change and hasattr(train_loader, "in_shape"):
         devices.settle_layout(trainer.module, train_loader.in_shape, trainer.device)
     if resume is not None:
         trainer.load_state_dict(checkpoint.to_resume(resume))

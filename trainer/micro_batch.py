@@ -40,6 +40,7 @@ class MicroBatch:
         use: str = "training",
         key: str = "batch_size",
     ) -> None:
+        settings.check("grad_accum_steps", parts)
         settings.check_micro_batch(size, parts)
         self.adapts: bool = size == "auto"
         if self.adapts and parallel.ranks() > 1:

@@ -165,14 +165,14 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
         )
 
 
-def check_layout(module: torch.nn.Module, channels_last: bool | str) -> bool:
+def check_layout(module: torch.nn.Module, channels_last: bool | str, compiled: bool) -> bool:
     """Return whether `fit` may still take channels_last back, when it knows the images.
 
     Raises:
         UserError: `channels_last` was asked for, and the parameters are sharded.
     """
     if not any(map(parallel.is_shard, module.parameters())):
-        return channels_last == "auto"
+        return channels_last == "auto" and not compiled
     if channels_last is True:
         raise UserError(
             "channels_last=true: shards have no memory format. "
@@ -282,7 +282,7 @@ def is_usual(trainer: "Trainer", method: str) -> bool:
     return module == "stoker.trainer.trainer"
 
 
-def explain(
+def raise_explained(
     trainer: "Trainer", error: BaseException, batch: Any, micro_batch: "MicroBatch"
 ) -> None:
     """Raise the error as the user should see it, if it is a known mistake or too little memory."""

@@ -424,7 +424,7 @@ def gradient_sync(
     return NOTHING
 
 
-def same_weights(model: torch.nn.Module) -> None:
+def broadcast_weights(model: torch.nn.Module) -> None:
     """Give all processes the weights and buffers of rank 0, if each has all of them."""
     if isinstance(model, DistributedDataParallel):
         take_from_first([*model.module.parameters(), *model.module.buffers()])
@@ -564,7 +564,7 @@ def shares(batch: Any, loader: Any) -> tuple[tuple[int, int] | None, float]:
     return bounds, batches.size(batch) * ranks() / samples
 
 
-def counts(loader: Any) -> bool:
+def has_samples(loader: Any) -> bool:
     """Return whether this process has a part of the loader's last batch, and not a loan."""
     return joined == 1 or launch.rank() < loader.global_size
 

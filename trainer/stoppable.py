@@ -38,7 +38,7 @@ class Stoppable:
         """
         self.interruption = reason
 
-    def was_interrupted(self) -> bool:
+    def poll_interruption(self) -> bool:
         """Stop if any process was interrupted, and return it; all processes ask equally often."""
         if self.agreement.is_asked(self.interruption):
             self.stop(self.interruption or "another process was asked to stop", "interrupted")

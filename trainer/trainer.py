@@ -47,16 +47,16 @@ class Trainer(Stoppable, Stateful, Reporting):
         metrics: {name: metric} for evaluations; a metric has `update`, `compute` and `reset`.
         callbacks: List of `Callback`; their hooks are called in this order.
         epochs: Length of the training, in passes over the training loader.
-        max_steps: Length of the training in steps, instead of `epochs`.
+        max_steps: Length of the training in steps; if given, `epochs` is ignored.
         device: "cpu", "cuda", "cuda:1", ...; "auto" is the accelerator of the machine, or the CPU.
         strategy: "single", "dp" (threads), "ddp" or "fsdp" (processes); "auto" is "single" in one
             process and "ddp" in several.
-        precision: "fp32", "bf16" or "fp16" autocast; "auto" is what the device is good at.
+        precision: "fp32", "bf16" or "fp16" autocast; "auto" is what a GPU is built for, or fp32.
         compile: True compiles the model; "graph" captures whole steps as CUDA graphs.
         channels_last: Memory format of 2-D convolutions; "auto" is True, except on mps or where the
             model's forward does not work with it.
         grad_accum_steps: Number of micro-batches that a batch is cut into, for less memory.
-        micro_batch: Most samples in a micro-batch, in place of that; "auto": what memory holds.
+        micro_batch: Most samples in a micro-batch, instead; "auto" halves it when out of memory.
         max_grad_norm: Norm that gradients are clipped to; None does not clip.
         log_every: Steps between two logged rows; the end of an epoch has one too.
         eval_every: Steps between two evaluations; None is once an epoch.
@@ -84,7 +84,6 @@ class Trainer(Stoppable, Stateful, Reporting):
         self.log_every: int = settings.check("log_every", log_every)
         self.eval_every: int | None = settings.check("eval_every", eval_every)
         self.seed: int = settings.check("seed", seed)
-        grad_accum_steps = settings.check("grad_accum_steps", grad_accum_steps)
 
         self.device: torch.device = devices.choose(device)
         devices.reset_peak_memory(self.device)
@@ -104,12 +103,12 @@ class Trainer(Stoppable, Stateful, Reporting):
             self.module.compile()
         self.model: Any = parallel.wrap(self.module, self.strategy, self.device)
         self.replicas: tuple[int, ...] = parallel.replicas(self.model)
-        self.layout_is_open: bool = misuse.check_layout(self.module, channels_last) and not compile
+        self.layout_may_change = misuse.check_layout(self.module, channels_last, bool(compile))
         self.loss: Any = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics: dict[str, Any] = dict(metrics or {})
         check_over_ranks(self.metrics, self.loss)
         is_first = launch.is_first()
-        self.stream: tuple[int, ...] = () if is_first else (launch.rank(),)
+        self.seed_suffix: tuple[int, ...] = () if is_first else (launch.rank(),)
         self.callbacks = [c for c in callbacks if is_first or not c.first_rank_only]
         groups = self.parameter_groups(decay_all)
         self.optimizer: Any = None
@@ -120,11 +119,11 @@ class Trainer(Stoppable, Stateful, Reporting):
         self.make_scheduler = scheduler or schedules.constant
         self.scheduler: Any = None  # needs the number of steps, which `fit` knows
 
-        self.lr: float = 0.0  # of the last step
+        self.lr: float = 0.0  # of the first parameter group, in the last step
         self.train_loader: Any = None
         self.val_loader: Any = None
-        # In several processes: the most and the fewest samples that one has of the batch, and the
-        # weight of this one's mean loss. A train_step of your own multiplies its losses by it.
+        # With several processes: the largest and smallest share of the batch, in samples, and the
+        # weight of this process's mean loss, which your own train_step multiplies its losses by.
         self.shares: tuple[int, int] | None = None
         self.weight: float = 1.0
         self.window = Window()
@@ -145,7 +144,7 @@ class Trainer(Stoppable, Stateful, Reporting):
         with fitting.cleaned_up(self):
             try:
                 self.call("on_fit_start")
-                parallel.same_weights(self.model)
+                parallel.broadcast_weights(self.model)
                 self.window.restart()
                 if self.evaluation_due:  # the run was interrupted in the middle of it
                     self.end_step(val_loader is not None)
@@ -171,11 +170,11 @@ class Trainer(Stoppable, Stateful, Reporting):
                     else:  # the loader ended by itself
                         given = self.step - epoch * self.steps_per_epoch
                         misuse.check_epoch(self.steps_per_epoch, given)
-            except Interrupted:  # in an evaluation, which starts over when the run goes on
+            except Interrupted:  # in an evaluation, which starts over when the run is resumed
                 pass
             except BaseException as error:
                 self.failed = True
-                misuse.explain(self, error, batch, self.micro_batch)
+                misuse.raise_explained(self, error, batch, self.micro_batch)
                 raise
             finally:
                 batch = None
@@ -188,7 +187,7 @@ class Trainer(Stoppable, Stateful, Reporting):
         losses = []
         micro_batches = self.micro_batch.split(batch, self.shares)
         for i, (micro_batch, share) in enumerate(micro_batches, 1):
-            # The last micro-batch exchanges the gradients of several processes.
+            # Several processes exchange gradients on the last micro-batch only.
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
                 with self.spans["forward"], self.autocast:
                     loss, _ = self.compute_loss(micro_batch)
@@ -242,7 +241,7 @@ class Trainer(Stoppable, Stateful, Reporting):
         return self.model(misuse.inputs_of(batch))
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context with the model in evaluation mode, with the weights to evaluate."""
+        """Return a context in evaluation mode, with averaged weights if there is an EMA."""
         return evaluation.evaluating(self)
 
     def close(self) -> None:
@@ -270,7 +269,7 @@ class Trainer(Stoppable, Stateful, Reporting):
 
     def seed_generators(self, use: str) -> None:
         """Seed the random generators for this use at this step, on each process differently."""
-        seed = devices.mix_seed(self.seed, use, self.step, *self.stream)
+        seed = devices.mix_seed(self.seed, use, self.step, *self.seed_suffix)
         devices.seed_generators(self.device, seed, self.replicas)
 
     def end_step(self, evaluate: bool) -> None:
@@ -286,10 +285,10 @@ class Trainer(Stoppable, Stateful, Reporting):
         if self.step % self.steps_per_epoch == 0:
             self.call("on_epoch_end")
         self.call("on_step_end")
-        self.was_interrupted()
+        self.poll_interruption()
 
     def end_fit(self) -> None:
-        """Call the callbacks and let go of the data."""
+        """Call the callbacks, drop the loaders and forget any interruption."""
         try:
             self.call("on_fit_end")
         finally:

@@ -71,7 +71,7 @@ def lr_find(
                 if losses[-1] > DIVERGED * min(losses):
                     break
         except (RuntimeError, ValueError, MemoryError) as error:
-            misuse.explain(trainer, error, batch, trainer.micro_batch)
+            misuse.raise_explained(trainer, error, batch, trainer.micro_batch)
             raise
         finally:
             trainer.scheduler = None

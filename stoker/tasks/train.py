@@ -67,7 +67,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     started = job.started_at()
     from stoker.trainer import checkpoint, parallel
 
-    revision = provenance.revision(ROOT)
+    revision = provenance.revision(ROOT if launch.is_clone() else Path.cwd())
     begins = checkpoint.together(
         "resume", lambda: resume.to_resume(folder, cfg.resume, cfg.overwrite, cfg)
     )
