@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -255,7 +255,7 @@ class Trainer(Stoppable, Stateful, Reporting):
         self.window.clear()
         devices.release(self.device)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Trainer":
         return self
 
     def __exit__(self, *_: object) -> None:
