@@ -261,6 +261,7 @@ def read_in_process(split, queue):
     queue.put(bytes(split.read(list(range(len(split)))).flatten().tolist()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
 def test_processes_write_into_one_cache(folder, method):
     """Also those that begin afresh and open it by its name."""

@@ -565,6 +565,7 @@ def test_a_mistake_is_answered_without_torch(early, typed, key, suggestion):
     assert early[typed].out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("typed", "key", "suggestion"), LATE, ids=[row[0] for row in LATE])
 def test_a_mistake_that_a_constructor_finds_is_answered_too(late, typed, key, suggestion):
     assert_answered(late[typed], key, suggestion)
@@ -916,6 +917,7 @@ def test_a_sweep_ends_with_a_table_the_best_first_and_the_failed_last(sweep):
     }
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_is_the_run_that_it_would_be_alone(sweep, tmp_path):
     alone = run(tmp_path, "model=mlp", "seed=1", "epochs=2", "run_dir=alone")
     assert alone.code == 0
@@ -934,11 +936,12 @@ def test_a_job_of_a_sweep_is_the_run_that_it_would_be_alone(sweep, tmp_path):
 # Ctrl-C
 
 
+@pytest.mark.slow
 def test_a_key_inside_a_list_and_keys_of_other_options_are_explained(tmp_path):
     answers = {
         "model.hidden.x=1": "model.hidden.x=1: these settings cannot be combined",
         "dataset.path=x": "It is a key of dataset=csv.",
-        "run_dir=press.py": "run_dir=press.py: this is a file or cannot be written",
+        "run_dir=press.py": "run_dir=press.py: this is a file or is not writable",
     }
     (tmp_path / "press.py").touch()
     for typed, answer in answers.items():
@@ -1170,6 +1173,7 @@ def test_callbacks_with_a_null_are_off(compose, tmp_path):
     assert trained(compose, tmp_path).callbacks == ["Progress", "JSONL", "NaNGuard", "Timing"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", ["digits", "synthetic", "csv"])
 def test_data_sets_of_numbers_train(compose, tmp_path, dataset):
     table = tmp_path / "table.csv"

@@ -171,6 +171,7 @@ def test_pages_and_a_search_open_from_the_disk_without_an_error(site, tmp_path):
         assert "CONSOLE" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
 def test_each_command_of_a_page_is_understood(page, monkeypatch):
     """Composed, and nothing is trained. What a page includes from examples/ is that folder's to test."""
@@ -209,6 +210,7 @@ def run_python(code, folder):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [page for page in DOCS if python_of(page) and page != AFTER], ids=lambda page: page.stem
 )

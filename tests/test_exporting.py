@@ -230,6 +230,7 @@ def test_the_card_of_unusual_outputs_says_what_they_are(run):
         exporting.export(model, run, "torch_export", exporting.generated(model.about), "noise")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_recurrent_example_takes_any_number_of_samples_when_exported(run, form):
     model = trained(RowReader)

@@ -233,6 +233,7 @@ def outcomes(tmp_path_factory):
     return {name: (folder, found[str(folder)]) for name, folder in folders.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_the_good_one_before_it_is_used(outcomes, name):
     folder, found = outcomes[name]

@@ -205,6 +205,7 @@ def test_what_is_loaded_is_what_was_tested(runs, name):
     assert torch.equal(outputs, expected)
 
 
+@pytest.mark.slow
 def test_two_lines_of_python_need_no_data_and_no_hydra(runs, tmp_path):
     """From another folder, and with the data set gone; `import stoker` itself costs no torch."""
     shutil.copytree(runs / "folder", tmp_path / "run")
@@ -379,6 +380,7 @@ def predicted(forks, runs, *arguments, output="out.jsonl"):
     )
 
 
+@pytest.mark.slow
 def test_a_folder_of_images_gets_the_classes_that_the_model_gives_them(forks, runs):
     """In the order of their names, by an image, by a folder, and in both forms of file."""
     from stoker.data.images import decode_image
@@ -454,6 +456,7 @@ def test_the_rows_of_a_table_get_the_trainers_own_predictions(forks, runs):
 ROWS = [{"age": "40", "town": "Rom", "size": "1e6"}, {"age": "", "town": "Rom", "size": "1e6"}]
 
 
+@pytest.mark.slow
 def test_what_a_row_lacks_is_handled_as_in_the_training(forks, runs):
     write_table(runs / "gaps.csv", ROWS, ("age", "town", "size"))
     err = refused(forks, runs, "task=predict", "run=prices", "input=gaps.csv", "output=o.csv")
@@ -664,6 +667,7 @@ def test_an_output_that_cannot_be_written_is_named_as_it_was_typed(runs):
     assert caught.value.filename == "/proc/x.csv"
 
 
+@pytest.mark.slow
 def test_a_key_is_for_its_task(forks, runs):
     for arguments, message in {
         (
@@ -761,6 +765,7 @@ def test_no_more_than_a_batch_is_read_ahead(tmp_path):
 # evaluate elsewhere
 
 
+@pytest.mark.slow
 def test_the_parts_of_its_own_data(forks, runs):
     for name in JOBS:
         found = evaluated(forks, runs, f"run={name}", *(["split=test"] if name == "digits" else []))
@@ -777,6 +782,7 @@ def test_the_parts_of_its_own_data(forks, runs):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [8, 12])
 def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(
     forks, runs, tmp_path, size
@@ -804,6 +810,7 @@ def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(
     )
 
 
+@pytest.mark.slow
 def test_a_renamed_copy_of_the_images_that_is_in_order_again_gives_the_same_numbers(
     forks, runs, tmp_path
 ):
@@ -887,7 +894,7 @@ def test_data_that_has_changed_is_told_from_the_runs(forks, runs, tmp_path):
         write_table(tmp_path / "more.csv", houses(count))
         done = forks.run(runs, "task=evaluate", "run=prices", path, "device=cpu")
         assert done.code == 0 and says in done.err and bool(says) == bool(done.err), done.err
-    assert "All of it: split=all." in done.err
+    assert "Type split=all for all of it." in done.err
 
 
 def test_only_the_part_that_is_evaluated_is_counted(forks, runs):

@@ -470,6 +470,7 @@ def test_a_signal_in_a_logger_is_none_of_its_failures(tmp_path):
         fit(tmp_path, Broken("write", KeyboardInterrupt))
 
 
+@pytest.mark.slow
 def test_a_tool_hears_how_the_run_ended(tmp_path):
     class Stops(Callback):
         def on_step_end(self, trainer):
@@ -681,6 +682,7 @@ class DiesLate(Accuracy):
         return super().value(sums)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 @pytest.mark.parametrize(("of", "outcome"), [("error", "failed"), ("signal", "stopped")])
 def test_what_ends_a_run_in_its_test_is_told_too(forks, tmp_path, of, outcome):

@@ -172,6 +172,7 @@ def test_an_evaluation_and_a_prediction_give_the_same_in_parts(caplog, most):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_an_evaluation_in_parts_changes_no_weight():
     assert_same(fitted(Small(most_evaluated=5), "auto")[0], fitted(Small(), None)[0])
 
@@ -198,6 +199,7 @@ def refusal(work, *args):
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("most", "settings", "says", "advice"),
     [

@@ -68,6 +68,7 @@ def test_a_plan_says_all_and_leaves_nothing(train, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_its_memory_is_that_of_the_run(train, tmp_path):
     """Within 10 % of the peak that the run then has. The model is large: a small one's is Python's and PyTorch's."""
     job = ["model.hidden=[4000,3000]", "ema=0.99", "max_steps=12", "eval_every=4"]

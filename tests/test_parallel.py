@@ -261,6 +261,7 @@ def test_images_and_their_augmentation(forks, single, tmp_path, augment, streame
         assert_same_training(several, one, within=1e-12)
 
 
+@pytest.mark.slow
 def test_a_folder_of_images(forks, tmp_path):
     """Decoded by each rank, or read from one cache."""
     from PIL import Image
@@ -289,6 +290,7 @@ def test_a_folder_of_images(forks, tmp_path):
         assert_same_training(several, left(tmp_path / "one"), within=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_repeats_itself(forks, tmp_path):
     """The same command twice is bit-identical, and the ranks drop different units."""
     job = [*JOB, "model.dropout=0.3", "grad_accum_steps=2"]
@@ -329,6 +331,7 @@ def test_an_evaluation_counts_every_sample_once_and_a_prediction_has_their_order
 # What a user brings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_plain_data_loaders_in_a_notebook(forks, tmp_path, strategy):
     scripted(forks, tmp_path / "one", 1, "plain")
@@ -356,6 +359,7 @@ def test_what_cannot_be_spread_out_is_refused(forks, tmp_path, name, words):
         assert all(word in error for word in words), error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [3, 18])
 def test_more_ranks_than_samples_in_a_batch_are_refused(forks, tmp_path, batch_size):
     """57 = 3 * 18 + 3."""
@@ -568,6 +572,7 @@ def test_a_time_that_is_over_is_over_for_all(forks, whole, tmp_path, slow):
     assert_same([end.rows, end.numbers], [undisturbed.rows, undisturbed.numbers])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [-1, 1, 3], ids=["all", "one", "last"])
 def test_a_callback_of_ones_own_stops_all(forks, whole, tmp_path, rank, large):
     if rank == 3 and not large:
@@ -581,6 +586,7 @@ def test_a_callback_of_ones_own_stops_all(forks, whole, tmp_path, rank, large):
     assert step == 8 if rank == -1 else 8 <= step < STEPS
 
 
+@pytest.mark.slow
 def test_patience_ends_for_all_where_it_ends_for_one_process(forks, single, tmp_path):
     job = [*FULL, "patience=2", "eval_every=1", "monitor=val/acc"]
     one = single(*job)

@@ -38,6 +38,7 @@ class Loud(Callback):
     on_log = on_step_end = on_fit_end = on_fit_start
 
 
+@pytest.mark.slow
 def test_it_does_steps_of_the_run_and_no_more_than_it_has(capsys):
     found, trainer = look(callbacks=[Loud()], epochs=1000)
     assert found.steps == 8000 and plan.STEPS <= found.timed <= plan.MOST
@@ -71,6 +72,7 @@ def test_its_memory_is_that_of_the_parts():
     assert look(frozen)[0].memory["gradients"] < size / mib
 
 
+@pytest.mark.slow
 def test_the_copy_for_a_checkpoint_and_the_averages_are_a_part_of_it():
     size = summary.mib(make_model().parameters())
     memory = look(callbacks=[EMA(0.9)])[0].memory
@@ -81,11 +83,13 @@ def test_the_copy_for_a_checkpoint_and_the_averages_are_a_part_of_it():
     assert "averages" not in look()[0].memory
 
 
+@pytest.mark.slow
 def test_micro_batches_keep_less():
     whole, parts = (look(grad_accum_steps=n)[0].memory["activations"] for n in (1, 4))
     assert parts < whole
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_size_that_it_says(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(6, 500), torch.nn.Linear(500, 3))
     found, trainer = look(model, callbacks=[EMA(0.9)])

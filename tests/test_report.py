@@ -279,6 +279,7 @@ def test_samples_that_are_no_tensors_are_named_alone():
     assert sample == Sample(1, 0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [1, 3])
 def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     data = datasets.synthetic("regression", n=5000, num_classes=targets, val_fraction=0.7)
@@ -428,6 +429,7 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     )  # nobody knows what was typed
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
     slow = ["kind=slow", "step=1", "rank=0", "_target_=faults.Fault"]
     typed = [
@@ -884,6 +886,7 @@ def images_of(shown):
 FILES = ("config.yaml", "metrics.jsonl", "result.json", "evaluation.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"\xff", b"[]", b"[" * 10**5])
 @pytest.mark.parametrize("name", FILES[1:])
 def test_a_file_that_is_none_leaves_its_part_out(run, tmp_path, name, content):

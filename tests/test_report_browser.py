@@ -118,6 +118,7 @@ def browser(tmp_path_factory):
     browser.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1200])
 def test_the_page_is_whole_and_asks_for_nothing(page, browser, scheme, width):

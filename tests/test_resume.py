@@ -272,6 +272,7 @@ def test_the_patience_of_early_stopping_is_that_of_the_whole_run(tmp_path):
 # What was changed in between
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loaders",
     [["0 workers", "4 workers", "0 workers"], ["resident", "4 workers", "0 workers", "2 workers"]],

@@ -134,6 +134,7 @@ def swept(forks, tmp_path_factory):
     return done
 
 
+@pytest.mark.slow
 def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
     header, *rows = rows_of(swept.out)
     assert header == ["jobs", "n", "val/acc", "test/acc", "seconds", "settings"]
@@ -379,6 +380,7 @@ def test_a_sweep_that_is_stopped_says_how_to_go_on(forks, tmp_path, number, code
     assert re.search(r"continued at step [1-9]", done.out)
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_run_again_and_the_others_are_not(forks, tmp_path):
     sweep_of = (
         "-m",
@@ -477,6 +479,7 @@ def test_what_the_jobs_differ_in_is_never_harmless(forks, tmp_path):
     assert identities(tmp_path / "all") == before
 
 
+@pytest.mark.slow
 def test_the_jobs_of_a_larger_sweep_before_count_for_nothing(forks, tmp_path):
     failed = forks.run(tmp_path, "-m", *JOB, "model.dropout=0,0.5,2", "hydra.sweep.dir=all")
     assert failed.code == 2 and "go on" in failed.out

@@ -607,6 +607,7 @@ def test_a_strategy_that_there_is_not_is_refused(strategy):
         make_trainer(strategy=strategy)
 
 
+@pytest.mark.slow
 def test_compile_keeps_names_and_numbers(tmp_path):
     trainer = make_trainer(compile=True, max_steps=4, callbacks=[Checkpoint(tmp_path)])
     trainer.fit(loaders(make_data(32))[0])

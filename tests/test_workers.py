@@ -148,6 +148,7 @@ def test_a_lost_worker_is_an_error_that_names_its_samples(script):
         assert words in message and message.count("\n") <= 1
 
 
+@pytest.mark.slow
 @posix
 def test_a_hanging_worker_is_exit_code_3_and_the_process_ends(script):
     code, out, err = ends(script("stubborn", 2, 1))
@@ -156,6 +157,7 @@ def test_a_hanging_worker_is_exit_code_3_and_the_process_ends(script):
     )
 
 
+@pytest.mark.slow
 @posix
 def test_a_worker_that_dies_between_two_epochs_is_noticed_at_the_next_one(script):
     code, out, _ = ends(
@@ -191,6 +193,7 @@ def test_workers_that_begin_afresh(script, method, what):
     )
 
 
+@pytest.mark.slow
 def test_what_cannot_be_handed_to_workers_says_so(script):
     code, _, err = ends(
         script(
@@ -229,6 +232,7 @@ def test_a_signal_to_the_group_does_not_end_the_workers(script):
     assert ends(process) == (0, "24 2 [True, True] True\n", "")
 
 
+@pytest.mark.slow
 @posix
 def test_no_orphan_is_left_by_kill_9(script):
     process = script(
