@@ -467,7 +467,7 @@ REFUSED_AMONG_SEVERAL = [
     ),
     (
         "-m seed=0,1",
-        "error: -m: a sweep starts runs by itself.",
+        "error: -m: a sweep starts its runs itself.",
         "Type python train.py -m ... strategy=ddp devices=N.",
     ),
     ("task=lr_find", "error: task=lr_find is for one process.", "Type python train.py"),

@@ -342,12 +342,19 @@ class Jobs(Callback):
         if stopping.received is not None or self.is_over():
             raise KeyboardInterrupt
 
+    def wait_for_other_jobs(self) -> None:
+        """Wait until every job has saved its step: joblib kills the others when a process ends."""
+        folders = [folder for folder in self.sweep.glob("*/") if folder != self.folder]
+        while self.locks and any(map(lock.is_held, folders)):
+            time.sleep(POLL)
+
     def on_job_end(self, config: DictConfig, job_return: Any, **_: Any) -> None:
         if not apart:
             return
         job.close()
         if stopping.received is not None:
             if self.launcher == "joblib":  # its processes would wait for a killed sweep
+                self.wait_for_other_jobs()
                 os._exit(stopping.exit_code())
             raise KeyboardInterrupt  # Ray would treat a SystemExit as a lost process
 
