@@ -112,3 +112,25 @@ def test_the_command_works_beside_packages_of_the_users_own(name, tmp_path):
     misspelt = run("model=nett")
     assert misspelt.returncode == 2 and "Did you mean 'net'?" in misspelt.stderr
     assert "linear, mlp, net, resnet" in run("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (b"width: [16\n", "broken.yaml, line 2: this is not valid YAML"),
+        (b"- a\n", "model: its file holds a list, not keys."),
+        ("width: 16\n".encode("utf-16"), "is not UTF-8 text. Save it as UTF-8."),
+    ],
+)
+def test_a_broken_file_of_your_own_configs_is_named(tmp_path, text, answer):
+    (tmp_path / "configs/model").mkdir(parents=True)
+    (tmp_path / "configs/model/broken.yaml").write_bytes(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "stoker", "model=broken"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: ")
+    assert answer in done.stderr and len(done.stderr.splitlines()) <= 3
+    assert [path.name for path in tmp_path.iterdir()] == ["configs"]

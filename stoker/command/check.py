@@ -39,6 +39,12 @@ def check_config(cfg: DictConfig) -> None:
     for key in usual:
         if key not in given:
             raise UserError(f"{key}: every run needs this key. Leave out ~{key}.")
+    for key in ("dataset", "model", "loss", "optimizer", "scheduler", "trainer"):
+        if not isinstance(given[key], dict):
+            kind = type(given[key]).__name__
+            raise UserError(
+                f"{key}: its file holds a {kind}, not keys. Write _target_: mypackage.NAME into it."
+            )
     check_types("", given, usual)
     check_length(given)
     resolved = resolve(cfg)

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -99,6 +100,13 @@ def with_message(error: Exception) -> Exception:
             f"a job's process was lost: killed, or out of memory ({type(error).__name__}).\n"
             "Type the same command with hydra.sweep.dir=DIR to continue."
         )
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return UserError(
+            f"{mark.name}, line {mark.line + 1}: this is not valid YAML ({error.problem})."
+        )
+    if isinstance(error, UnicodeDecodeError) and not HydraConfig.initialized():
+        return UserError("A file in your configs/ folder is not UTF-8 text. Save it as UTF-8.")
     ours = isinstance(error, UserError)
     if isinstance(error, WITHOUT_MESSAGE) and not ours and not HydraConfig.initialized():
         # Hydra lets a few mistakes through to the libraries below it, such as a key inside a list.

@@ -199,7 +199,7 @@ def options_with(group: str, key: str) -> list[tuple[str, str]]:
         (name, path.stem)
         for name in groups
         for path in configs.options(name)
-        if f"\n{key}:" in path.read_text(encoding="utf-8")
+        if f"\n{key}:" in path.read_text(encoding="utf-8", errors="replace")
     ]
 
 
