@@ -264,10 +264,15 @@ class Jobs(Callback):
             then = "the jobs in Slurm's queue stay there (scancel --name=stoker ends them)"
         print(f"\n{why}: {then}", file=sys.stderr, flush=True)
         holding.close()
-        while self.locks and any(map(lock.is_held, self.sweep.glob("*/"))):
-            time.sleep(POLL)
+        self.wait_for_jobs()
         stopping.code = failed[0].code if failed else None
         raise stopping.Interrupted
+
+    def wait_for_jobs(self) -> None:
+        """Wait until every job has saved its step and ended."""
+        folders = [folder for folder in self.sweep.glob("*/") if folder != self.folder]
+        while self.locks and any(map(lock.is_held, folders)):
+            time.sleep(POLL)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         if self.launcher is None:
@@ -342,19 +347,13 @@ class Jobs(Callback):
         if stopping.received is not None or self.is_over():
             raise KeyboardInterrupt
 
-    def wait_for_other_jobs(self) -> None:
-        """Wait until every job has saved its step: joblib kills the others when a process ends."""
-        folders = [folder for folder in self.sweep.glob("*/") if folder != self.folder]
-        while self.locks and any(map(lock.is_held, folders)):
-            time.sleep(POLL)
-
     def on_job_end(self, config: DictConfig, job_return: Any, **_: Any) -> None:
         if not apart:
             return
         job.close()
         if stopping.received is not None:
             if self.launcher == "joblib":  # its processes would wait for a killed sweep
-                self.wait_for_other_jobs()
+                self.wait_for_jobs()  # joblib kills the others when a process ends
                 os._exit(stopping.exit_code())
             raise KeyboardInterrupt  # Ray would treat a SystemExit as a lost process
 
