@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import statistics
 import textwrap
 
 import pytest
@@ -70,13 +71,21 @@ def test_a_plan_says_all_and_leaves_nothing(train, tmp_path):
 
 @pytest.mark.slow
 def test_its_memory_is_that_of_the_run(train, tmp_path):
-    """Within 10 % of the peak that the run then has. The model is large: a small one's is Python's and PyTorch's."""
+    """Within 10 % of the peak that the run then has. The model is large: a small one's is Python's and PyTorch's.
+
+    Both are medians of three: where the allocator puts the large copies moves the peak of one and the same run by up
+    to 12 % (1,012 to 1,136 MiB in five runs on 2 cores of an AMD EPYC).
+    """
     job = ["model.hidden=[4000,3000]", "ema=0.99", "max_steps=12", "eval_every=4"]
-    planned = train(tmp_path, "task=plan", *job)
-    peak = float(re.search(r"^memory +([\d,]+) MiB", planned.out, re.MULTILINE)[1].replace(",", ""))
-    assert train(tmp_path, *job, "run_dir=run", "report=false").code == 0
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert abs(peak / result["memory_mib"]["peak"] - 1) < 0.1
+    planned, measured = [], []
+    for turn in range(3):
+        plan = train(tmp_path, "task=plan", *job)
+        peak = re.search(r"^memory +([\d,]+) MiB", plan.out, re.MULTILINE)[1]
+        planned.append(float(peak.replace(",", "")))
+        assert train(tmp_path, *job, f"run_dir=run{turn}", "report=false").code == 0
+        result = json.loads((tmp_path / f"run{turn}" / "result.json").read_text())
+        measured.append(result["memory_mib"]["peak"])
+    assert abs(statistics.median(planned) / statistics.median(measured) - 1) < 0.1
 
 
 def test_a_plan_of_a_run_that_is_there_is_of_what_is_left(train, tmp_path):
