@@ -18,8 +18,9 @@ from stoker.models.linear import Linear
 from stoker.models.mlp import MLP
 from stoker.models.resnet import ResNet
 from stoker.models.whitened_cnn import WhitenedCNN
-from stoker.runs import card, exporting
+from stoker.runs import exporting
 from stoker.runs.inference import Trained
+from stoker.runs.page import render
 from stoker.trainer.errors import TrainingError, UserError
 
 MODELS = {
@@ -184,7 +185,9 @@ def test_the_card_of_the_weights_says_what_its_modules_take():
     ):
         part = TensorSplit(inputs.to(dtype), torch.arange(3))
         about = Data("noise", part, None, None, (2, 4, 4), 3, **norms).description()
-        assert f"{says}\n- Outputs" in card.facts(about)
+        assert f"{says}\n- Outputs" in render(
+            "weights.md.jinja", about=about, usual=True, is_image=False
+        )
         mean, std = (
             torch.tensor(norms.get(key, default)).view(-1, 1, 1)
             for key, default in (("mean", 0.0), ("std", 1.0))

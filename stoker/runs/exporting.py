@@ -26,6 +26,7 @@ from stoker.data.description import Description
 from stoker.runs import card, saved_config
 from stoker.runs.directory import make
 from stoker.runs.inference import Trained, check_output, row_batches
+from stoker.runs.page import render
 from stoker.runs.provenance import versions
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint, launch
@@ -51,55 +52,6 @@ SHOWN = (
     "seed",
 )
 PLACES = ("root", "path", "cache", "resident", "workers", "timeout")
-CARD = """# {name}
-
-- File: `{file}`, {parameters} parameters, {form}
-{facts}- Exported: {exported}
-- Trained on: {dataset}
-- Results: {results}
-- Checked: outputs differ by at most {difference:.2g} from PyTorch's on {checked}
-
-```python
-{snippet}
-```
-{modules}The configuration of its training:
-```yaml
-{config}
-```
-"""
-ONNX = """import numpy as np
-import onnxruntime
-{imports}
-session = onnxruntime.InferenceSession("{file}")
-{inputs}
-outputs = session.run(None, {{"inputs": inputs}})[0]
-{show}"""
-TORCH = """import torch
-import numpy as np
-{imports}
-model = torch.export.load("{file}").module()
-{inputs}
-outputs = model(torch.as_tensor(inputs)).numpy()
-{show}"""
-WEIGHTS = """import json
-from safetensors import safe_open
-from safetensors.torch import load_file
-
-weights = load_file("{file}")  # {{name: tensor}}; runs no code
-with safe_open("{file}", framework="pt") as file:
-    about = json.loads(file.metadata()["inputs"])  # the preprocessing: mean, std, columns, classes
-print(about["kind"], len(weights), "tensors")"""
-MODULES = """Build these modules with the same names, then `load_state_dict(weights)` and `eval()`:
-```
-{}
-```
-"""
-FORMS = {
-    "onnx": "ONNX, preprocessing inside, for batches of any size",
-    "torch_export": "a torch.export program, preprocessing inside, for batches of any size",
-    "safetensors": "the weights by name, the numbers of the preprocessing in the file's metadata",
-}
-SNIPPETS = {"onnx": ONNX, "torch_export": TORCH, "safetensors": WEIGHTS}
 WEIGHTS_ALONE = "Type format=safetensors for the weights alone."
 
 Run = Callable[[Tensor], Any]
@@ -341,34 +293,28 @@ def write_card(
     """Write path.md, which says what the file is and how to use it."""
     about = model.about
     result = RunResult.read(folder) or RunResult()
-    is_usual = card.is_usual(outputs, about)
-    imports, reads = reading(about, inputs)
-    show = "print(outputs[0])"
-    if about["classes"] and is_usual:
-        show = f"classes = {about['classes']}\nprint(classes[outputs[0].argmax()])"
-    if form != "safetensors":
-        modules = ""
-        described = facts(about, outputs)
-    else:
-        modules = MODULES.format("\n".join(map(printable, str(model.module).splitlines())))
-        described = card.facts(about, is_usual)
     config = yaml.safe_dump(shown(saved_config.load_config("run", folder)), sort_keys=False)
-    text = CARD.format(
-        name=printable(type(model.module).__name__),
+    text = render(
+        "export.md.jinja",
+        name=type(model.module).__name__,
+        module=str(model.module),
+        parameters=sum(p.numel() for p in model.module.parameters()),
+        about=about,
+        is_image=card.is_image(about),
+        usual=card.is_usual(outputs, about),
+        form=form,
         file=path.name,
-        parameters=f"{sum(p.numel() for p in model.module.parameters()):,}",
-        form=FORMS[form],
-        exported=printable(exported(form, result)),
-        facts=described,
-        dataset=printable(about["dataset"]),
-        results=printable(card.results(result)),
+        row=inputs[0].tolist(),
+        outputs=outputs,
+        date=time.strftime("%Y-%m-%d"),
+        step=card.step_of(result),
+        versions=versions_for(form),
+        results=card.results(result),
         difference=difference,
         checked=whose,
-        modules=modules,
-        snippet=SNIPPETS[form].format(file=path.name, imports=imports, inputs=reads, show=show),
-        config=config.strip(),
+        config=config,
     )
-    write_text(path.with_name(f"{path.name}.md"), text)
+    write_text(path.with_name(f"{path.name}.md"), f"{text}\n")
 
 
 def shown(config: dict[str, Any]) -> dict[str, Any]:
@@ -380,81 +326,12 @@ def shown(config: dict[str, Any]) -> dict[str, Any]:
     return parts
 
 
-def facts(about: Description, outputs: Any) -> str:
-    """Return the lines on what goes into an exported model, and what comes out."""
-    sizes = ", ".join(map(str, about["in_shape"]))
-    if about["table"] is not None:
-        takes = f"`inputs`, float64 of shape (N, {sizes}): {columns(about['table'])}"
-    elif about["dtype"] == "uint8":
-        pixels = "the pixels from 0 to 255; they are normalised inside"
-        takes = f"`inputs`, uint8 of shape (N, {sizes}), {pixels}"
-    else:
-        takes = f"`inputs`, {about['dtype']} of shape (N, {sizes})"
-    gives = f"`outputs` of shape (N, {', '.join(map(str, outputs.shape[1:]))})"
-    target = card.of_target(about)
-    classes = card.classes(about)
-    if not card.is_usual(outputs, about):
-        gives += ", as the model returns them"
-        classes = []
-    elif about["kind"] == "regression":
-        gives += f", numbers{target} in the data's own units"
-    else:
-        gives += (
-            f", a score per class{target}; the largest is the prediction (softmax: probabilities)"
-        )
-    lines = [f"- Takes: {takes}", f"- Gives: {gives}", *card.images(about), *classes]
-    return "".join(f"{printable(line)}\n" for line in lines)
-
-
-def columns(table: dict[str, Any]) -> str:
-    """Describe a row of numbers from left to right, and what stands for a missing value."""
-    names = []
-    gaps = ["a missing number is nan"]
-    if table["missing"] != "mean":
-        gaps = ["no number may be missing"]
-    for column in table["columns"]:
-        name = column["name"]
-        if "categories" in column:
-            name += f" (0 or 1 for each of {card.listed(column['categories'])})"
-        names.append(name)
-    if any("categories" in column for column in table["columns"]):
-        gaps.append("a category that is missing or unknown is 0 for each")
-    return f"{'; '.join(names)}. Numbers are as in the table; {', and '.join(gaps)}"
-
-
-def exported(form: str, result: RunResult) -> str:
-    """Return '2026-08-01, the weights of step 140, with python 3.12.3, torch 2.10.0'."""
+def versions_for(form: str) -> dict[str, str]:
+    """Return the versions of what an export in this format was made with."""
     packages = versions()
+    names = ["python", "torch"]
     if form == "onnx":
         for name in ("onnx", "onnxscript"):
             packages[name] = importlib.metadata.version(name)
-    texts = [f"{name} {packages[name]}" for name in packages if name not in ("platform", "hydra")]
-    parts = [time.strftime("%Y-%m-%d")]
-    step = card.step_of(result)
-    if step is not None:
-        parts.append(f"the weights of step {step}")
-    parts.append(f"with {', '.join(texts)}")
-    return ", ".join(parts)
-
-
-def reading(about: Description, inputs: Tensor) -> tuple[str, str]:
-    """Return Python imports, and lines that make `inputs` for a card: of an image, or of a row."""
-    shape = about["in_shape"]
-    if card.is_image(about):
-        mode = "RGB"
-        to_batch = ".transpose(2, 0, 1)[None]"
-        if shape[0] == 1:
-            mode = "L"
-            to_batch = "[None, None]"
-        opened = 'ImageOps.exif_transpose(Image.open("image.png"))'
-        resized = f"resize(({shape[2]}, {shape[1]}), Image.Resampling.BILINEAR)"
-        image = f'{opened}.convert("{mode}").{resized}'
-        imports = "from PIL import Image, ImageOps\n"
-        return imports, f"image = {image}\ninputs = np.array(image){to_batch}"
-    dtype = about["dtype"]
-    if about["table"] is not None:
-        dtype = "float64"
-        if shape[0] <= 20:
-            row = ", ".join(map(repr, inputs[0].tolist())).replace("nan", "np.nan")
-            return "", f"inputs = np.array([[{row}]], dtype=np.float64)"
-    return "", f"inputs = np.zeros((1, {', '.join(map(str, shape))}), dtype=np.{dtype})"
+            names.append(name)
+    return {name: packages[name] for name in names}

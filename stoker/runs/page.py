@@ -1,4 +1,4 @@
-"""HTML pages that stand alone, from templates/: no script, no network, light and dark."""
+"""Pages and cards from templates/. The HTML pages stand alone: no script, no network, light and dark."""
 
 import functools
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class Column:
 
 
 def render(template: str, **facts: Any) -> str:
-    """Render a template of templates/. All facts are escaped as text, except Markup."""
+    """Render a template of templates/. In HTML, all facts are escaped as text, except Markup."""
     return templates().get_template(template).render(facts)
 
 
@@ -32,7 +32,7 @@ def templates() -> "jinja2.Environment":
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
         finalize=plain,
-        autoescape=True,
+        autoescape=jinja2.select_autoescape(["html"]),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
