@@ -232,6 +232,26 @@ def test_early_stopping_waits_for_patience_evaluations(values, settings, stopped
     assert bool(trainer.stop_reason) == (values[stopped_at - 1] != 9)
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_number_that_is_not_finite_is_never_the_best(tmp_path, caplog, value):
+    stopping = EarlyStopping(2, monitor="val/score")
+    saver = Checkpoint(tmp_path, monitor="val/score")
+    trainer = scored([value, 0.25, value, value, 9], stopping, saver)
+    assert stopping.best == saver.best == {"step": 2, "value": 0.25}
+    assert trainer.step == 4
+    assert caplog.messages == [
+        f"{name}: val/score is {value} at step 1, which never counts as the best."
+        for name in ("EarlyStopping", "Checkpoint")
+    ]
+
+
+def test_numbers_that_are_never_finite_stop_early_and_say_so(tmp_path):
+    saver = Checkpoint(tmp_path, monitor="val/score")
+    trainer = scored([math.inf] * 3, EarlyStopping(3, monitor="val/score"), saver)
+    assert trainer.stop_reason.text == "val/score was not finite in 3 evaluations"
+    assert saver.best is None
+
+
 def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
     callbacks = [EarlyStopping(2, monitor="val/score"), Checkpoint(tmp_path)]
     assert scored([3, 2, 1, 0], *callbacks).step == 3

@@ -242,6 +242,29 @@ def test_r2_of_the_mean_is_zero_and_of_the_targets_one():
     )
 
 
+@pytest.mark.parametrize("sizes", [4, 3, 1])
+def test_r2_of_constant_targets_is_that_of_scikit_learn(sizes):
+    from sklearn.metrics import r2_score
+
+    outputs, targets = (part[:12].double() for part in numbers())
+    targets[:, 1] = 3.0  # and no prediction is exact
+    targets[:, 2] = outputs[:, 2] = -7.0
+    for columns in ([0, 1, 2], [0, 1], [1], [2]):
+        ours = evaluated(R2(), outputs[:, columns], targets[:, columns], sizes).item()
+        assert ours == pytest.approx(r2_score(targets[:, columns], outputs[:, columns]), rel=1e-12)
+
+
+def test_r2_of_a_constant_whose_mean_is_rounded():
+    """scikit-learn gives -5e31 here: the mean of three times 0.1 is not 0.1."""
+    targets = torch.full((3, 1), 0.1, dtype=torch.float64)
+    assert evaluated(R2(), targets + 0.1, targets, 3).item() == 0
+    assert evaluated(R2(), targets, targets, 3).item() == 1
+
+
+def test_r2_of_one_sample_is_not_defined():
+    assert evaluated(R2(), torch.ones(1, 2), torch.ones(1, 2), 1).isnan()
+
+
 @pytest.mark.parametrize("form", [list, torch.tensor])
 def test_each_target_has_a_scale_of_its_own(form):
     outputs, targets = torch.randn(50, 3), torch.randn(50, 3)

@@ -321,6 +321,7 @@ def test_an_evaluation_counts_every_sample_once_and_a_prediction_has_their_order
     forks, tmp_path, strategy, large
 ):
     (one,) = scripted(forks, tmp_path / "one", 1, "evaluate")
+    assert one["constant"]["val/r2"] == 0
     for world in (2, 3, 4) if large else (4,):
         several = scripted(forks, tmp_path / str(world), world, "evaluate", strategy)
         assert len(several) == world and len(one) > 15

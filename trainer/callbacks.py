@@ -11,7 +11,14 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from stoker.trainer import checkpoint, launch, parallel, settings, summary
-from stoker.trainer.errors import TrainingError, UserError, as_typed, check_number, did_you_mean
+from stoker.trainer.errors import (
+    TrainingError,
+    UserError,
+    as_typed,
+    check_number,
+    did_you_mean,
+    log,
+)
 from stoker.trainer.readable import number
 from stoker.trainer.state import ANYTHING, check_like, refuse
 
@@ -80,6 +87,7 @@ class Monitor(Callback):
 
     name: str  # of the number, from `on_fit_start` on
     sign: int  # 1 if high is good, -1 if low is good
+    warned: bool  # of a number that is not finite
 
     def __init__(self, monitor: str = "auto", mode: str = "auto") -> None:
         self.monitor = monitor
@@ -121,22 +129,38 @@ class Monitor(Callback):
                 "Type monitor_mode=max or monitor_mode=min."
             )
         self.sign = 1 if higher else -1
+        self.warned = False
 
     def improved(self, trainer: "Trainer", row: Row, min_delta: float = 0.0) -> bool | None:
         """Return whether the row's number beats the best by more than `min_delta`; then keep it.
 
-        None if the row does not have the number, or holds only a part of its epoch.
+        A number that is not finite never does, and is warned of once in a fit. None if the row does
+        not have the number, or holds only a part of its epoch.
         """
         if self.name not in row:
             return None
         value = row[self.name] if self.name != "train/loss" else self.over_epoch(trainer, row)
         if value is None:
             return None
-        better = self.best is None or self.sign * (value - self.best["value"]) > min_delta
-        if math.isnan(value) or not better:
+        if not math.isfinite(value):
+            self.warn(trainer, value)
+            return False
+        if self.best is not None and self.sign * (value - self.best["value"]) <= min_delta:
             return False
         self.best = {"step": trainer.step, "value": value}
         return True
+
+    def warn(self, trainer: "Trainer", value: float) -> None:
+        """Warn, once in a fit, that the monitored number is not finite."""
+        if launch.is_first() and not self.warned:
+            log.warning(
+                "%s: %s is %s at step %d, which never counts as the best.",
+                type(self).__name__,
+                self.name,
+                value,
+                trainer.step,
+            )
+        self.warned = True
 
     def over_epoch(self, trainer: "Trainer", row: Row) -> float | None:
         """Return the mean training loss of the epoch if this row ends it, else None.
@@ -375,7 +399,7 @@ class EarlyStopping(Monitor):
     def stop_when_due(self, trainer: "Trainer") -> None:
         if self.waited < self.patience:
             return
-        reason = f"no {self.name}"
+        reason = f"{self.name} was not finite in {self.waited} evaluations"
         if self.best:
             best = f"{self.best['value']:.4g}"
             reason = f"{self.name} was not better than {best} for {self.waited} evaluations"

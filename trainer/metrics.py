@@ -250,15 +250,19 @@ class MAE(MSE):
 class R2(Sums):
     """The explained share of the targets' variance, averaged over targets.
 
-    Outputs and targets are (N, T). 1 is perfect, 0 is as good as predicting the mean.
+    Outputs and targets are (N, T). 1 is perfect, 0 is as good as predicting the mean. As in
+    scikit-learn, a constant target counts as 0, or as 1 if each prediction is exact, and fewer than
+    two samples give nan.
     """
 
-    origin: torch.Tensor  # near the mean of the targets: sums of squares about 0 would cancel
+    # A sample of the targets: sums of squares about 0 would cancel, and about a rounded mean those
+    # of a constant target would not be 0.
+    origin: torch.Tensor
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         check_same_shape(outputs, targets)
         if self.sums is None:
-            self.origin = wide(targets).mean(0)
+            self.origin = wide(targets)[0]
         offsets = wide(targets) - self.origin
         errors = wide(outputs) - wide(targets)
         samples = torch.full_like(self.origin, len(targets))
@@ -272,12 +276,16 @@ class R2(Sums):
         return super().compute()
 
     def about_common_origin(self) -> torch.Tensor | None:
-        """Return the sums about the mean of all processes' origins."""
+        """Return the sums about the origin of the first process that has samples."""
         if self.sums is None:
             parallel.add_up(None)
             return None
-        origins = parallel.add_up(torch.stack([self.origin, torch.ones_like(self.origin)]))
-        origin = origins[0] / origins[1]
+        slots = self.origin.new_zeros(parallel.ranks(), 2, *self.origin.shape)
+        slots[launch.rank(), 0] = self.origin
+        slots[launch.rank(), 1] = 1  # taken
+        slots = parallel.add_up(slots)
+        first = slots[:, 1].flatten(1).amax(1).argmax()
+        origin = slots[first, 0]
         total, squares, residual, samples = self.sums
         shift = self.origin - origin
         self.origin = origin
@@ -287,7 +295,10 @@ class R2(Sums):
 
     def value(self, sums: torch.Tensor) -> torch.Tensor:
         total, squares, residual, samples = sums
-        explained: torch.Tensor = 1 - residual / (squares - total**2 / samples)
+        explained = 1 - residual / (squares - total**2 / samples)
+        exact = (residual == 0).to(explained)
+        explained = torch.where(squares == 0, exact, explained)
+        explained = explained.where(samples > 1, torch.nan)
         return explained.mean()
 
 

@@ -211,7 +211,8 @@ class Pruning(Callback):
         if not is_evaluation or now < self.reported:
             return
         if now > self.reported and launch.is_first():
-            self.trial.report(row[self.watched.name], now)
+            value = row[self.watched.name]
+            self.trial.report(value if math.isfinite(value) else math.nan, now)
         self.reported = max(now, self.reported)
         self.stop_if_hopeless(trainer)
 
