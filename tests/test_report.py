@@ -494,6 +494,12 @@ def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
     assert "doctor" not in read(run[0], "result.json") and "What the doctor found" not in page_of(
         run[0]
     ).all("h2")
+    failed = forks.run(tmp_path, *typed[:-2], "optimizer.lr=1e30", "epochs=9", "run_dir=failed")
+    warned = re.findall(r"^doctor: (.*)\n(.*)$", failed.err, re.MULTILINE)
+    result = read(tmp_path / "failed", "result.json")
+    assert failed.code == 3 and warned and result["will_repeat"]
+    assert result["doctor"] == ["\n".join(lines) for lines in warned]
+    assert "What the doctor found" in page_of(tmp_path / "failed").all("h2")
     many = ["a" * 10**4 + "\n" + "b" * 10**4] * 50
     assert [tuple(map(len, lines)) for lines in report.warnings(many)] == [
         (report.MOST_WARNING,) * 2

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from stoker.runs import json_files
-from stoker.runs.report.inputs import Run
+from stoker.runs.report.inputs import Run, read_run
 from stoker.runs.report.setup import commands
 from stoker.runs.result import MEASURED, RunResult, finished, write_failure
 from stoker.sweeps.jobs import read_jobs
 from stoker.trainer import checkpoint, stopping
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import TrainingError
+from stoker.trainer.errors import NotFinite, TrainingError, UserError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 JOB = (
@@ -328,12 +328,10 @@ def test_a_run_that_failed_says_why_until_it_goes_on(forks, whole, tmp_path):
         }
         assert json.loads((tmp_path / "run" / "result.json").read_text()) == found
         assert [job.status for job in read_jobs(tmp_path)] == ["failed"]
-        offered = {purpose for purpose, _ in commands(Run(tmp_path / "run", overrides=[]))}
-        assert (
-            {"Evaluate it", "Export it"} <= offered
-            if step > 20
-            else offered == {"Train it again", "Resume it"}
-        )
+        offered = {purpose for purpose, _ in commands(read_run(tmp_path / "run"))}
+        with_weights = {"Evaluate it", "Predict with it", "Export it"}
+        expected = {"Resume it, once the cause is mended"}
+        assert offered == (expected | with_weights if step > 20 else expected)
     refused(forks, tmp_path, *command, "seed=1")  # which leaves it as it is
     (tmp_path / "fail").unlink()
     assert forks.run(tmp_path, *command, "report=false").code == 0
@@ -353,3 +351,17 @@ def test_a_reason_is_left_once_and_takes_no_results_place(tmp_path):
     assert finished(tmp_path) == RunResult(overrides=[], seconds=1.0)
     (tmp_path / "file").touch()
     assert not write_failure(tmp_path / "file", TrainingError("nowhere"), 3)
+
+
+def test_a_command_that_would_fail_again_is_not_offered(tmp_path):
+    for error, code, offered in (
+        (TrainingError("the disk is full"), 3, ["Resume it, once the cause is mended"]),
+        (NotFinite("the loss is nan"), 3, []),
+        (UserError("no such file"), 2, []),
+    ):
+        (tmp_path / "result.json").unlink(missing_ok=True)
+        assert write_failure(tmp_path, error, code, ["dead: a\nuse GELU"])
+        result = RunResult.read(tmp_path)
+        assert result.doctor == ["dead: a\nuse GELU"]
+        run = Run(tmp_path, result=result, overrides=result.overrides)
+        assert [purpose for purpose, _ in commands(run)] == offered

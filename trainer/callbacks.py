@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from stoker.trainer import checkpoint, launch, parallel, settings, summary
 from stoker.trainer.errors import (
-    TrainingError,
+    NotFinite,
     UserError,
     as_typed,
     check_number,
@@ -316,7 +316,8 @@ class Checkpoint(Monitor):
         All processes have to call this, since each may hold a part of the state; rank 0 writes.
 
         Raises:
-            TrainingError: A weight is not finite, or the last copy could not be written.
+            NotFinite: A weight is not finite.
+            TrainingError: The last copy could not be written.
         """
         self.wait()
         self.due = False
@@ -324,7 +325,7 @@ class Checkpoint(Monitor):
         self.last_time = trainer.agreement.now()
         name = checkpoint.first_nonfinite(trainer.module)
         if name is not None:
-            raise TrainingError(
+            raise NotFinite(
                 f"The weights of {name} are not finite at step {trainer.step}: "
                 "no checkpoint is written of them.\n"
                 "Type a lower optimizer.lr, or max_grad_norm=1."
@@ -586,7 +587,7 @@ class TimeLimit(Callback):
 
 
 class NaNGuard(Callback):
-    """Raise TrainingError at the first logged loss or gradient norm that is not finite."""
+    """Raise NotFinite at the first logged loss or gradient norm that is not finite."""
 
     finite_until: int  # the step of the last row whose training numbers were finite
 
@@ -597,7 +598,7 @@ class NaNGuard(Callback):
         for name, value in row.items():
             is_watched = name.endswith("/loss") or name == "train/grad_norm"
             if is_watched and not math.isfinite(value):
-                raise TrainingError(
+                raise NotFinite(
                     f"{name} is {value} {self.where(trainer, name)} "
                     f"(learning rate {trainer.lr:.3g}); {summary.not_finite(trainer)}.\n"
                     f"Type {self.advice(trainer)}."

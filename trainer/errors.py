@@ -29,6 +29,10 @@ class TrainingError(RuntimeError):
     """The training failed: a non-finite loss, no memory, no good checkpoint. Exit code 3."""
 
 
+class NotFinite(TrainingError):
+    """A loss, gradient or weight is not finite. The same command fails at the same step again."""
+
+
 def did_you_mean(name: Any, choices: Iterable[Any], whole: Callable[[str], str] = str) -> str:
     """Return " Did you mean 'X'?" for the choice nearest to `name`, or "" if none is near.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from stoker.trainer import graph, misuse, optimizers, parallel
-from stoker.trainer.errors import TrainingError
+from stoker.trainer.errors import NotFinite
 
 if TYPE_CHECKING:
     from stoker.trainer.micro_batch import MicroBatches
@@ -93,11 +93,11 @@ class AdaptiveStep:
         return loss
 
     def note_skipped(self, trainer: "Trainer", scale: float) -> None:
-        """Raise TrainingError once the scaler has skipped MOST_SKIPPED steps in a row."""
+        """Raise NotFinite once the scaler has skipped MOST_SKIPPED steps in a row."""
         self.skipped += 1
         if self.skipped == MOST_SKIPPED:
             rate = float(trainer.optimizer.param_groups[0]["lr"])
-            raise TrainingError(
+            raise NotFinite(
                 f"fp16: the gradients of {self.skipped} steps in a row, up to step "
                 f"{trainer.step + 1}, are not finite, also at a scale of {scale:.3g} "
                 f"(learning rate {rate:.3g}).\n"

@@ -15,6 +15,7 @@ from stoker.runs.json_files import is_number
 from stoker.runs.provenance import Revision, versions
 from stoker.runs.rows import last_values, metrics_in, read_rows, training_speed
 from stoker.trainer import launch
+from stoker.trainer.errors import NotFinite
 from stoker.trainer.readable import number, numbers, seconds
 from stoker.trainer.stopping import StopReason
 
@@ -45,6 +46,8 @@ MEASURED = (
     "peak_flops",
     "mfu",
 )
+# The entries of a run that failed.
+OF_FAILURE = ("overrides", "error", "code", "will_repeat", "doctor")
 # The entries that are written as null if unknown; the others are left out.
 ALWAYS = ("git", "best", "stopped", "samples_per_second")
 
@@ -64,8 +67,9 @@ class RunResult:
     """The result of a run. An entry that the file lacks is None or empty."""
 
     overrides: list[str] | None = None  # what was typed
-    error: str | None = None  # why the run failed; then only `code` and `overrides` are set as well
+    error: str | None = None  # why the run failed; then only those in OF_FAILURE are set as well
     code: int | None = None  # the exit code of a run that failed
+    will_repeat: bool | None = None  # whether the same command fails at the same step again
     git: Revision | None = None
     best: Best | None = None
     steps: int | None = None
@@ -121,9 +125,9 @@ class RunResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the contents of result.json."""
-        if self.error is not None:
-            return {"overrides": self.overrides, "error": self.error, "code": self.code}
         contents = dataclasses.asdict(self)
+        if self.error is not None:
+            return {name: contents[name] for name in OF_FAILURE if contents[name] is not None}
         metrics = contents.pop("numbers")
         del contents["malformed"]
         known = {
@@ -227,18 +231,25 @@ def has_failed(folder: str | Path) -> bool:
     return result is not None and result.has_failed
 
 
-def write_failure(folder: str | Path, error: BaseException, code: int) -> bool:
+def write_failure(
+    folder: str | Path, error: BaseException, code: int, warnings: list[str] | None = None
+) -> bool:
     """Write why a run failed, and its exit code; return whether that was written.
 
-    An existing result or reason is kept.
+    `warnings` are the doctor's. An existing result or reason is kept.
     """
     before = RunResult.read(folder)
     if before is not None and (before.is_finished or before.has_failed):
         return False
+    result = RunResult(
+        overrides=arguments.typed(),
+        error=exit_codes.failure_text(error),
+        code=code,
+        will_repeat=isinstance(error, NotFinite) or None,
+        doctor=warnings,
+    )
     try:
-        RunResult(
-            overrides=arguments.typed(), error=exit_codes.failure_text(error), code=code
-        ).write(folder)
+        result.write(folder)
     except OSError:  # a full disk may be why
         return False
     return True

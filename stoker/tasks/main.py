@@ -29,7 +29,7 @@ from stoker.tasks.plan import plan
 from stoker.tasks.predict import predict
 from stoker.tasks.report import draw_report, draws_report
 from stoker.trainer import launch, stopping
-from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.errors import NotFinite, UserError
 
 TASKS: dict[str, Callable[[DictConfig], None]] = {
     "train": training.train,
@@ -124,7 +124,7 @@ def failed(cfg: DictConfig, error: Exception) -> float:
 
 @contextlib.contextmanager
 def debugging() -> Iterator[None]:
-    """Raise TrainingError if a gradient is nan, with the line that it comes from."""
+    """Raise NotFinite if a gradient is nan, with the line that it comes from."""
     import torch
 
     with torch.autograd.set_detect_anomaly(True):
@@ -133,7 +133,7 @@ def debugging() -> Iterator[None]:
         except RuntimeError as error:
             if "returned nan values" not in str(error):
                 raise
-            raise TrainingError(
+            raise NotFinite(
                 f"{str(error).splitlines()[0]}\nThe traceback of the forward call, "
                 "printed above, ends with the line that it comes from."
             ) from error
@@ -175,6 +175,6 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
         return  # nothing has begun, or rank 0 is on another machine
     elif launch.world_size() > 1 and launch.is_lost(error):
         return  # a run that lost a process can be resumed, like one that was killed
-    written = write_failure(folder, error, code)
+    written = write_failure(folder, error, code, training.warnings)
     if written and code == exit_codes.FAILED and draws_report(cfg):
         draw_report(folder)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 begun: Path | None = None  # the run directory of this process, once its training has begun
+warnings: list[str] | None = None  # of the doctor, once the training has failed
 
 
 def train(cfg: DictConfig) -> None:
@@ -88,7 +89,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
             resume.check_data(state, saver.about["data"])
         begin(folder)
         try:
-            with ended_after_failure(loggers):
+            with ended_after_failure(loggers), keeping_warnings(parts):
                 fit(cfg, parts, state)
                 result = finish(folder, git, saver, parts, started, draws_report(cfg))
             if result is not None:
@@ -105,8 +106,9 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
 
 def begin(folder: Path) -> None:
     """Remember the run directory: from here on, a failure is written into it."""
-    global begun
+    global begun, warnings
     begun = folder
+    warnings = None
 
 
 def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
@@ -211,6 +213,19 @@ def ended_after_failure(loggers: list["Logger"]) -> Iterator[None]:
         stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
         for logger in loggers:
             logger.end_as("stopped" if stopped else "failed")
+        raise
+
+
+@contextlib.contextmanager
+def keeping_warnings(parts: Parts) -> Iterator[None]:
+    """Keep the doctor's warnings for the result of a training that fails."""
+    from stoker.diagnostics import doctor
+
+    global warnings
+    try:
+        yield
+    except Exception:
+        warnings = doctor.result_of(parts.trainer).get("doctor")
         raise
 
 

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from stoker.command import dotted
+from stoker.command import dotted, exit_codes
 from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
 from stoker.configs import FOLDER
@@ -70,10 +70,13 @@ def commands(run: Run) -> list[tuple[str, str]]:
     result = run.result
     if run.overrides is not None:
         again = [one for one in run.overrides if not one.startswith("run_dir=")]
-        commands.append(("Train it again", command(again)))
-        if result.steps is None or result.steps != result.total_steps:
-            resumed = command(run.overrides, setting("run_dir", run.folder))
-            commands.append(("Resume it", resumed))
+        resumed = command(run.overrides, setting("run_dir", run.folder))
+        if result.error is None:
+            commands.append(("Train it again", command(again)))
+            if result.steps is None or result.steps != result.total_steps:
+                commands.append(("Resume it", resumed))
+        elif result.code == exit_codes.FAILED and not result.will_repeat:
+            commands.append(("Resume it, once the cause is mended", resumed))
     if checkpoints(run.folder):
         packages = trusted(run)
         tasks = {
