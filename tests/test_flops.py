@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -44,6 +45,16 @@ def test_counting_changes_nothing_in_the_model():
 def test_a_model_of_other_inputs_and_one_without_weights_have_no_count():
     assert flops.per_sample(nn.Embedding(4, 4), (4,)) is None
     assert flops.per_sample(nn.ReLU(), (4,)) is None
+
+
+def test_a_peak_that_the_training_exceeds_is_not_shown():
+    trainer = Trainer(nn.Linear(6, 4), device="cpu")
+    peak = flops.peak(torch.device("cpu"), None)
+    for share, known in ((0.5, True), (2.36, False)):
+        told = flops.efficiency(trainer, (6,), share * peak / 96)
+        assert told["flops_per_second"] == pytest.approx(share * peak)
+        assert told["mfu"] == (pytest.approx(share) if known else None)
+        assert told["peak_flops"] == (peak if known else None)
 
 
 def test_where_there_is_no_memory_for_the_matrices_there_is_no_peak(monkeypatch):

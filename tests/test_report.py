@@ -787,6 +787,9 @@ def test_time_and_memory_are_shown_as_shares(run, tmp_path):
         and "0123abc, with uncommitted changes" in text
     )
     assert "25.0 % of 1 TFLOP/s" in text and "1.2 M" in text
+    (tmp_path / "run" / "result.json").write_text(json.dumps(result | {"mfu": 2.36}))
+    text = " ".join(page_of(tmp_path / "run").all("p"))
+    assert "250 GFLOP/s" in text and "MFU" not in text
 
 
 def test_many_classes_are_a_table_of_those_most_confused():

@@ -579,6 +579,21 @@ COPIES = {"transfer": 1.0, "step": 3.0}
             "for Python to give it work: set batch_size=64",
         ),
         ({"step": 0.5, "data": 0.49}, {}, None),
+        (
+            {"data": 6.0, "forward": 2.0, "backward": 1.0, "optimizer": 0.5, "other": 0.1},
+            {"loader": "resident"},
+            "waited 62 % of the time for data: no setting helps, but smaller samples do",
+        ),
+        (
+            {"data": 4.0, "forward": 3.0, "backward": 1.0, "other": 2.0},
+            {"loader": "resident"},
+            "nothing stands out: the largest stage is data, 40 % of the time",
+        ),
+        (
+            {"evaluation": 1.9, "data": 0.9, "transfer": 0.9, "other": 2.0, "forward": 1.0},
+            {"loader": "resident", "eval_every": 5},
+            "evaluations took 28 % of the time",
+        ),
     ],
 )
 def test_the_verdict_is_a_function_of_the_shares(seconds, facts, said, monkeypatch):

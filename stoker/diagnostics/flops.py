@@ -24,7 +24,8 @@ def efficiency(
 ) -> dict[str, float | None]:
     """Return the FLOPs fields of result.json; an unknown number is None.
 
-    `mfu` is the share of the combined peak of all devices.
+    `mfu` is the share of the combined peak of all devices. Both are None if the measured peak is
+    lower than what the training reached, so is not the peak.
     """
     flops = per_sample(trainer.module, in_shape)
     achieved = None
@@ -33,6 +34,8 @@ def efficiency(
     try:
         best = peak(trainer.device, trainer.dtype) * parallel.ranks()
     except RuntimeError:  # not enough memory for the matrices
+        best = None
+    if achieved and best and achieved > best:  # the device was busy when its peak was measured
         best = None
     mfu = achieved / best if achieved and best else None
     return {

@@ -1,11 +1,13 @@
 """Split the time of a fit into stages, by sampled steps, and say what to change."""
 
+import dataclasses
 import itertools
 import math
 import random
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -36,6 +38,7 @@ WORTH = {
     "fixed": 0.3,
     "idle": 0.5,
 }
+WORTH_RESIDENT = 0.5  # of "data" that is on the device: hardly any setting helps
 # Share of the time that the suggested change aims at.
 AIM = {"checkpoint": 0.05, "evaluation": 0.05, "fixed": 0.15, "idle": 0.15}
 
@@ -308,131 +311,195 @@ def result_of(trainer: Trainer) -> dict[str, Any]:
     return {}
 
 
-def speed_verdict(
-    seconds: dict[str, float],
-    *,
-    where: str = "CPU",
-    idle: float = 0.0,
-    loader: str = "streamed",
-    workers: int = 0,
-    cores: int = 1,
-    fits: bool = True,
-    captured: bool = False,
-    batch_size: int | None = None,
-    steps_per_epoch: int = sys.maxsize,
-    total_steps: int = sys.maxsize,
-    eval_every: int = 1,
-    save_every: tuple[str, float] | None = None,
-) -> str | None:
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a verdict on the time of a fit takes into account.
+
+    Attributes:
+        where: The device, "CPU" or "GPU".
+        idle: Share of the steps in which the device waited for Python.
+        loader: "resident" on the device, "augmented" there, "streamed" by `workers`, "decoded" in
+            the first epoch and resident then, or a loader of the user's "own".
+        workers: Processes that read the data.
+        cores: How many workers make sense.
+        fits: Whether the data could be resident.
+        captured: Whether a step is one CUDA graph.
+        save_every: The setting that causes the checkpoints, and its value.
+    """
+
+    where: str = "CPU"
+    idle: float = 0.0
+    loader: str = "streamed"
+    workers: int = 0
+    cores: int = 1
+    fits: bool = True
+    captured: bool = False
+    batch_size: int | None = None
+    steps_per_epoch: int = sys.maxsize
+    total_steps: int = sys.maxsize
+    eval_every: int = 1
+    save_every: tuple[str, float] | None = None
+
+
+def speed_verdict(seconds: dict[str, float], **facts: Any) -> str | None:
     """Say in one sentence which setting to change to save the most time, or that none helps.
 
     Args:
         seconds: {stage: seconds} of a fit. A total below SOON returns None.
-        where: the device, "CPU" or "GPU".
-        idle: the share of the steps in which the device waited for Python.
-        loader: "resident" on the device, "augmented" there, "streamed" by `workers`, "decoded" in
-            the first epoch and resident then, or a loader of the user's "own".
-        cores: how many workers make sense.
-        fits: whether the data could be resident.
-        captured: whether a step is one CUDA graph.
-        save_every: the setting that causes the checkpoints, and its value.
+        facts: Attributes of `Facts`.
     """
+    known = Facts(**facts)
     total = sum(seconds.values())
     if total < SOON:
         return None
     share = {stage: seconds.get(stage, 0.0) / total for stage in STAGES}
-    compute = sum(share[stage] for stage in COMPUTE)
     share["fixed"] = share["optimizer"] + share["other"]
-    share["idle"] = idle * compute
-    names = set(WORTH)
-    if loader == "resident":
-        names.remove("data")  # the device itself gathers the batches
-    worthwhile = [name for name in WORTH if name in names and share[name] >= WORTH[name]]
+    share["idle"] = known.idle * compute_share(share)
+    worth = dict(WORTH)
+    if known.loader == "resident":
+        worth["data"] = WORTH_RESIDENT
+    worthwhile = [name for name in WORTH if share[name] >= worth[name]]
     if not worthwhile:
-        if share["step"] > compute / 2 and not captured:  # its contents are unknown
-            return (
-                f"this Trainer's own train_step took {percent(share['step'])} of the time: "
-                "set profile=true to see what is in it"
-            )
-        return f"compute bound: {percent(compute)} of the time is forward, backward and optimizer"
-
+        return largest_stage(share, known)
     worst = max(worthwhile, key=lambda name: share[name] - AIM.get(name, 0.0))
-    aim = AIM.get(worst, 0.5)
-    part = f"{percent(share[worst])} of the time"
-    # The factor by which the stage has to be rarer, or the batch larger.
-    factor = share[worst] / max(0.01, 1 - share[worst]) * (1 - aim) / aim
-    growth = min(2 * factor, MOST_GROWTH, max(1, steps_per_epoch // FEWEST_STEPS))
-    growth = 2 ** math.floor(math.log2(growth))
-    larger = f"set batch_size={batch_size * growth}" if batch_size else "set larger batches"
+    return SENTENCES[worst](share[worst], known)
+
+
+def compute_share(share: dict[str, float]) -> float:
+    return sum(share[stage] for stage in COMPUTE)
+
+
+def largest_stage(share: dict[str, float], facts: Facts) -> str:
+    """Return the sentence on a fit in which no change saves much."""
+    compute = compute_share(share)
+    if compute <= 0.5:
+        stage = max(STAGES, key=lambda stage: share[stage])
+        return f"nothing stands out: the largest stage is {stage}, {of_the_time(share[stage])}"
+    if share["step"] > compute / 2 and not facts.captured:  # its contents are unknown
+        return (
+            f"this Trainer's own train_step took {of_the_time(share['step'])}: "
+            "set profile=true to see what is in it"
+        )
+    return f"compute bound: {of_the_time(compute)} is forward, backward and optimizer"
+
+
+def slow_data(share: float, facts: Facts) -> str:
+    return f"the {facts.where} waited {of_the_time(share)} for data: {more_data(facts)}"
+
+
+def slow_transfer(share: float, facts: Facts) -> str:
+    change = "no setting helps, but smaller samples do"
+    if facts.loader == "own":
+        change = "give the DataLoader pin_memory=True, and send bytes instead of floats"
+    elif facts.fits:
+        change = "set dataset.resident=true"
+    return f"the {facts.where} waited {of_the_time(share)} for batches to be copied to it: {change}"
+
+
+def slow_evaluation(share: float, facts: Facts) -> str:
+    every = rounded_up(facts.eval_every * factor("evaluation", share))
+    every = min(every, facts.total_steps)
+    change = "make the validation part smaller"
+    if every > facts.eval_every:
+        change = f"set eval_every={every}"
+    return f"evaluations took {of_the_time(share)}: {change}"
+
+
+def slow_checkpoints(share: float, facts: Facts) -> str:
+    return f"checkpoints took {of_the_time(share)}: {rarer_checkpoints(share, facts)}"
+
+
+def slow_loggers(share: float, facts: Facts) -> str:
+    return (
+        f"loggers took {of_the_time(share)}: leave out one of callbacks, or set a larger log_every"
+    )
+
+
+def idle_device(share: float, facts: Facts) -> str:
     ways = []
-    if worst == "data":
-        change = more_data(loader, workers, cores, fits)
-        return f"the {where} waited {part} for data: {change}"
-    if worst == "transfer":
-        change = "no setting helps, but smaller samples do"
-        if loader == "own":
-            change = "give the DataLoader pin_memory=True, and send bytes instead of floats"
-        elif fits:
-            change = "set dataset.resident=true"
-        return f"the {where} waited {part} for batches to be copied to it: {change}"
-    if worst == "evaluation":
-        every = min(rounded_up(eval_every * factor), total_steps)
-        change = "make the validation part smaller"
-        if every > eval_every:
-            change = f"set eval_every={every}"
-        return f"evaluations took {part}: {change}"
-    if worst == "checkpoint":
-        return f"checkpoints took {part}: {rarer(save_every, factor, steps_per_epoch, total_steps)}"
-    if worst == "logging":
-        return f"loggers took {part}: leave out one of callbacks, or set a larger log_every"
-    if worst == "idle":
-        if growth >= 2:
-            ways.append(larger)
-        if not captured:
-            ways.append("set compile=graph")
-        change = " or ".join(ways) or "this data is too small for larger batches"
-        return f"the {where} waited {part} for Python to give it work: {change}"
-    change = larger if growth >= 2 else "this data is too small for larger ones"
-    return f"{part} went to the optimizer and the loop, which cost the same for any batch: {change}"
+    larger = larger_batches("idle", share, facts)
+    if larger is not None:
+        ways.append(larger)
+    if not facts.captured:
+        ways.append("set compile=graph")
+    change = " or ".join(ways) or "this data is too small for larger batches"
+    return f"the {facts.where} waited {of_the_time(share)} for Python to give it work: {change}"
 
 
-def more_data(loader: str, workers: int, cores: int, fits: bool) -> str:
+def fixed_costs(share: float, facts: Facts) -> str:
+    larger = larger_batches("fixed", share, facts)
+    return (
+        f"{of_the_time(share)} went to the optimizer and the loop, which cost the same for any batch: "
+        f"{larger or 'this data is too small for larger ones'}"
+    )
+
+
+# The sentence for a stage, from its share of the time.
+SENTENCES: dict[str, Callable[[float, Facts], str]] = {
+    "data": slow_data,
+    "transfer": slow_transfer,
+    "evaluation": slow_evaluation,
+    "checkpoint": slow_checkpoints,
+    "logging": slow_loggers,
+    "idle": idle_device,
+    "fixed": fixed_costs,
+}
+
+
+def factor(stage: str, share: float) -> float:
+    """Return how much rarer a stage has to be, or larger a batch, for its share to be its AIM."""
+    aim = AIM[stage]
+    return share / max(0.01, 1 - share) * (1 - aim) / aim
+
+
+def larger_batches(stage: str, share: float, facts: Facts) -> str | None:
+    """Return the setting of larger batches; None if the data is too small for them."""
+    most = max(1, facts.steps_per_epoch // FEWEST_STEPS)
+    growth = min(2 * factor(stage, share), MOST_GROWTH, most)
+    if growth < 2:
+        return None
+    if not facts.batch_size:
+        return "set larger batches"
+    return f"set batch_size={facts.batch_size * 2 ** math.floor(math.log2(growth))}"
+
+
+def more_data(facts: Facts) -> str:
     """Return the change that makes a loader faster."""
-    if loader == "own":
-        return f"give the DataLoader num_workers={cores} and persistent_workers=True"
-    if loader == "augmented":
+    if facts.loader == "own":
+        return f"give the DataLoader num_workers={facts.cores} and persistent_workers=True"
+    if facts.loader == "augmented":
         return "leave out some of dataset.augment"
-    if loader == "decoded":
+    if facts.loader == "decoded":
         return "it decoded its images, and the next run will find them decoded"
+    if facts.loader == "resident":  # the device itself gathers the batches
+        return "no setting helps, but smaller samples do"
     ways = []
-    if workers < cores:
-        ways.append(f"dataset.workers={cores}")
-    if fits:
+    if facts.workers < facts.cores:
+        ways.append(f"dataset.workers={facts.cores}")
+    if facts.fits:
         ways.append("dataset.resident=true")
     if not ways:
         return "no setting helps, but smaller files or a faster disk do"
     return f"set {' or '.join(ways)}"
 
 
-def rarer(
-    setting: tuple[str, float] | None, factor: float, steps_per_epoch: int, total_steps: int
-) -> str:
-    """Return the change that makes checkpoints rarer by this factor."""
-    if setting is not None:
-        key, every = setting
-        most = total_steps
+def rarer_checkpoints(share: float, facts: Facts) -> str:
+    """Return the change that makes checkpoints take less of the time."""
+    if facts.save_every is not None:
+        key, every = facts.save_every
+        most = facts.total_steps
         if key == "checkpoint.epochs":
-            most = max(1, total_steps // steps_per_epoch)
+            most = max(1, facts.total_steps // facts.steps_per_epoch)
         elif key == "checkpoint.minutes":
             most = 60
-        rarely = min(rounded_up(every * factor), most)
+        rarely = min(rounded_up(every * factor("checkpoint", share)), most)
         if rarely > every:
             return f"set {key}={rarely}"
     return "the final one is unavoidable"
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+def of_the_time(share: float) -> str:
+    return f"{100 * share:.0f} % of the time"
 
 
 def rounded_up(number: float) -> int:
