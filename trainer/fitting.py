@@ -17,6 +17,8 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     """Check the arguments of a fit, build the scheduler, and go to where `resume` stands."""
     misuse.check_fit(trainer, train_loader, val_loader)
     loader = seekable(train_loader, trainer.seed)
+    trainer.epochs_before = trainer.epochs_begun
+    trainer.step = 0
     trainer.steps_per_epoch = len(train_loader)
     if not trainer.steps_per_epoch:
         raise UserError(
@@ -26,7 +28,6 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.scheduler = schedules.build(
         trainer.make_scheduler, trainer.optimizer, trainer.total_steps
     )
-    trainer.step = 0
     trainer.stop_reason = None
     trainer.failed = False
     trainer.evaluation_due = False
@@ -36,6 +37,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
         devices.settle_layout(trainer.module, train_loader.in_shape, trainer.device)
     if resume is not None:
         trainer.load_state_dict(checkpoint.to_resume(resume))
+        trainer.steps_per_epoch = len(train_loader)
     if trainer.special_step is not None:
         trainer.special_step.begin(trainer)
     misuse.warn_of_untrained(trainer)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stoker.trainer import parallel
-from stoker.trainer.device import mix_seed
+from stoker.trainer.device import mix_seed, seed_python
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.spans import Spans, silent_spans
 
@@ -74,12 +74,13 @@ class Seekable:
 class IterableLoader(Seekable):
     """A Seekable around any iterable with a length.
 
-    To begin at a position it reads, and drops, the batches before it. The iterable draws from a
-    random stream of its own, (seed, epoch), whenever it is asked for a batch. So a DataLoader's
-    shuffling and torch's random numbers in its data set repeat themselves, and the training and the
-    data do not disturb each other. Python's and numpy's global generators are left alone, and
-    workers that outlive an epoch (persistent_workers) continue their own streams. In several
-    processes, each reads all batches and takes its part of every one.
+    To begin at a position it reads, and drops, the batches before it. Whenever it is asked for a
+    batch, the iterable draws from random streams of its own: from torch's of (seed, epoch), and
+    from Python's and numpy's of (seed, epoch, batch), which leave `random` and `numpy.random`
+    seeded. So a DataLoader's shuffling and the random numbers in its data set repeat themselves,
+    and the training and the data do not disturb each other. Only workers that outlive an epoch
+    (persistent_workers) continue their own streams. In several processes, each reads all batches
+    and takes its part of every one.
 
     Raises:
         UserError: This is not an iterable, or has no length.
@@ -120,6 +121,7 @@ class IterableLoader(Seekable):
         while True:
             outside = torch.default_generator.get_state()
             torch.default_generator.set_state(state)
+            seed_python(mix_seed(seed, number))  # the step reseeds them
             try:
                 if iterator is None:
                     with children_do_not_interrupt():

@@ -1,5 +1,6 @@
 """What a checkpoint holds of a Trainer, and how a Trainer goes on from it."""
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.micro_batch import MicroBatch
 from stoker.trainer.state import check, refuse
 from stoker.trainer.window import Window
+
+COUNTS = ("step", "steps_per_epoch", "epochs_before")
 
 
 class Stateful:
@@ -25,11 +28,22 @@ class Stateful:
     step: int = 0  # the only clock: optimizer steps done
     total_steps: int = 0
     steps_per_epoch: int = 0
+    epochs_before: int = 0  # that earlier fits have begun: each fit has its own random numbers
     evaluation_due: bool = False  # the step is done, except for its evaluation
 
     def is_time(self, every: int) -> bool:
         """Return whether it is time for what comes every `every` steps and after the last one."""
         return self.step % every == 0 or self.step == self.total_steps
+
+    @property
+    def epochs_begun(self) -> int:
+        """Epochs that any fit has begun."""
+        return self.epochs_before + math.ceil(self.step / max(1, self.steps_per_epoch))
+
+    @property
+    def earlier_fits(self) -> tuple[object, ...]:
+        """What earlier fits add to the seed of a step; nothing for the first fit."""
+        return ("after", self.epochs_before) if self.epochs_before else ()
 
     def stateful(self) -> dict[str, Any]:
         """Return {name: object with a state_dict} for checkpoints; add a second optimizer here."""
@@ -46,7 +60,8 @@ class Stateful:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the training depends on besides the settings, with the live tensors."""
-        state: dict[str, Any] = {"step": self.step, "evaluation_due": self.evaluation_due}
+        state: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
+        state["evaluation_due"] = self.evaluation_due
         for name, part in self.stateful().items():
             state[name] = part.state_dict()
         state["callbacks"] = {}
@@ -56,7 +71,9 @@ class Stateful:
 
     def load(self, path: Any) -> None:
         """Load a checkpoint file, or the best one of a folder: weights, step, callbacks, ..."""
+        begun = self.epochs_begun
         self.load_state_dict(checkpoint.to_load(path))
+        self.epochs_before = max(self.epochs_before, begun)  # the next fit replays none of them
 
     def load_state_dict(self, state: Any) -> None:
         """Load what `state_dict` returned.
@@ -75,7 +92,8 @@ class Stateful:
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
-        self.step = state["step"]
+        for name in COUNTS:
+            setattr(self, name, state.get(name, 0))
         self.evaluation_due = state["evaluation_due"]
 
     def check_state(self, state: Any) -> None:
@@ -91,8 +109,10 @@ class Stateful:
         for name, kind in kinds.items():
             if not isinstance(state[name], kind):
                 refuse(state[name], f"of type {kind.__name__}", name)
-        if isinstance(state["step"], bool) or not 0 <= state["step"] < 2**63:
-            refuse(state["step"], "a number of steps", "step")
+        for name in COUNTS:
+            count = state.get(name, 0)  # older versions have the step alone
+            if type(count) is not int or not 0 <= count < 2**63:
+                refuse(count, f"a number of {name.partition('_')[0].rstrip('s')}s", name)
         for name, part in parts.items():
             check(part, state[name], name)
         for name, callback in self.named_callbacks().items():

@@ -135,8 +135,8 @@ class Trainer(Stoppable, Stateful, Reporting):
         Args:
             train_loader: Iterable of batches with a length.
             val_loader: Iterable of batches for evaluations; None has none.
-            resume: Where to go on: a checkpoint file, its contents, or a folder of them, whose
-                newest good one is taken. None begins at step 0, with the weights as they are.
+            resume: Where to go on: a checkpoint file, its contents, or a folder, of which the newest
+                is taken. None begins at step 0 with these weights, and repeats no earlier fit.
         """
         fitting.prepare(self, train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch
@@ -150,7 +150,7 @@ class Trainer(Stoppable, Stateful, Reporting):
                     self.end_step(val_loader is not None)
                 while self.step < self.total_steps and not self.should_stop:
                     epoch, position = divmod(self.step, self.steps_per_epoch)
-                    self.train_loader.seek(epoch, position)
+                    self.train_loader.seek(self.epochs_before + epoch, position)
                     self.model.train()
                     for batch in self.train_loader:
                         with self.spans["transfer"]:
@@ -268,9 +268,9 @@ class Trainer(Stoppable, Stateful, Reporting):
         self.seed_generators("step")
 
     def seed_generators(self, use: str) -> None:
-        """Seed the random generators for this use at this step, on each process differently."""
-        seed = devices.mix_seed(self.seed, use, self.step, *self.seed_suffix)
-        devices.seed_generators(self.device, seed, self.replicas)
+        """Seed the random generators for this use at this step, in each fit and process anew."""
+        parts = (self.seed, use, self.step, *self.earlier_fits, *self.seed_suffix)
+        devices.seed_generators(self.device, devices.mix_seed(*parts), self.replicas)
 
     def end_step(self, evaluate: bool) -> None:
         """Evaluate, if the step has an evaluation, and call the callbacks."""
