@@ -32,10 +32,12 @@ from stoker.data.tables import csv
 from stoker.models.mlp import MLP
 from stoker.runs import examine, plots, report
 from stoker.runs.evaluation import Sample
-from stoker.runs.page import Column, plain, render
+from stoker.runs.json_files import write_json
+from stoker.runs.page import NUMBER, Table, plain
 from stoker.runs.report import curves, evaluation, setup, summary, words
 from stoker.runs.result import RunResult
 from stoker.sweeps import sweep
+from stoker.sweeps.page import of_sweep
 from stoker.sweeps.table import Sweep
 from stoker.tasks import report as drawing
 from stoker.trainer import readable
@@ -639,9 +641,12 @@ def test_columns_of_numbers_are_told_from_others():
         sample("line 3", area="145.2 (the mean)", town="Bonn"),
         sample("line 12", area="", town="3"),
     ]
-    columns = evaluation.table_of(rows)
-    assert [column.name for column in columns if column.is_number] == ["true", "predicted", "area"]
-    assert not any(map(evaluation.is_number, ["a", "e", "-", "1 2", "3 (x)", "nan"]))
+    table = evaluation.table_of(rows)
+    columns = zip(table.names, table.are_numbers, strict=True)
+    numbers = [name for name, is_number in columns if is_number]
+    assert numbers == ["true", "predicted", "area"]
+    assert Table(["n"], [["3 of 40"], ["-5.5e-07"], [""]]).are_numbers == [True]
+    assert not any(re.fullmatch(NUMBER, cell) for cell in ["a", "e", "-", "1 2", "3 (x)", "nan"])
 
 
 def test_the_best_so_far_is_what_the_monitor_says():
@@ -805,8 +810,8 @@ def test_many_classes_are_a_table_of_those_most_confused():
     }
     found = evaluation.confusion(report.inputs.evaluation_of(seen))
 
-    def rows(columns):
-        return list(zip(*(column.cells for column in columns), strict=True))
+    def rows(table):
+        return list(map(tuple, table.rows))
 
     assert not found.is_drawn and found.has_lists
     assert rows(found.pairs) == [("c3", "c7", "8 of 18"), ("c9", "c1", "5 of 15")]
@@ -1099,11 +1104,12 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys
 
 def test_whatever_is_given_to_a_template_is_escaped(tmp_path):
     assert plain("a\x1b<") == "a\\x1b<"
-    facts = {"best": "", "again": "", "report": None, "figures": [], "groups": []}
-    jobs = [Column("<h>", ["<c>"]), Column("a\x1b<", ["a\x1b<"])]
-    (tmp_path / "<x>").mkdir()
-    shown = render("sweep.html", sweep=Sweep(tmp_path / "<x>"), counts="", jobs=jobs, **facts)
-    assert all(f"&lt;{name}&gt;" in shown for name in "xhc") and shown.count("a\\x1b&lt;") == 2
+    for name, value in {"<c>": "a\x1b<", "2": "b"}.items():
+        record = {"overrides": [f"<h>={value}"]}
+        write_json(tmp_path / "<x>" / name / "job.json", record)
+    shown = of_sweep(Sweep(tmp_path / "<x>"), "", None, None)
+    assert all(f"&lt;{name}&gt;" in shown for name in "xhc")
+    assert "<td>a\\x1b&lt;</td>" in shown and "\x1b" not in shown
 
 
 def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):

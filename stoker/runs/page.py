@@ -1,7 +1,8 @@
 """Pages and cards from templates/. The HTML pages stand alone: no script, no network, light and dark."""
 
 import functools
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,23 @@ if TYPE_CHECKING:
     import jinja2
 
 
-@dataclass
-class Column:
-    """A column of a table; the cells are texts, or Markup. Numbers are aligned on the right."""
+# '1,234', '60.6 %', '145.2 (the mean)', '3 of 40', or an empty cell.
+NUMBER = r"([-+]?\d[\d.,]*(e[-+]?\d+)?( %| \(the mean\)| of [\d,]+)?)?"
 
-    name: str
-    cells: list[str] = field(default_factory=list)
-    is_number: bool = False
+
+@dataclass
+class Table:
+    """A table; its cells are texts, or Markup. Columns of numbers are aligned on the right."""
+
+    names: list[str]
+    rows: list[list[str]]
+
+    @property
+    def are_numbers(self) -> list[bool]:
+        """Whether each column has nothing but numbers."""
+        return [
+            all(re.fullmatch(NUMBER, row[i]) for row in self.rows) for i in range(len(self.names))
+        ]
 
 
 def render(template: str, **facts: Any) -> str:

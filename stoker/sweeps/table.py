@@ -40,8 +40,8 @@ class Sweep:
 
     `keys` are the settings in which they differ. `name` is the metric that most jobs monitor, and
     `high` whether higher is better. `groups` are the finished jobs, best first; those that differ
-    only in their seed form one group, and those without the metric come last. `swept` is False for
-    runs that were started one by one.
+    only in their seed form one group, and those without the metric come last. `group_keys` are the
+    settings in which groups differ. `swept` is False for runs that were started one by one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,6 +65,8 @@ class Sweep:
             group = groups.setdefault((is_other, *settings), [])
             group.append(job)
         self.groups = sorted(groups.values(), key=self.rank)
+        self.is_grouped = any(len(group) > 1 for group in self.groups)
+        self.group_keys = [key for key in self.keys if key != "seed" or not self.is_grouped]
 
     def of(self, status: str) -> list[Job]:
         return [job for job in self.jobs if job.status == status]
@@ -123,20 +125,25 @@ def mean_and_deviation(values: Iterable[float | None], sign: str = "+-") -> str:
     return text
 
 
-def groups(sweep: Sweep, tests: list[str], sign: str = "+-") -> Iterator[list[str]]:
-    """Yield [jobs, count, the monitored metric, each of `tests`, seconds] for each group."""
-    for group in sweep.groups:
-        value = mean_and_deviation(map(sweep.value, group), sign)
-        best = group[0].best
-        if not value and best:
-            others = [job.best.value for job in group if job.best]
-            value = f"{best.name} {mean_and_deviation(others, sign)}"
-        row = [ranges(group), str(len(group)), value]
-        for test in tests:
-            row.append(mean_and_deviation((job.test.get(test) for job in group), sign))
-        seconds = statistics.fmean(present(job.seconds for job in group))
-        row.append(f"{seconds:.1f}")
-        yield row
+def value_of(sweep: Sweep, group: list[Job], sign: str = "+-") -> str:
+    """Return a group's mean of the monitored metric, or else of what it monitored itself."""
+    value = mean_and_deviation(map(sweep.value, group), sign)
+    best = group[0].best
+    if value or best is None:
+        return value
+    others = mean_and_deviation((job.best.value for job in group if job.best), sign)
+    return f"{best.name} {others}"
+
+
+def test_of(group: list[Job], test: str, sign: str = "+-") -> str:
+    """Return a group's mean of a test metric."""
+    return mean_and_deviation((job.test.get(test) for job in group), sign)
+
+
+def seconds_of(group: list[Job]) -> str:
+    """Return the mean seconds of a group's jobs; '' if none has any."""
+    times = present(job.seconds for job in group)
+    return f"{statistics.fmean(times):.1f}" if times else ""
 
 
 def tests_of(sweep: Sweep) -> list[str]:
@@ -159,27 +166,21 @@ def lines(sweep: Sweep) -> list[str]:
     The table shows the settings that differ, or all of them if none does.
     """
     test = test_name(sweep)
-    grouped = any(len(group) > 1 for group in sweep.groups)
-    left_out = "seed" if grouped else ""
-    keys = [key for key in sweep.keys if key != left_out]
-    if not keys:
-        keys = [key for key in sweep.jobs[0].settings if key != left_out]
-    header = ["jobs", "n", sweep.name or "best", test or "test", "seconds", "settings"]
-    rows = [header]
-    for group, row in zip(sweep.groups, groups(sweep, [test]), strict=True):
-        typed = typed_for(group[0], keys)
-        rows.append([*row, " ".join(typed)])
+    rows = [["jobs", "n", sweep.name or "best", test or "test", "seconds", "settings"]]
+    keys = sweep.group_keys or [key for key in sweep.jobs[0].settings if key != "seed"]
+    for group in sweep.groups:
+        count = str(len(group))
+        numbers = [value_of(sweep, group), test_of(group, test), seconds_of(group)]
+        rows.append([ranges(group), count, *numbers, " ".join(typed_for(group[0], keys))])
     others = [job for status in STATUSES[1:] for job in sweep.of(status)]
     for job in others:
-        note = with_note(job, sweep.keys)
-        rows.append([job.name, "", job.status, "", "", note])
+        rows.append([job.name, "", job.status, "", "", with_note(job, sweep.keys)])
     hidden = len(rows) - 1 - MOST_ROWS
     if hidden > 0:  # keep the best and some of the unfinished ones
         first = 1 + max(MOST_ROWS - len(others), MOST_ROWS // 2)
-        more = ["...", "", "", "", "", f"{hidden} more: see sweep.csv"]
-        rows[first : first + hidden] = [more]
-    if not grouped:
-        header[0] = "job"
+        rows[first : first + hidden] = [["...", "", "", "", "", f"{hidden} more: see sweep.csv"]]
+    if not sweep.is_grouped:
+        rows[0][0] = "job"
         for row in rows:
             del row[1]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

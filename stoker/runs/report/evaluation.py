@@ -1,12 +1,11 @@
 """The evaluation of the best weights: confused classes, errors, and the hardest samples."""
 
 import math
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from stoker.runs.evaluation import Evaluation, Sample
-from stoker.runs.page import Column
+from stoker.runs.page import Table
 from stoker.runs.report.inputs import is_small_png
 from stoker.runs.report.words import one_line, percent, shortened
 from stoker.trainer.readable import number
@@ -46,9 +45,9 @@ class Confusion:
     """The confusion matrix, and tables of the most confused pairs and the classes by recall."""
 
     classes: list[Class]
-    pairs: list[Column] = field(default_factory=list)
-    lowest: list[Column] = field(default_factory=list)
-    others: list[Column] = field(default_factory=list)
+    pairs: Table
+    lowest: Table
+    others: Table
 
     @property
     def is_drawn(self) -> bool:
@@ -91,26 +90,21 @@ def share(part: int, total: int) -> str:
     return f"{part / total:.3f}" if total else ""
 
 
-def confused(classes: list[Class]) -> list[Column]:
-    """Return the table of the classes most often confused; no columns if none is."""
+def confused(classes: list[Class]) -> Table:
+    """Return the table of the classes most often confused."""
     pairs = []
     for i, true in enumerate(classes):
         pairs += [(-count, i, j) for j, count in enumerate(true.counts) if count and i != j]
-    columns = [Column("true"), Column("predicted"), Column("samples", is_number=True)]
+    rows = []
     for count, i, j in sorted(pairs)[:MOST_PAIRS]:
-        columns[0].cells.append(classes[i].name)
-        columns[1].cells.append(classes[j].name)
-        columns[2].cells.append(f"{-count:,} of {classes[i].count:,}")
-    return columns if pairs else []
+        true = classes[i]
+        rows.append([true.name, classes[j].name, f"{-count:,} of {true.count:,}"])
+    return Table(["true", "predicted", "samples"], rows)
 
 
-def by_recall(classes: list[Class]) -> list[Column]:
-    return [
-        Column("class", [row.name for row in classes]),
-        Column("precision", [row.precision for row in classes], True),
-        Column("recall", [row.recall for row in classes], True),
-        Column("n", [f"{row.count:,}" for row in classes], True),
-    ]
+def by_recall(classes: list[Class]) -> Table:
+    rows = [[row.name, row.precision, row.recall, f"{row.count:,}"] for row in classes]
+    return Table(["class", "precision", "recall", "n"], rows)
 
 
 @dataclass
@@ -175,28 +169,19 @@ def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
     return groups
 
 
-def table_of(samples: list[Shown]) -> list[Column]:
+def table_of(samples: list[Shown]) -> Table:
     """Return the table of samples that are not pictures."""
-    columns = [
-        Column("", [sample.name for sample in samples]),
-        Column("true", [sample.true for sample in samples]),
-        Column("predicted", [sample.predicted for sample in samples]),
-        Column("probability", [sample.probability for sample in samples]),
-    ]
-    if not any(columns[-1].cells):
-        columns.pop()
-    names = dict.fromkeys(name for sample in samples for name in sample.columns)
-    for name in list(names)[:MOST_COLUMNS]:
-        columns.append(Column(name, [sample.columns.get(name, "") for sample in samples]))
-    for column in columns:
-        column.is_number = all(map(is_number, column.cells))
-    return columns
-
-
-def is_number(cell: str) -> bool:
-    """Whether a cell is a number such as '1,234', '60.6 %' or '145.2 (the mean)', or empty."""
-    pattern = r"([-+]?\d[\d.,]*(e[-+]?\d+)?( %| \(the mean\))?)?"
-    return re.fullmatch(pattern, cell) is not None
+    columns = dict.fromkeys(name for sample in samples for name in sample.columns)
+    names = list(columns)[:MOST_COLUMNS]
+    has_probability = any(sample.probability for sample in samples)
+    rows = []
+    for sample in samples:
+        row = [sample.name, sample.true, sample.predicted]
+        if has_probability:
+            row.append(sample.probability)
+        rows.append([*row, *(sample.columns.get(name, "") for name in names)])
+    probability = ["probability"] if has_probability else []
+    return Table(["", "true", "predicted", *probability, *names], rows)
 
 
 def regression(evaluation: Evaluation) -> list[dict[str, Any]]:
