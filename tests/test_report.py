@@ -502,10 +502,11 @@ def test_what_the_doctor_has_warned_of_is_shown(forks, run, tmp_path):
     assert failed.code == 3 and warned and result["will_repeat"]
     assert result["doctor"] == ["\n".join(lines) for lines in warned]
     assert "What the doctor found" in page_of(tmp_path / "failed").all("h2")
-    many = ["a" * 10**4 + "\n" + "b" * 10**4] * 50
-    assert [tuple(map(len, lines)) for lines in report.warnings(many)] == [
-        (report.MOST_WARNING,) * 2
-    ] * 20
+    result = read(tmp_path / "run", "result.json")
+    result["doctor"] = ["a" * 10**4 + "\n" + "b" * 10**4] * 50
+    write_json(tmp_path / "run" / "result.json", result)
+    lines = [p for p in page_of(tmp_path / "run").all("p") if {"a…", "b…"} & {p[-2:].lower()}]
+    assert list(map(len, lines)) == [500] * 40
 
 
 # What is said.
@@ -707,13 +708,10 @@ def test_errors_are_tiles_in_the_units_of_their_target():
     result = {"test/loss": 0.5, "test/r2": 0.75, "test/mae": 300.0, "test/mse": 160000.0}
     seen = {"kind": "regression", "split": "test", "samples": 9, "target": "price"}
     run = report.inputs.Run(Path(), result=RunResult.parse(result))
-    assert summary.tiles(run) == [
-        ("test/r2", "0.7500"),
-        ("test/mae", "300.00"),
-        ("test/rmse", "400.00"),
-    ]
+    shown = {"test/r2": 0.75, "test/mae": 300.0, "test/rmse": 400.0}
+    assert list(summary.tests_in_units(run).items())[:3] == list(shown.items())
     run.evaluation = report.inputs.evaluation_of(seen | {"points": [[[1, 2, 3], [1, 2, 3]]]})
-    assert summary.tiles(run) == [("test/r2", "0.7500"), ("test/loss", "0.5000")]
+    assert list(summary.tests_in_units(run).items()) == [("test/r2", 0.75), ("test/loss", 0.5)]
     config = {
         "model": {"_target_": "models.MLP"},
         "dataset": {"_target_": "stoker.data.tables.csv", "path": "a.csv"},

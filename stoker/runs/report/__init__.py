@@ -5,23 +5,20 @@ templates/report.html, and `facts` names the function that each part comes from.
 untrusted: whatever it contains is escaped as text.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from stoker.command import subcommand
-from stoker.runs.report import costs, curves, evaluation, inputs, setup, summary, words
-from stoker.runs.report.words import shortened
+from stoker.runs.report import curves, evaluation, inputs, setup, summary, words
 from stoker.runs.result import STAGES
 from stoker.trainer import files
 from stoker.trainer.errors import UserError
-from stoker.trainer.readable import duration, seconds
+from stoker.trainer.readable import duration, number, seconds
 
 NAME = "report.html"
 MOST_PAGE = 1_000_000  # bytes
-MOST_WARNINGS = 20  # from the doctor
-MOST_WARNING = 500  # letters of each
+MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 
 
 def write(folder: str | Path) -> Path:
@@ -35,54 +32,50 @@ def html(folder: str | Path) -> str:
     """Return the page. Beyond MOST_PAGE bytes it loses its pictures, and then its settings."""
     from stoker.runs.page import render
 
-    parts = facts(inputs.read_run(folder))
-    text = render("report.html", **parts)
+    shown = facts(inputs.read_run(folder))
+    text = render("report.html", **shown)
     for names in (["hardest"], ["settings", "confusion"]):
         if len(text.encode()) < MOST_PAGE:
             break
-        parts.update(dict.fromkeys(names))
-        text = render("report.html", **parts)
+        shown.update(dict.fromkeys(names))
+        text = render("report.html", **shown)
     return text
 
 
 def facts(run: inputs.Run) -> dict[str, Any]:
     """Return what the template shows; a part that is not known is None or empty."""
-    time = run.result.time or {}
     seen = run.evaluation
     best = run.best
     return {
         "run": run,
         "result": run.result,
         "evaluation": seen,
+        "best": best,
         "words": words,
+        "number": number,
         "seconds": seconds,
+        "duration": duration,
         "about": summary.about(run),
         "verdict": summary.quality_verdict(run),
         "chosen_by": seen and seen.split == "val" and best and best.name.startswith("val/"),
         "split": inputs.SPLITS[seen.split] if seen else None,
-        "tiles": summary.tiles(run),
+        "tests": summary.tests_in_units(run),
         "curves": curves.frames(run.rows, best),
-        "doctor": warnings(run.result.doctor or []),
         "confusion": evaluation.confusion(seen) if seen else None,
         "regression": evaluation.regression(seen) if seen else [],
         "hardest": evaluation.hardest(seen) if seen else [],
-        "time": costs.shares(time, STAGES, duration),
-        "trained": duration(math.fsum(time.get(stage, 0) for stage in STAGES)),
-        "memory": costs.shares(run.result.memory_mib or {}, costs.MEMORY, words.mib),
+        "time": parts(run.result.time, STAGES),
+        "memory": parts(run.result.memory_mib, MEMORY),
         "settings": setup.settings(run),
         "commands": setup.commands(run),
         "trusted": setup.trusted(run),
     }
 
 
-def warnings(texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (what is wrong, what to type) for each warning of the doctor."""
-    rows = []
-    for text in texts[:MOST_WARNINGS]:
-        wrong, _, advice = text.partition("\n")
-        wrong = wrong[:1].upper() + wrong[1:]
-        rows.append((shortened(wrong, MOST_WARNING), shortened(advice, MOST_WARNING)))
-    return rows
+def parts(values: Mapping[str, float | None] | None, names: Iterable[str]) -> dict[str, float]:
+    """Return the values of these names that are above 0: the parts of a bar."""
+    known = {name: (values or {}).get(name) or 0 for name in names}
+    return {name: value for name, value in known.items() if value > 0}
 
 
 def main(arguments: list[str]) -> int:

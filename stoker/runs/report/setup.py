@@ -8,8 +8,6 @@ from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
 from stoker.configs import FOLDER
 from stoker.runs.report.inputs import Run, checkpoints
-from stoker.runs.report.words import shortened
-from stoker.trainer.errors import as_typed
 
 MOST_ENTRIES = 300  # settings
 
@@ -22,18 +20,12 @@ def settings(run: Run) -> dict[str, Any]:
         default = defaults.get(key, "???")
         if value == default and re.fullmatch(r"\$\{\w+\}", str(value)):
             continue  # it repeats another key, which has its own line
-        row = {
-            "key": shortened(key),
-            "value": shortened(as_typed(value)),
-            "default": "(none)" if default == "???" else shortened(as_typed(default)),
-            "is_changed": bool(defaults) and key != "run_dir" and value != default,
-        }
-        rows.append(row)
+        is_changed = bool(defaults) and key != "run_dir" and value != default
+        rows.append((key, value, "(none)" if default == "???" else default, is_changed))
     return {
-        "changed": [row for row in rows if row["is_changed"]],
-        "all": rows,
+        "rows": rows,
         "has_defaults": bool(defaults),
-        "chosen": [shortened(one) for one in run.overrides or [] if is_choice(one)],
+        "chosen": [one for one in run.overrides or [] if is_choice(one)],
     }
 
 

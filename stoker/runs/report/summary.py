@@ -8,9 +8,9 @@ from stoker.runs.evaluation import Evaluation
 from stoker.runs.json_files import is_number
 from stoker.runs.report.curves import metric_of
 from stoker.runs.report.inputs import SPLITS, Best, Row, Run
-from stoker.runs.report.words import amount, epoch, one_line, percent, shortened, tile
+from stoker.runs.report.words import epoch, one_line, percent, shortened
 from stoker.runs.result import RunResult
-from stoker.trainer.readable import number, seconds
+from stoker.trainer.readable import number
 
 PLACES = {
     "csv": "dataset.path",
@@ -151,22 +151,6 @@ def latest(rows: list[Row]) -> Best | None:
     if not evaluated:
         return None
     return Best(name, evaluated[-1][name], None, evaluated[-1]["epoch"])
-
-
-def tiles(run: Run) -> list[tuple[str, str]]:
-    """Return (name, value) of the most important numbers."""
-    result = run.result
-    tiles = [(shortened(name), tile(value)) for name, value in tests_in_units(run).items()][:3]
-    best = run.best
-    if best is not None:
-        tiles.append((f"best {shortened(best.name)}", tile(best.value)))
-    if result.seconds is not None:
-        tiles.append(("time", seconds(result.seconds)))
-    if result.samples_per_second is not None:
-        tiles.append(("train samples/s", f"{result.samples_per_second:,.0f}"))
-    if result.parameters is not None:
-        tiles.append(("parameters", amount(result.parameters)))
-    return tiles
 
 
 def tests_in_units(run: Run) -> dict[str, float]:

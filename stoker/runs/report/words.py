@@ -2,6 +2,7 @@
 
 import math
 
+from stoker.trainer.errors import as_typed
 from stoker.trainer.readable import number
 
 MOST_TEXT = 200  # letters of a text from a file
@@ -16,6 +17,11 @@ def shortened(value: object, most: int = MOST_TEXT) -> str:
 def one_line(text: str | None) -> str:
     """Return a text without line breaks, shortened; '' for None."""
     return shortened(" ".join((text or "").split()))
+
+
+def setting(value: object) -> str:
+    """Return a value of the config as it would be typed, shortened."""
+    return shortened(as_typed(value))
 
 
 def percent(share: float) -> str:
