@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from traceback import extract_stack
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -173,6 +174,26 @@ def test_the_device_is_asked_for_a_number_only_when_a_row_is_logged():
         assert operators.counts["aten._local_scalar_dense.default"] == 2 * len(
             rows
         )  # the loss and the norm
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_fp16_asks_the_device_for_nothing_but_the_numbers_of_a_row(max_grad_norm):
+    rows = []
+
+    class Rows(NaNGuard):
+        def on_log(self, trainer, row):
+            rows.append(row)
+
+    scaled = trainer(
+        callbacks=[Rows()], log_every=25, max_grad_norm=max_grad_norm, precision="fp16"
+    )
+    scaled.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
+    with Operators() as operators:
+        scaled.fit(batches(100))
+    assert [row["train/skipped_steps"] > 0 for row in rows] == [True, False, False, False]
+    # the loss, the share of skipped steps, the scale, and the norm
+    asked = 3 if max_grad_norm is None else 4
+    assert operators.counts["aten._local_scalar_dense.default"] == asked * len(rows)
 
 
 class Counted(TensorSplit):

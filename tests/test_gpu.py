@@ -81,9 +81,9 @@ def test_streamed_batches_are_resident_batches_on_the_gpu():
     assert loaders(HostLoader)[0].loader.pin_memory
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_step_waits_for_the_gpu(precision):
-    """Any synchronisation between two logged rows raises. Without fp16, whose GradScaler waits by itself."""
+    """Any synchronisation between two logged rows raises."""
 
     class Guard(Callback):
         def on_step_end(self, trainer):

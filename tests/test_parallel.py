@@ -457,6 +457,11 @@ def test_the_file_is_the_same_whoever_wrote_it(whole, kind, large):
     assert_close(states, one)
 
 
+def steps_done(state):
+    """How many steps the optimizer has taken: without those that the fp16 scaler skipped."""
+    return int(next(iter(state["optimizer"]["state"].values()))["step"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp2", "fsdp4", "ddp4", "fsdp2"])
 def test_the_scale_of_fp16_is_that_of_all_ranks(forks, whole, tmp_path, kind, large):
@@ -465,14 +470,11 @@ def test_the_scale_of_fp16_is_that_of_all_ranks(forks, whole, tmp_path, kind, la
         pytest.skip("--large")
     job = [*JOB, "trainer._target_=jobs.Scaled", "precision=fp16"]
     states = whole(kind, *job)[1].states
-    assert 3 < STEPS - states[STEPS]["scheduler"]["steps"] < STEPS - 3
+    assert 3 < STEPS - steps_done(states[STEPS]) < STEPS - 3
     assert_continued(forks, whole, tmp_path, kind, kind, job)
     cut_off(whole(kind, *job)[0], tmp_path / "one")
     end = run_as(forks, tmp_path / "one", "single", *job).states[STEPS]
-    assert (
-        end["scheduler"]["steps"] > states[CUT]["scheduler"]["steps"]
-        and end["scaler"]["scale"] < 2.0**22
-    )
+    assert steps_done(end) > steps_done(states[CUT]) and end["scaler"]["scale"] < 2.0**22
 
 
 # Stops

@@ -97,8 +97,7 @@ def check(
         reason = f"{device.type} has no graphs. Type compile=true or compile=false."
     elif dtype is torch.float16:
         reason = (
-            "fp16 has to look after each step whether it was skipped. "
-            "Type precision=bf16 or precision=fp32."
+            "a graph has no room for the scaler of fp16. Type precision=bf16 or precision=fp32."
         )
     elif strategy != "single":
         reason = "a graph is for one GPU. Type strategy=single."

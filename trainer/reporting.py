@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import misuse, parallel, summary
+from stoker.trainer import misuse, parallel, steps, summary
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.window import Window
 
@@ -36,9 +36,11 @@ class Reporting:
 
     def log_training(self, batch: Any) -> None:
         """Log the steps since the last row, of which this is the last batch."""
+        trainer: Any = self
         parallel.check_same_weights(self.model)
         self.batch_layout = summary.layout_of(batch)
         self.log(self.window.row(self.lr))
+        steps.check_scale(trainer)
         self.window.restart()
 
     def where(self, batch: Any = None) -> None:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from stoker.trainer.micro_batch import MicroBatches
     from stoker.trainer.trainer import Trainer
 
-# The fp16 scaler begins at 65,536. Halved this often, that is 6e-5: no gradient overflows because
-# of such a scale.
-MOST_SKIPPED = 30
+# The fp16 scaler begins at 65,536 and halves its scale with each step that it skips. No gradient
+# overflows because of a scale below the smallest normal number of float16.
+LOWEST_SCALE = 2.0**-14
 
 
 class Step(Protocol):
@@ -61,15 +61,11 @@ class AdaptiveStep:
 
     captures = False
 
-    def __init__(self) -> None:
-        self.skipped: int = 0  # in a row
-
     def begin(self, trainer: "Trainer") -> None:
-        self.skipped = 0
+        pass
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
         scaler = trainer.scaler
-        scale = scaler.get_scale()
         loss = trainer.micro_batch.work(
             functools.partial(accumulate, trainer),
             batch,
@@ -83,26 +79,39 @@ class AdaptiveStep:
                 scaler.unscale_(trainer.optimizer)
                 norm = clip(trainer)
             scaler.step(trainer.optimizer)
-            scaler.update()
+            if scaler.is_enabled():
+                norm = update_scale(trainer, norm)
             optimizers.zero_grad(trainer.optimizer)
-        if scaler.get_scale() < scale:  # skipped: the schedule does not advance
-            self.note_skipped(trainer, scale)
-            return loss
-        self.skipped = 0
         finish(trainer, norm)
         return loss
 
-    def note_skipped(self, trainer: "Trainer", scale: float) -> None:
-        """Raise NotFinite once the scaler has skipped MOST_SKIPPED steps in a row."""
-        self.skipped += 1
-        if self.skipped == MOST_SKIPPED:
-            rate = float(trainer.optimizer.param_groups[0]["lr"])
-            raise NotFinite(
-                f"fp16: the gradients of {self.skipped} steps in a row, up to step "
-                f"{trainer.step + 1}, are not finite, also at a scale of {scale:.3g} "
-                f"(learning rate {rate:.3g}).\n"
-                "Type precision=bf16 or fp32, or a lower optimizer.lr."
-            )
+
+def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor | None:
+    """Update the fp16 scale and note whether the step was skipped, without asking the device.
+
+    Return the norm, 0 for a skipped step.
+    """
+    # private: _get_scale_async, get_scale() waits for the device, torch 2.15
+    scale = trainer.scaler._get_scale_async()
+    assert scale is not None  # known since the backward pass
+    before = scale.clone()
+    trainer.scaler.update()
+    is_skipped = scale < before
+    trainer.window.skipped.update(is_skipped.float())
+    return None if norm is None else torch.where(is_skipped, 0.0, norm)
+
+
+def check_scale(trainer: "Trainer") -> None:
+    """Raise NotFinite if the fp16 scaler has skipped steps down to LOWEST_SCALE."""
+    if not trainer.scaler.is_enabled():
+        return
+    scale = trainer.scaler.get_scale()
+    if scale < LOWEST_SCALE:
+        raise NotFinite(
+            f"fp16: the gradients up to step {trainer.step} are not finite, also at a scale of "
+            f"{scale:.3g} (learning rate {trainer.lr:.3g}).\n"
+            "Type precision=bf16 or fp32, or a lower optimizer.lr."
+        )
 
 
 class GraphStep:

@@ -14,18 +14,22 @@ class Window:
     Attributes:
         loss: Mean loss over the samples of the window.
         grad_norm: Mean norm of the gradient over the steps of the window, if gradients are clipped.
+            It is 0 for a skipped step.
+        skipped: Share of the steps that the fp16 scaler skipped; without a value unless it is used.
         start: Clock at the beginning, in seconds. What is no part of the training is added to it.
     """
 
     def __init__(self) -> None:
         self.loss = Mean()
         self.grad_norm = Mean()
+        self.skipped = Mean()
         self.start: float = 0.0
 
     def clear(self) -> None:
         """Forget the steps."""
         self.loss.reset()
         self.grad_norm.reset()
+        self.skipped.reset()
 
     def restart(self) -> None:
         """Start the clock."""
@@ -50,7 +54,12 @@ class Window:
             "train/samples": loss.samples,
             "train/seconds": time.perf_counter() - self.start,
         }
-        if grad_norm.samples:
-            row["train/grad_norm"] = grad_norm.compute().item()
+        done = 1.0  # share of the steps that were not skipped
+        if self.skipped.samples:
+            skipped = self.skipped.over_ranks().compute().item()
+            row["train/skipped_steps"] = round(skipped * self.skipped.samples)
+            done -= skipped
+        if grad_norm.samples and done:
+            row["train/grad_norm"] = grad_norm.compute().item() / done
         self.clear()
         return row
