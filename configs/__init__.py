@@ -19,6 +19,12 @@ def options(group: str) -> list[Path]:
     return sorted(files, key=lambda path: path.stem)
 
 
+def file_of(name: str) -> Path | None:
+    """Return the file of a config such as `model/mlp`, as Hydra finds it; None if there is none."""
+    paths = [folder / f"{name}.yaml" for folder in folders()]
+    return next((path for path in paths if path.is_file()), None)
+
+
 def is_group(name: str) -> bool:
     """Return whether there is a group of this name, such as `model` or `sweep/pruner`."""
     return bool(name) and any((folder / name).is_dir() for folder in folders())

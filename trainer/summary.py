@@ -1,5 +1,6 @@
 """Say what a Trainer will do, where its tensors are, and how much memory they take."""
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +37,31 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     line = (
         f"plan     {length(trainer)}, batch {batch_size or 'as the loader gives it'}"
         f"{parallel.description(trainer)}{trainer.micro_batch.description()}, "
-        f"{type(optimizer).__name__}{fused} lr {rate:g}, {schedule}"
+        f"{type(optimizer).__name__}{fused} lr {rate:g}{changed(optimizer)}, {schedule}"
     )
     if trainer.step:
         line += f", continued at step {trainer.step}"
     if trainer.step >= trainer.total_steps:
         line += ", its end: there is nothing left to train"
     yield line
+
+
+def changed(optimizer: torch.optim.Optimizer) -> str:
+    """Return ', momentum 0.9' for the arguments that are not the default of the optimizer's class.
+
+    Left out are the rate, and how it computes what it computes.
+    """
+    named = ""
+    for name, argument in inspect.signature(type(optimizer)).parameters.items():
+        if name in ("lr", "fused", "foreach", "capturable"):
+            continue
+        value = optimizer.defaults.get(name, argument.default)
+        if isinstance(value, list):
+            value = tuple(value)
+        if value != argument.default:
+            text = f"{value:g}" if isinstance(value, float) else value
+            named += f", {name} {text}"
+    return named
 
 
 def length(trainer: "Trainer") -> str:

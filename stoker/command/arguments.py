@@ -5,10 +5,11 @@ import re
 from collections.abc import Sequence
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from stoker import configs
 from stoker.command import settings
-from stoker.command.dotted import plain
+from stoker.command.dotted import flat, plain
 from stoker.trainer import launch
 from stoker.trainer.errors import UserError, is_one_slip
 
@@ -58,8 +59,16 @@ def typed() -> list[str]:
 
 
 def typed_keys() -> set[str]:
-    """Return the keys of the settings that were typed."""
-    return {override.partition("=")[0].lstrip("+") for override in typed()}
+    """Return the keys of the settings that were typed; for key={...}, those inside."""
+    keys = set()
+    for override in typed():
+        key, _, value = override.partition("=")
+        key = key.lstrip("+")
+        keys.add(key)
+        if value.startswith("{"):
+            inside = OverridesParser.create().parse_override(override).value()
+            keys.update(flat({key: inside}))
+    return keys
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:

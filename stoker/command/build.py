@@ -9,9 +9,8 @@ from typing import Any
 
 import hydra
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
-from stoker.command import arguments
 from stoker.command.dotted import plain
 from stoker.command.trust import is_trusted_by_user, locate
 from stoker.trainer.errors import UserError, as_typed, did_you_mean
@@ -39,6 +38,7 @@ PART_PACKAGES = {
     "optimizer": "stoker.trainer.optimizers.",
     "scheduler": "stoker.trainer.schedules.",
 }
+REQUIRED = inspect.Parameter.empty
 REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError)  # how torch refuses a value
 
 
@@ -122,8 +122,8 @@ def arguments_to_pass(
             passed[name] = value
     positional = list(names)[: len(node.get("_args_") or ())]
     given = {*passed, *node, *positional}
-    for name, needed in names.items():
-        if needed and name not in given:
+    for name, default in names.items():
+        if default is REQUIRED and name not in given:
             raise UserError(f"{key}.{name}: {target} needs this argument. Type +{key}.{name}=...")
     return passed
 
@@ -233,8 +233,8 @@ def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) ->
         )
 
 
-def arguments_of(key: str, target: str) -> tuple[dict[str, bool], bool]:
-    """Return ({name: whether it has no default}, whether it takes **kwargs) for a callable."""
+def arguments_of(key: str, target: str) -> tuple[dict[str, Any], bool]:
+    """Return ({name: its default or REQUIRED}, whether it takes **kwargs) for a callable."""
     located = locate(key, target)
     try:
         parameters = list(inspect.signature(located).parameters.values())
@@ -243,7 +243,7 @@ def arguments_of(key: str, target: str) -> tuple[dict[str, bool], bool]:
     names = {}
     for parameter in parameters:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            names[parameter.name] = parameter.default is parameter.empty
+            names[parameter.name] = parameter.default
     return names, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
@@ -339,26 +339,6 @@ def check_size(
                 f"{place}: the checkpoint does not fit. {name} is "
                 f"{shapes.get(name, 'missing')} here, {wanted.get(name, 'missing')} in the file."
             )
-
-
-def retarget(cfg: DictConfig, keep: Collection[str]) -> None:
-    """Drop the default's arguments from each node whose `_target_` was typed.
-
-    Kept are typed arguments, those in `keep`, and those that the new target also has.
-    """
-    typed = arguments.typed_keys()
-    for name in [key.removesuffix("._target_") for key in typed if key.endswith("._target_")]:
-        node = OmegaConf.select(cfg, name)
-        if not isinstance(node, DictConfig) or not isinstance(node.get("_target_"), str):
-            raise UserError(f"{name}._target_: this takes the dotted name of what to build.")
-        known, takes_more = arguments_of(name, node["_target_"])
-        if takes_more and name == "trainer":
-            continue
-        with open_dict(cfg):
-            for key in [str(key) for key in node]:
-                kept = key.startswith("_") or key in known or key in keep
-                if not kept and f"{name}.{key}" not in typed:
-                    del node[key]
 
 
 def is_on(node: Any) -> bool:

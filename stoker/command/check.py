@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from stoker.command import arguments, settings
 from stoker.command.defaults import defaults
-from stoker.command.dotted import flat, plain
+from stoker.command.dotted import flat, is_interpolation, plain
 from stoker.command.messages import no_such_key
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.settings import Checked, Choice, Number
@@ -143,11 +143,6 @@ def is_like(value: Any, default: Any) -> bool:
     if isinstance(default, float):
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is type(default)
-
-
-def is_interpolation(value: Any) -> bool:
-    """Return whether a value refers to another one."""
-    return isinstance(value, str) and "${" in value
 
 
 def check_null(name: str, default: Any) -> None:

@@ -1,27 +1,44 @@
-"""The default config, before any setting is typed."""
+"""The config before any setting is typed: the defaults, and the files that they come from."""
 
+import contextlib
 import copy
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
+from stoker import configs
 from stoker.command import arguments, settings
-from stoker.command.dotted import plain
+from stoker.command.dotted import plain, put
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One of the files that a config is merged from, with its keys where they go."""
+
+    file: str
+    config: dict[str, Any]
 
 
 def defaults() -> dict[str, Any]:
     """Return the defaults for the options that this job chose, interpolations unresolved."""
-    chosen = []
+    return of_choices(chosen())
+
+
+def chosen() -> list[str]:
+    """Return the options that this job chose, also by default, as in ["model=mlp"]."""
+    options = []
     for group, option in HydraConfig.get().runtime.choices.items():
         if option is not None and not group.startswith("hydra/"):
-            chosen.append(f"{group}={option}")
+            options.append(f"{group}={option}")
     lists = tuple(f"{group}=[" for group in settings.GROUPS_OF_MANY)
-    chosen += [override for override in arguments.typed() if override.startswith(lists)]
-    return of_choices(chosen)
+    return options + [override for override in arguments.typed() if override.startswith(lists)]
 
 
 def of_choices(choices: Sequence[str]) -> dict[str, Any]:
@@ -31,8 +48,34 @@ def of_choices(choices: Sequence[str]) -> dict[str, Any]:
 
 @functools.cache  # the jobs of a sweep have the same choices, and Hydra takes 50 ms
 def composed(*overrides: str) -> dict[str, Any]:
-    """Compose the config with these overrides, with the command's Hydra if it runs."""
+    """Compose the config with these overrides."""
+    with hydra_is_ready():
+        return plain(hydra.compose("train", list(overrides)))
+
+
+@functools.cache
+def layers(*choices: str) -> tuple[Layer, ...]:
+    """Return the files of these options in the order in which Hydra merges them."""
+    with hydra_is_ready():
+        loader = GlobalHydra.instance().config_loader()
+        overrides = [*choices, *arguments.search_path()]
+        listed = loader.compute_defaults_list("train", overrides, RunMode.RUN).defaults
+    result = []
+    for default in listed:
+        path = configs.file_of(str(default.config_path))
+        if path is not None:
+            keys = plain(OmegaConf.load(path))
+            config: dict[str, Any] = {}
+            put(config, {default.package: keys} if default.package else keys)
+            result.append(Layer(str(path), config))
+    return tuple(result)
+
+
+@contextlib.contextmanager
+def hydra_is_ready() -> Iterator[None]:
+    """Use the command's Hydra if it runs, and else one of its own."""
     if GlobalHydra.instance().is_initialized():
-        return plain(hydra.compose("train", list(overrides)))
+        yield
+        return
     with hydra.initialize_config_module("stoker.configs"):
-        return plain(hydra.compose("train", list(overrides)))
+        yield

@@ -18,6 +18,11 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return values
 
 
+def is_interpolation(value: Any) -> bool:
+    """Return whether a value refers to another one."""
+    return isinstance(value, str) and "${" in value
+
+
 def plain(config: Any, *, resolve: bool = False) -> dict[str, Any]:
     """Return a config as dicts and lists."""
     values = OmegaConf.to_container(config, resolve=resolve)

@@ -12,9 +12,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import arguments, exit_codes, processes, settings, shell
-from stoker.command.build import retarget
 from stoker.command.check import check_config, keep_texts
 from stoker.command.dotted import plain
+from stoker.command.retarget import retarget
 from stoker.command.trust import TRUSTED, patterns
 from stoker.runs import resume, saved_config
 from stoker.runs.result import write_failure
@@ -92,7 +92,7 @@ def prepare(cfg: DictConfig) -> None:
         values = settings.debug_values(plain(cfg), arguments.typed_keys())
         for key, value in values.items():
             OmegaConf.update(cfg, key, value)
-    retarget(cfg, keep=settings.LOADER_KEYS)
+    retarget(cfg)
     task = job.task_typed(cfg)
     if task and launch.world_size() > 1:
         program = " ".join(launch.program())

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from stoker.command import shell
+from stoker.command import dotted, shell
+from stoker.command.retarget import not_default
 from stoker.runs import resume, saved_config
 from stoker.tasks.job import names_of, started_at, typed_for_run
 from stoker.tasks.parts import building
+from stoker.trainer.errors import as_typed
 
 
 def plan(cfg: DictConfig) -> None:
@@ -40,6 +42,9 @@ def plan(cfg: DictConfig) -> None:
     if cfg.checkpoint.epochs:
         saves += math.ceil(estimate.steps / (per_epoch * cfg.checkpoint.epochs))
     text = lines(estimate, startup, evaluations, saves, cfg.checkpoint.keep, cfg.max_minutes)
+    changed = not_default(dotted.plain(cfg))
+    named = ", ".join(f"{key}={as_typed(value)}" for key, value in changed.items())
+    print(f"set      {named or 'nothing'} (all that is not the default of its class)")
     print("\n".join(text))
     place = cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
     if begins:

@@ -1,0 +1,94 @@
+"""Give each node of a config the arguments that are meant for its target, and no others."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from stoker import configs
+from stoker.command import arguments, settings
+from stoker.command.build import arguments_of, is_on
+from stoker.command.defaults import Layer, chosen, layers
+from stoker.command.dotted import is_interpolation, plain
+from stoker.trainer.errors import UserError
+
+
+def retarget(cfg: DictConfig) -> None:
+    """Drop from each node what a file gives for another target.
+
+    What is typed stays, and so does an argument that follows another setting (`${...}`) if the new
+    target has it.
+    """
+    is_typed = any("_target_" in override for override in arguments.typed())
+    if not is_typed and len(configs.folders()) == 1:
+        return  # our own files give a target once
+    files = layers(*chosen())
+    typed = arguments.typed_keys()
+    for name, target in targets(plain(cfg)):
+        if not isinstance(target, str):
+            raise UserError(f"{name}._target_: this takes the dotted name of what to build.")
+        node = OmegaConf.select(cfg, name)
+        for key, value in leftovers(files, name, target).items():
+            if f"{name}.{key}" in typed or is_for_any_target(name, key):
+                continue
+            if is_interpolation(value) and takes(name, target, key):
+                continue
+            with open_dict(cfg):
+                node.pop(key, None)
+
+
+def targets(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, `_target_`) of each node that has one."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            name = f"{prefix}{key}"
+            if "_target_" in value:
+                yield name, value["_target_"]
+            yield from targets(value, f"{name}.")
+
+
+def leftovers(files: tuple[Layer, ...], name: str, target: str) -> dict[str, Any]:
+    """Return the arguments that only files with another target give to a node."""
+    left: dict[str, Any] = {}
+    given: set[str] = set()
+    for file in files:
+        node = settings.value_of(file.config, name)
+        if not isinstance(node, dict):
+            continue
+        if node.get("_target_", target) == target:
+            given.update(node)
+        else:
+            left.update(node)
+    return {key: value for key, value in left.items() if key not in given}
+
+
+def is_for_any_target(name: str, key: str) -> bool:
+    """Return whether a key is one of Hydra's, or configures the loader of any data set."""
+    is_loaders = name == "dataset" and key in settings.LOADER_KEYS
+    return is_loaders or key in ("_target_", "_partial_")
+
+
+def takes(name: str, target: str, key: str) -> bool:
+    """Return whether a target has an argument, by name or, for a Trainer, among its **kwargs."""
+    known, takes_more = arguments_of(name, target)
+    return key in known or (takes_more and name == "trainer")
+
+
+def not_default(config: dict[str, Any]) -> dict[str, Any]:
+    """Return {dotted key: value} of the arguments that are not the default of their target.
+
+    Those that follow another setting are left out: that setting is the one to look at.
+    """
+    values = {}
+    for name, target in targets(config):
+        known, _ = arguments_of(name, target)
+        node = settings.value_of(config, name)
+        if name.startswith("callbacks.") and not is_on(node):
+            continue
+        for key, value in node.items():
+            default = known.get(key, value)
+            if isinstance(default, tuple):
+                default = list(default)
+            if value != default and not is_interpolation(value):
+                values[f"{name}.{key}"] = value
+    return values

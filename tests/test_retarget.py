@@ -1,0 +1,183 @@
+"""What a `_target_` of another class takes over from the files, and what `task=plan` says of it."""
+
+import functools
+import itertools
+
+import hydra
+import pytest
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict
+
+from stoker.command import arguments, dotted, retarget, trust
+from stoker.tasks import main, parts
+from stoker.trainer import schedules, summary
+from stoker.trainer.callbacks import EarlyStopping
+
+SMALL = ("dataset=synthetic", "dataset.n=640", "device=cpu", "max_steps=8", "model.hidden=[8]")
+
+
+@pytest.fixture
+def processed():
+    """A function from overrides to the config, as the tasks get it."""
+
+    def process(*overrides):
+        with hydra.initialize_config_module("stoker.configs"):
+            typed = arguments.for_hydra(overrides)
+            cfg = hydra.compose("train", typed, return_hydra_config=True)
+            HydraConfig.instance().set_config(cfg)
+            with open_dict(cfg):
+                del cfg["hydra"]
+            main.prepare(cfg)
+        return cfg
+
+    with hydra.utils.execution_whitelist(trust.patterns(trust.TRUSTED, [])):
+        yield process
+    HydraConfig.instance().cfg = None
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A function that writes one of the project's own configs, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name, text):
+        path = tmp_path / "configs" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    return write
+
+
+def trained(cfg):
+    """The weights before and after a fit, and the batches that it had."""
+    with parts.building(cfg) as built:
+        trainer, loader = built.trainer, built.loaders[0]
+        batches = [tuple(part.clone() for part in batch) for batch in loader]
+        before = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
+        trainer.fit(loader)
+        after = {name: p.detach().clone() for name, p in trainer.module.named_parameters()}
+    return before, after, batches
+
+
+def by_plain_torch(before, batches, optimizer):
+    """The weights after as many steps of plain torch."""
+    weights = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in before.items()}
+    step = optimizer(weights.values())
+    first, second = (name.removesuffix(".weight") for name in weights if name.endswith("weight"))
+    for inputs, targets in itertools.islice(batches, 8):
+        hidden = torch.relu(
+            torch.nn.functional.linear(inputs, weights[f"{first}.weight"], weights[f"{first}.bias"])
+        )
+        logits = torch.nn.functional.linear(
+            hidden, weights[f"{second}.weight"], weights[f"{second}.bias"]
+        )
+        step.zero_grad()
+        torch.nn.functional.cross_entropy(logits, targets).backward()
+        step.step()
+    return weights
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Adadelta", "Adamax"])
+def test_another_optimizer_has_the_defaults_of_torch(processed, name):
+    target = f"torch.optim.{name}"
+    cfg = processed(*SMALL, f"optimizer._target_={target}", "scheduler=constant")
+    assert dict(cfg.optimizer) == {"_target_": target, "_partial_": True}
+    before, after, batches = trained(cfg)
+    expected = by_plain_torch(before, batches, getattr(torch.optim, name))
+    for key, weight in expected.items():
+        assert torch.equal(after[key], weight.detach())
+
+
+def test_typed_arguments_stay(processed):
+    typed = ("optimizer._target_=torch.optim.RMSprop", "optimizer.lr=1e-2")
+    cfg = processed(*SMALL, *typed, "optimizer.eps=1e-3", "+optimizer.momentum=0.5")
+    assert dict(cfg.optimizer) == {
+        "_target_": "torch.optim.RMSprop",
+        "_partial_": True,
+        "lr": 1e-2,
+        "eps": 1e-3,
+        "momentum": 0.5,
+    }
+
+
+def test_the_same_target_keeps_its_file(processed):
+    cfg = processed(*SMALL, "optimizer._target_=torch.optim.AdamW")
+    assert cfg.optimizer == processed(*SMALL).optimizer and cfg.optimizer.weight_decay == 0.01
+
+
+def test_it_holds_for_every_group(processed):
+    cfg = processed(
+        "scheduler._target_=stoker.trainer.schedules.linear",
+        "loss._target_=torch.nn.MultiMarginLoss",
+        "model._target_=stoker.models.cnn.CNN",
+        "dataset._target_=stoker.data.datasets.synthetic",
+        "callbacks.early_stopping._target_=test_retarget.Patient",
+        "sweep=optuna",
+        "sweep.pruner._target_=optuna.pruners.MedianPruner",
+        "trainer._target_=test_retarget.stoker_trainer",
+    )
+    assert set(cfg.scheduler) == {"_target_", "_partial_"}  # warmup is of cosine.yaml
+    assert set(cfg.loss) == {"_target_"}
+    assert set(cfg.model) == {"_target_"}  # and not the dropout of the MLP
+    assert set(cfg.dataset) == {"_target_", "augment", "resident", "workers", "timeout"}
+    assert set(cfg.sweep.pruner) == {"_target_"}
+    # What follows a setting stays where there is such an argument: min_delta does not.
+    assert set(cfg.callbacks.early_stopping) == {"_target_", "patience"}
+    assert set(cfg.trainer) == {"_target_", "epochs", "max_steps"}
+
+
+class Patient(EarlyStopping):
+    def __init__(self, patience=None, min_delta=5.0):
+        super().__init__(patience, min_delta)
+
+
+def stoker_trainer(epochs, max_steps):
+    """As many of the Trainer's settings as a Trainer of one's own may have."""
+
+
+def test_a_node_typed_whole_is_typed(processed):
+    node = "{_target_:test_retarget.Patient,patience:4}"
+    cfg = processed(f"callbacks.early_stopping={node}", "trusted=[test_retarget]")
+    assert dict(cfg.callbacks.early_stopping) == {
+        "_target_": "test_retarget.Patient",
+        "patience": 4,
+    }
+
+
+def test_a_config_of_ones_own_keeps_what_it_gives(processed, project):
+    """The file that names the target, and the experiment that names none."""
+    project("optimizer/rms", "defaults: [adamw]\n_target_: torch.optim.RMSprop\neps: 1e-8\n")
+    project("experiment/rms", "# @package _global_\noptimizer: {lr: 3e-3}\n")
+    cfg = processed("optimizer=rms", "experiment=rms")
+    assert dict(cfg.optimizer) == {
+        "_target_": "torch.optim.RMSprop",
+        "_partial_": True,
+        "lr": 3e-3,
+        "eps": 1e-8,
+    }
+    project("experiment/sgd", "# @package _global_\noptimizer: {_target_: torch.optim.SGD}\n")
+    cfg = processed("experiment=sgd")
+    assert dict(cfg.optimizer) == {"_target_": "torch.optim.SGD", "_partial_": True}
+
+
+def test_the_plan_lists_what_is_not_a_default(processed):
+    config = dotted.plain(processed(*SMALL, "optimizer=sgd", "loss.label_smoothing=0.1"))
+    config["dataset"] = {}
+    assert retarget.not_default(config) == {
+        "model.hidden": [8],
+        "loss.label_smoothing": 0.1,
+        "optimizer.lr": 0.05,
+        "optimizer.momentum": 0.9,
+        "optimizer.nesterov": True,
+        "optimizer.weight_decay": 5e-4,
+        "scheduler.warmup": 0.05,
+    }
+
+
+def test_the_opening_lines_name_what_is_not_a_default():
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    adamw = functools.partial(torch.optim.AdamW, betas=[0.9, 0.999], lr=1)
+    assert summary.changed(adamw(parameters)) == ""
+    assert summary.changed(adamw(parameters, weight_decay=0.1)) == ", weight_decay 0.1"
+    assert schedules.constant(adamw(parameters), 3).description == "constant"
