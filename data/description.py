@@ -1,9 +1,13 @@
-"""Descriptions: what a checkpoint keeps about its inputs and outputs, as plain values that may be anybody's."""
+"""Descriptions: what a checkpoint keeps about its inputs and outputs, as plain values that may be
+anybody's.
+"""
 
 import math
 from typing import Any
 
 import torch
+
+from stoker.trainer.errors import first_few, printable
 
 KINDS = ("classification", "regression")
 # The most numbers in one sample, and the most classes.
@@ -20,6 +24,28 @@ def names_of(column: Column) -> list[str]:
     if categories is None:
         return [column["name"]]
     return [f"{column['name']}={category}" for category in categories]
+
+
+def columns_line(about: Description) -> str:
+    """Say what each column of a table was taken for, as in "y: 2 classes (no, yes); numbers: age;
+    categories: town (3)".
+    """
+    classes = about["classes"]
+    columns = about["table"]["columns"]
+    meaning = "a number to predict"
+    if classes is not None:
+        meaning = f"{len(classes)} classes ({first_few(classes, 5)})"
+    parts = [f"{printable(about['table']['target'])}: {meaning}"]
+    numbers = [column["name"] for column in columns if "categories" not in column]
+    categories = []
+    for column in columns:
+        if "categories" in column:
+            categories.append(f"{column['name']} ({len(column['categories'])})")
+    if numbers:
+        parts.append(f"numbers: {first_few(numbers, 10)}")
+    if categories:
+        parts.append(f"categories: {first_few(categories, 10)}")
+    return "; ".join(parts)
 
 
 def is_description(about: object) -> bool:
@@ -73,6 +99,7 @@ def _has_form(about: Any) -> bool:
 def _is_table(table: Any) -> bool:
     """Tell whether this has the form of a description's table."""
     texts = [table["target"], table["missing"], table["delimiter"]]
+    texts += [table.get("decimal", "."), table.get("marks", "")]
     if not _are(str, texts) or not _are(dict, table["columns"]):
         return False
     return all(map(_is_column, table["columns"]))
@@ -100,7 +127,9 @@ def _are(kind: type, values: object) -> bool:
 
 
 def _are_numbers(values: object, positive: bool = False) -> bool:
-    """Tell whether this is a list of finite numbers, all of them above 0 if they have to be `positive`."""
+    """Tell whether this is a list of finite numbers, all of them above 0 if they have to be
+    `positive`.
+    """
     if not isinstance(values, list):
         return False
     for value in values:

@@ -1,7 +1,7 @@
-"""Tables: a csv file becomes standardised numbers and one-hot categories, by its training rows alone."""
+"""Tables: a csv file becomes standardised numbers and one-hot categories."""
 
 import io
-import math
+import itertools
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.data.description import Column, Description, is_description
+from stoker.data.description import Column, Description, is_description, names_of
+from stoker.data.notation import Notation, is_code
 from stoker.data.record import Data, unknown_class
 from stoker.data.splits import check_fractions, cut, split_indices
 from stoker.trainer.errors import UserError, check_choice, did_you_mean, first_few, log, printable
@@ -22,12 +23,12 @@ from stoker.trainer.files import open_plain
 MOST_NUMBERS = 2**28  # that a table may become
 FEWEST_ROWS = 20  # in which a column that counts them is no accident
 FEW_KINDS = 20  # distinct values, which may be categories or classes however few rows there are
-LARGEST = 1e38  # number in a table: float32 has none above 3.4e38
-MISSING = {"", "?", "na", "n/a", "nan", "null", "none"}
+EMPTY = {"", "?"}  # a missing value, in any column
+MISSING = {*EMPTY, "na", "n/a", "nan", "null", "none"}  # but in a target of text these are classes
 CORRECT = "Write numbers as 1234.5, up to 1e38, and nothing where one is missing"
 
 # The values of a column, stripped; None where one is missing.
-Values = list[str | None]
+Values = Sequence[str | None]
 
 
 def csv(
@@ -38,6 +39,8 @@ def csv(
     ignore: str | Sequence[str] = (),
     missing: str = "error",
     delimiter: str = ",",
+    decimal: str = ".",
+    marks: str = "",
     val_fraction: float = 0.1,
     test_fraction: float = 0.2,
     split_seed: int = 0,
@@ -45,16 +48,20 @@ def csv(
 ) -> Data:
     """A table with a header line; one column is the target.
 
-    Numbers are standardised and categories one-hot, by the training rows alone. A column is numeric if every value is
-    a number and it is not named in `categorical`; if all but a few are, it is an error. A category that the training
-    rows lack is all zeros. `missing`: "error", "drop" (the row), or "mean" (of the training rows; a missing category
-    is all zeros). `kind` "auto": text is classes, and so are at most 20 different whole numbers that are fewer than a
-    tenth of the rows; other targets are a regression. `trained`: the description of a run's data, whose columns,
-    classes and units are used instead of this table's.
+    Numbers are standardised and categories one-hot, by the training rows alone. A column is numeric
+    if every value is a number and it is not named in `categorical`; if all but a few are, or nearly
+    all are numbers in another notation, it is an error. A category that the training rows lack is
+    all zeros. `missing`: "error", "drop" (the row), or "mean" (of the training rows; a missing
+    category is all zeros). `decimal` and `marks`: the decimal sign, and characters to leave out of
+    numbers. `kind` "auto": text is classes, and so are at most 20 different whole numbers that are
+    fewer than a tenth of the rows, and codes, such as 007; other targets are a regression. Classes
+    keep their spelling: 1, 01 and 1.0 are three. `trained`: the description of a run's data, whose
+    columns, classes and units are used instead of this table's.
     """
     check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
     check_choice("dataset.missing", missing, ("error", "mean", "drop"))
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
+    notation = Notation(decimal, marks)
     path = str(path)
     target = str(target)  # a bare 2024 on the command line is a number
     texts, lines = _read_table(os.path.expanduser(path), delimiter)
@@ -70,31 +77,40 @@ def csv(
         names = [column["name"] for column in check_table(trained)["columns"]]
         for name in names:
             check_column(path, name, texts)
-    used = [name for name in texts if name in names or name == target]
-    columns, lines = _without_missing({name: texts[name] for name in used}, lines, target, missing)
-    answers = columns.pop(target)
+    columns = {name: _gaps(texts[name]) for name in texts if name in names or name == target}
+    columns[target] = _gaps_of_target(target, texts[target], kind, notation, trained)
+    rows = len(lines)
+    columns, lines = _without_missing(path, columns, lines, target, missing)
+    if len(lines) < rows:
+        left_out = rows - len(lines)
+        shown = printable(path)
+        log.warning("%s: %d of %d rows lack a value and are left out.", shown, left_out, rows)
+    answers = [value for value in columns.pop(target) if value is not None]
     if not columns:
         raise UserError(f"{printable(path)} has no column besides the target {target}.")
-    kind, classes, targets = _read_target(target, answers, lines, kind, trained)
+    kind, classes, targets = _read_target(target, answers, lines, kind, notation, trained)
     stratified = classes is not None
     # The same rows that `cut` gives to the training part.
-    train = split_indices(targets if stratified else len(lines), fractions, split_seed, stratified)[
-        0
-    ]
+    train, *_ = split_indices(
+        targets if stratified else len(lines), fractions, split_seed, stratified
+    )
     if trained is None:
         described = []
         for name, values in columns.items():
-            described.append(_describe(name, values, lines, train, name in categorical))
-        _warn_of_useless(path, columns, answers)
+            is_category = name in categorical
+            described.append(_describe(name, values, lines, train, is_category, notation))
+        _warn_of_useless(path, columns, described, answers)
     else:
         described = trained["table"]["columns"]
         for column in described:
             _warn_of_unknown(path, column, columns[column["name"]], lines)
-    blocks: list[Tensor] = []
-    room = MOST_NUMBERS
+    _check_size(described, len(lines))
+    blocks = []
     for column in described:
-        blocks.append(_features(column, columns[column["name"]], lines, room))
-        room -= blocks[-1].numel()
+        block = _encode(path, column, columns[column["name"]], lines, notation)
+        if "categories" not in column:
+            block = ((block - column["mean"]) / column["std"]).nan_to_num(0.0).float()
+        blocks.append(block)
     inputs = torch.cat(blocks, 1)
     center = 0.0
     scale = 1.0
@@ -105,13 +121,13 @@ def csv(
             scale = trained["target_scale"]
         targets = ((targets - center) / scale).float()
     numbered = torch.tensor(lines)
-    parts = cut(inputs, targets, fractions, split_seed, stratified, numbered)
+    train_split, val, test = cut(inputs, targets, fractions, split_seed, stratified, numbered)
     return Data(
         Path(path).stem,
-        train=parts[0],
-        val=parts[1],
-        test=parts[2],
-        in_shape=inputs.shape[1:],
+        train_split,
+        val,
+        test,
+        inputs.shape[1:],
         num_classes=1 if classes is None else len(classes),
         kind=kind,
         classes=classes,
@@ -122,6 +138,8 @@ def csv(
             "columns": described,
             "missing": missing,
             "delimiter": delimiter,
+            "decimal": decimal,
+            "marks": marks,
         },
     )
 
@@ -142,7 +160,9 @@ def _check_columns(path: str, key: str, names: Sequence[str], columns: dict[str,
 
 
 def _read_table(path: str, delimiter: str) -> tuple[dict[str, list[str]], list[int]]:
-    """Read {column: stripped values}, and the line number of each row; UserError for what is not a table."""
+    """Read {column: stripped values}, and the line number of each row; UserError for what is not a
+    table.
+    """
     numbered = read_rows(path, delimiter)
     _, header = next(numbered)
     lines = []
@@ -159,7 +179,8 @@ def _read_table(path: str, delimiter: str) -> tuple[dict[str, list[str]], list[i
 def read_rows(
     path: str, delimiter: str, key: str = "dataset.path", alone: str | None = None
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line number, values) of the header and then of each row, one at a time; UserError for no table.
+    """Yield (line number, values) of the header and then of each row, one at a time; UserError for
+    no table.
 
     A table has at least two columns, or one of the name `alone`. The `delimiter` may be "tab".
     """
@@ -206,7 +227,9 @@ def read_rows(
 
 
 def _check_header(path: str, header: list[str], alone: str | None) -> None:
-    """Check that the header has at least two columns, or the one named `alone`, each with its own name."""
+    """Check that the header has at least two columns, or the one named `alone`, each with its own
+    name.
+    """
     shown = printable(path)
     if not header:
         raise _empty(path)
@@ -230,118 +253,113 @@ def _empty(path: str) -> UserError:
     return UserError(f"{printable(path)} is empty: it needs a header line and at least one row.")
 
 
-class RowEncoder:
-    """Encodes the rows of a table as a trained model takes them, for a stream of any length.
+def read_batches(
+    path: str,
+    table: dict[str, Any],
+    size: int,
+    key: str = "input",
+    **typed: Any,
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield (line numbers, float64 (N, numbers)) of the rows of a table, as a trained model takes
+    them.
 
-    A number stays as it is; a category becomes 0 and 1, all zeros if it is unknown, with a warning for the first of a
-    column. A missing number is NaN if the model fills it in itself, else the mean. UserError for what cannot be read.
+    A number stays as it is; a category becomes 0 and 1, all zeros if it is unknown, with a warning
+    for the first of a column. A missing number is NaN if the model fills it in itself, else the
+    mean. `typed`: another `missing`, `delimiter`, `decimal` or `marks` than the table of the run
+    has; None is none. UserError for what cannot be read.
     """
-
-    def __init__(
-        self, table: dict[str, Any], header: Sequence[str], path: str, missing: str
-    ) -> None:
-        check_choice("dataset.missing", missing, ("error", "mean", "drop"))
-        self.path = path
-        self.missing = missing
-        self.fills_in = table["missing"] == "mean"
-        self.columns: list[Column] = table["columns"]
-        for column in self.columns:
-            check_column(path, column["name"], header)
-        self.places = [header.index(column["name"]) for column in self.columns]
-        self.warned: set[str] = set()
-
-    def encode(self, line: int, values: Sequence[str]) -> list[float] | None:
-        """Return the numbers of a row; None if a value is missing and such rows are dropped."""
-        row: list[float] = []
-        for column, place in zip(self.columns, self.places, strict=True):
-            value = values[place].strip()
-            is_missing = value.lower() in MISSING
-            if is_missing and self.missing == "drop":
-                return None
-            if is_missing and self.missing == "error":
-                raise UserError(
-                    f"{printable(self.path)}, line {line}: the column {column['name']!r} has "
-                    "no value.\n"
-                    "Type dataset.missing=mean to fill it in, or dataset.missing=drop to "
-                    "leave such rows out."
-                )
-            if "categories" in column:
-                row += self._encode_category(line, column, value, is_missing)
-            elif is_missing:
-                row.append(math.nan if self.fills_in else column["mean"])
-            else:
-                row.append(self._encode_number(line, column, value))
-        return row
-
-    def _encode_number(self, line: int, column: Column, value: str) -> float:
-        number = _number(value)
-        if number is None:
-            raise UserError(
-                f"{printable(self.path)}, line {line}: "
-                f"{value[:50]!r} in the column {column['name']!r} is not a number."
-            )
-        return number
-
-    def _encode_category(
-        self,
-        line: int,
-        column: Column,
-        value: str,
-        is_missing: bool,
-    ) -> list[float]:
-        name = column["name"]
-        if value not in column["categories"] and not is_missing and name not in self.warned:
-            _warn_of_category(self.path, line, name, value)
-            self.warned.add(name)
-        return [1.0 if value == category else 0.0 for category in column["categories"]]
+    if os.path.isdir(path):
+        raise UserError(
+            f"{key}={printable(path)}: this is a folder, but the run takes a table. "
+            f"Type {key}=FILE.csv."
+        )
+    reading = {"decimal": ".", "marks": "", **table}
+    reading.update({name: value for name, value in typed.items() if value is not None})
+    missing = check_choice("dataset.missing", reading["missing"], ("error", "mean", "drop"))
+    notation = Notation(reading["decimal"], reading["marks"])
+    columns: list[Column] = table["columns"]
+    names = [column["name"] for column in columns]
+    rows = read_rows(path, reading["delimiter"], key, alone=names[0] if len(names) == 1 else None)
+    _, header = next(rows)
+    for name in names:
+        check_column(path, name, header)
+    unwarned = columns
+    is_empty = True
+    while batch := list(itertools.islice(rows, size)):
+        is_empty = False
+        texts = {}
+        for name in names:
+            place = header.index(name)
+            texts[name] = _gaps([values[place].strip() for _, values in batch])
+        texts, lines = _without_missing(path, texts, [line for line, _ in batch], None, missing)
+        unwarned = [
+            column
+            for column in unwarned
+            if not _warn_of_unknown(path, column, texts[column["name"]], lines)
+        ]
+        blocks = []
+        for column in columns:
+            block = _encode(path, column, texts[column["name"]], lines, notation)
+            if "mean" in column and table["missing"] != "mean":
+                block = block.nan_to_num(column["mean"])
+            blocks.append(block.double())
+        if lines:
+            yield lines, torch.cat(blocks, 1)
+    if is_empty:
+        raise UserError(f"{key}={printable(path)}: it has no rows.")
 
 
-def _warn_of_unknown(path: str, column: Column, values: Values, lines: list[int]) -> None:
-    """Warn of the first value of a column that is none of the categories that a run was trained on."""
-    categories = column.get("categories")
-    if categories is None:
-        return
-    known = {None, *categories}
+def _warn_of_unknown(path: str, column: Column, values: Values, lines: list[int]) -> bool:
+    """Warn of the first value of a column that is none of the categories that a run was trained on,
+    if there is one.
+    """
+    if "categories" not in column:
+        return False
+    known = {None, *column["categories"]}
     for line, value in zip(lines, values, strict=True):
         if value not in known:
-            _warn_of_category(path, line, column["name"], str(value))
-            return
+            log.warning(
+                "%s, line %d: %r in the column %r is none of those trained on; such values count "
+                "as none of them.",
+                printable(path),
+                line,
+                str(value)[:50],
+                column["name"],
+            )
+            return True
+    return False
 
 
-def _warn_of_category(path: str, line: int, name: str, value: str) -> None:
-    log.warning(
-        "%s, line %d: %r in the column %r is none of those trained on; such values count as "
-        "none of them.",
-        printable(path),
-        line,
-        value[:50],
-        name,
-    )
-
-
-def _warn_of_useless(path: str, columns: dict[str, Values], answers: Values) -> None:
-    """Warn of columns that say nothing about the target, or all."""
-    for name, values in columns.items():
+def _warn_of_useless(
+    path: str, columns: dict[str, Values], described: list[Column], answers: Values
+) -> None:
+    """Warn of columns that say nothing about the target, or all, and of codes that are read as
+    numbers.
+    """
+    for column in described:
+        name = column["name"]
+        values = columns[name]
+        code = next(filter(is_code, values), None)
+        advice = f"Leave it out: dataset.ignore=[{name}]."
         if values == answers:
             reason = "is the target once more, which a new row has not"
         elif len(set(values)) == 1:
             reason = "has one value only, and says nothing"
         elif counts_rows(values):
             reason = "counts the rows, and a number of that kind says nothing of a new row"
+        elif code and "categories" not in column:
+            reason = f"is read as numbers, and {code!r} looks like a code"
+            advice = f"Type dataset.categorical=[{name}] if it is one, or dataset.ignore=[{name}]."
         else:
             continue
-        log.warning(
-            "%s: the column %r %s. Leave it out: dataset.ignore=[%s].",
-            printable(path),
-            name,
-            reason,
-            name,
-        )
+        log.warning("%s: the column %r %s. %s", printable(path), name, reason, advice)
 
 
 def counts_rows(values: Values) -> bool:
-    """Tell whether a column has whole numbers without repetition: in the order of the rows, or without a gap."""
-    numbers, _ = _parse(values)
+    """Tell whether a column has whole numbers without repetition: in the order of the rows, or
+    without a gap.
+    """
+    numbers, _ = Notation().parse(values)
     # NaN, for what is missing or not a number, is not an integer.
     if len(numbers) < FEWEST_ROWS or not all(map(float.is_integer, numbers)):
         return False
@@ -361,7 +379,7 @@ def check_column(path: str, name: str, columns: Collection[str]) -> None:
 
 
 def check_table(trained: Description) -> dict[str, Any]:
-    """Return the table of a run's description; UserError if the run was trained on something else."""
+    """Return the table of a run's description; UserError if it was trained on something else."""
     if not is_description(trained):
         raise UserError("dataset.trained: this is what a run hands over. Leave it out.")
     if trained["table"] is None:
@@ -370,28 +388,62 @@ def check_table(trained: Description) -> dict[str, Any]:
     return table
 
 
+def _gaps(texts: list[str], blanks: Collection[str] = MISSING) -> Values:
+    """Return the values of a column, None for each that is one of the `blanks`."""
+    return [None if text.lower() in blanks else text for text in texts]
+
+
+def _gaps_of_target(
+    name: str, texts: list[str], kind: str, notation: Notation, trained: Description | None
+) -> Values:
+    """Return the values of the target; in one of text "none" is a class, with a warning."""
+    values = _gaps(texts)
+    if kind == "regression":
+        return values
+    if trained is not None:
+        known = trained["classes"]
+        pairs = zip(texts, values, strict=True)
+        return [text if value is None and text in known else value for text, value in pairs]
+    _, odd = notation.parse(values)
+    is_text = len(odd) > 0 and (kind == "classification" or not _is_numeric(values, odd))
+    with_classes = _gaps(texts, EMPTY)
+    if not is_text or with_classes == values:
+        return values
+    words = Counter(text for text in texts if text.lower() in MISSING - EMPTY)
+    word, count = words.most_common(1)[0]
+    log.warning(
+        "dataset.target=%s: %r in %d rows is a class like the others. "
+        "If it stands for a missing value, leave those values empty in the file.",
+        name,
+        word,
+        count,
+    )
+    return with_classes
+
+
 def _without_missing(
-    texts: dict[str, list[str]], lines: list[int], target: str, missing: str
+    path: str, columns: dict[str, Values], lines: list[int], target: str | None, missing: str
 ) -> tuple[dict[str, Values], list[int]]:
-    """Return the columns with None for each missing value, or without the rows that have one; and the rows' lines."""
-    columns: dict[str, Values] = {}
-    for name, values in texts.items():
-        columns[name] = [None if value.lower() in MISSING else value for value in values]
+    """Return the columns and the rows' lines, with "drop" without the rows that lack a value."""
     counts = {name: values.count(None) for name, values in columns.items() if None in values}
     if not counts:
         return columns, lines
-    if missing == "error":
-        raise _missing_values(counts, len(lines), target)
+    if missing == "error" or (missing == "mean" and target in counts):
+        name = target if target in counts else next(iter(counts))
+        shown = ", ".join(f"{name!r} in {count}" for name, count in list(counts.items())[:3])
+        if len(counts) > 3:
+            shown += f" and {len(counts) - 3} more"
+        fill = "" if target in counts else "dataset.missing=mean to fill them in, or "
+        raise UserError(
+            f"{printable(path)}, line {lines[columns[name].index(None)]}: the column {name!r} has "
+            f"no value. Values are missing: {shown} of {len(lines)} rows.\n"
+            f"Type {fill}dataset.missing=drop to leave those rows out."
+        )
     if missing == "mean":
-        if target in counts:
-            raise UserError(
-                f"The target {target!r} is missing in {counts[target]} of {len(lines)} rows, "
-                "and cannot be filled in.\nType dataset.missing=drop."
-            )
         return columns, lines
-    rows = list(zip(*columns.values(), strict=True))
+    rows = zip(*columns.values(), strict=True)
     kept = [i for i, row in enumerate(rows) if None not in row]
-    if not kept:
+    if not kept and target is not None:
         raise UserError(
             "dataset.missing=drop leaves no row: each has a missing value. "
             "Type dataset.missing=mean, or dataset.ignore=[COLUMN]."
@@ -400,41 +452,10 @@ def _without_missing(
     return columns, [lines[i] for i in kept]
 
 
-def _missing_values(counts: dict[str, int], rows: int, target: str) -> UserError:
-    shown = ", ".join(f"{name!r} in {count}" for name, count in list(counts.items())[:3])
-    if len(counts) > 3:
-        shown += f" and {len(counts) - 3} more"
-    fill = "" if target in counts else "dataset.missing=mean to fill them in, or "
-    return UserError(
-        f"Values are missing in these columns: {shown} of {rows} rows.\n"
-        f"Type {fill}dataset.missing=drop to leave those rows out."
-    )
-
-
-def _number(value: str) -> float | None:
-    """Return the number that a text is, None if it is none or too large to be used."""
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    # Python reads 1_1 as 11.
-    return number if abs(number) <= LARGEST and "_" not in value else None
-
-
-def _parse(values: Values) -> tuple[list[float], list[int]]:
-    """Return the values as numbers, NaN where there is none, and the places of those that are not numbers."""
-    numbers = []
-    odd = []
-    for i, value in enumerate(values):
-        number = None if value is None else _number(value)
-        if number is None and value is not None:
-            odd.append(i)
-        numbers.append(math.nan if number is None else number)
-    return numbers, odd
-
-
 def _is_numeric(values: Values, odd: list[int]) -> bool:
-    """Tell whether a column is one of numbers but for the odd values: few, or among too many for categories."""
+    """Tell whether a column is one of numbers but for the odd values: few, or among too many for
+    categories.
+    """
     few = len(odd) <= max(1, len(values) / 20) or len(set(values)) > FEW_KINDS
     return few and len(odd) < len(values) / 2
 
@@ -449,32 +470,60 @@ def _describe_odd(values: Values, lines: list[int], odd: list[int]) -> str:
     return f"{len(odd)} of {len(values)} values {count} {first!r} in line {lines[odd[0]]}"
 
 
-def _read_target(
-    name: str,
+def _check_notation(
+    where: str,
     values: Values,
     lines: list[int],
+    odd: list[int],
+    notation: Notation,
+    instead: str = "",
+) -> None:
+    """Raise a UserError with the settings to type if nearly all values are numbers in another
+    notation.
+    """
+    fitting = notation.that_reads(values, few=FEW_KINDS)
+    if fitting is None or len(odd) <= max(1, len(values) / 20):
+        return
+    readable = [i for i in odd if fitting.number(str(values[i])) is not None]
+    place = readable[0]
+    number = fitting.number(str(values[place]))
+    raise UserError(
+        f"{where} has numbers in another notation, such as {values[place]!r} in line "
+        f"{lines[place]}.\n"
+        f"Type {fitting.settings()} to read this one as {number:.15g}{instead}."
+    )
+
+
+def _read_target(
+    name: str,
+    values: list[str],
+    lines: list[int],
     kind: str,
+    notation: Notation,
     trained: Description | None,
 ) -> tuple[str, list[str] | None, Tensor]:
-    """Return (kind, class names or None, targets): int64 (N,), or float64 (N, 1) for a regression."""
+    """Return (kind, class names or None, targets): int64 (N,), or float64 (N, 1) of a number."""
     if trained is not None and trained["classes"] is not None:
-        return kind, trained["classes"], _known_labels(values, trained["classes"])
-    numbers, odd = _parse(values)
-    keys: list[Any] = values if odd else numbers
-    distinct = sorted(set(keys))
+        classes = trained["classes"]
+        return kind, classes, _known_labels(name, values, classes, notation)
+    numbers, odd = notation.parse(values)
+    distinct = set(values)
     if len(distinct) < 2 and trained is None:
         raise UserError(
             f"dataset.target={name}: all {len(values)} rows have the same value, {values[0]!r}. "
             "There is nothing to learn."
         )
+    advice = "" if trained else ", or type dataset.kind=classification"
+    if odd and kind != "classification":
+        where = f"dataset.target={name}: the column"
+        _check_notation(where, values, lines, odd, notation, advice)
     if odd and (kind == "regression" or (kind == "auto" and _is_numeric(values, odd))):
-        advice = "" if trained else ", or type dataset.kind=classification"
         reason = _describe_odd(values, lines, odd)
         raise UserError(f"dataset.target={name}: {reason}.\n{CORRECT}{advice}.")
     if kind == "auto":
         few = len(distinct) <= FEW_KINDS and len(distinct) < len(values) / 10
-        whole = bool(odd) or (few and all(value.is_integer() for value in distinct))
-        kind = "classification" if whole else "regression"
+        classes = odd or any(map(is_code, values)) or (few and all(map(float.is_integer, numbers)))
+        kind = "classification" if classes else "regression"
     if kind == "regression":
         return kind, None, torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
     if len(distinct) > max(2, len(values) / 2):
@@ -484,30 +533,46 @@ def _read_target(
             reason += f", and {_describe_odd(values, lines, odd)}"
             advice = f"{CORRECT}, or choose another."
         raise UserError(f"dataset.target={name}: {reason}.\n{advice}")
-    labels = {value: label for label, value in enumerate(distinct)}
-    targets = torch.tensor([labels[value] for value in keys])
-    return kind, list(map(_class_name, distinct)), targets
+    # By number, or if one is not a number all by their text.
+    order = {value: "" if odd else number for value, number in zip(values, numbers, strict=True)}
+    names = sorted(distinct, key=lambda value: (order[value], value))
+    labels = {value: label for label, value in enumerate(names)}
+    _warn_of_alike(name, names, notation)
+    return kind, names, torch.tensor([labels[value] for value in values])
 
 
-def _known_labels(values: Values, classes: list[str]) -> Tensor:
-    """Return the labels of a target by the classes of a run; UserError for a value that is none of them."""
+def _warn_of_alike(target: str, classes: list[str], notation: Notation) -> None:
+    """Warn of two classes that differ only in how they are written."""
+    first: dict[str | float, str] = {}
+    for name in classes:
+        alike = first.setdefault(notation.amount(name), name)
+        if alike != name:
+            log.warning(
+                "dataset.target=%s: %r and %r are two classes. Spell them alike if they are one.",
+                target,
+                alike,
+                name,
+            )
+            return
+
+
+def _known_labels(target: str, values: list[str], classes: list[str], notation: Notation) -> Tensor:
+    """Return the labels of a target by the classes of a run; UserError for a value that is none of
+    them.
+
+    A number that is written differently, as 1.0 for 1, is taken for the only class of that amount,
+    with a warning.
+    """
     labels = {name: label for label, name in enumerate(classes)}
-    for value in set(values):
-        text = str(value)
-        if text not in labels:
-            number = _number(text)
-            name = text if number is None else _class_name(number)
-            if name not in labels:
-                raise unknown_class(name, classes)
-            labels[text] = labels[name]
-    return torch.tensor([labels[str(value)] for value in values])
-
-
-def _class_name(value: str | float) -> str:
-    """Return the name of a class: a text as it is, a number with all its digits; 2.0 and 2 are the same."""
-    if isinstance(value, str):
-        return value
-    return str(int(value)) if value.is_integer() else repr(value)
+    amounts = [notation.amount(name) for name in classes]
+    for value in sorted(set(values).difference(classes)):
+        amount = notation.amount(value)
+        if amounts.count(amount) != 1:
+            raise unknown_class(value, classes)
+        labels[value] = amounts.index(amount)
+        name = classes[labels[value]]
+        log.warning("dataset.target=%s: %r is taken for the class %r.", target, value, name)
+    return torch.tensor([labels[value] for value in values])
 
 
 def _describe(
@@ -516,8 +581,11 @@ def _describe(
     lines: list[int],
     train: Tensor,
     categorical: bool,
+    notation: Notation,
 ) -> Column:
-    """Return {"name", "mean", "std"} of a numeric column, {"name", "categories"} of another, by the rows `train`."""
+    """Return {"name", "mean", "std"} of a numeric column, {"name", "categories"} of another, by the
+    rows `train`.
+    """
     kinds = {values[i] for i in train.tolist()}
     categories = sorted(value for value in kinds if value is not None)
     if not categories:
@@ -526,54 +594,66 @@ def _describe(
         )
     if categorical:
         return {"name": name, "categories": categories}
-    numbers, odd = _parse(values)
+    numbers, odd = notation.parse(values)
     if not odd:
         column = torch.tensor(numbers, dtype=torch.float64)[train]
         mean, std = mean_and_std(column[~column.isnan()])
         return {"name": name, "mean": mean, "std": std}
+    instead = f", or type dataset.ignore=[{name}] or dataset.categorical=[{name}]"
+    _check_notation(f"Column {name!r}", values, lines, odd, notation, instead)
     numeric = _is_numeric(values, odd)
     if numeric or len(categories) > max(FEW_KINDS, len(train) / 2):
         text = "" if numeric else "\nText wants a data set of your own, as in examples/own_data.py."
         reason = _describe_odd(values, lines, odd)
         raise UserError(
             f"Column {name!r} has {len(categories)} different values, and {reason}.\n"
-            f"{CORRECT}, or type dataset.ignore=[{name}] or dataset.categorical=[{name}].{text}"
+            f"{CORRECT}{instead}.{text}"
         )
     return {"name": name, "categories": categories}
 
 
 def mean_and_std(numbers: Tensor) -> tuple[float, float]:
-    """Return the mean and the standard deviation, which is 1 if all numbers are equal (900 times 0.1: 1e-17)."""
+    """Return the mean and the standard deviation, which is 1 if all numbers are equal (900 times
+    0.1: 1e-17).
+    """
     std = 1.0
     if numbers.min() < numbers.max():
         std = numbers.std(correction=0).item()
     return numbers.mean().item(), std
 
 
-def _features(described: Column, values: Values, lines: list[int], room: int) -> Tensor:
-    """Return float32 (N, 1) of a numeric column, (N, categories) of another one.
-
-    UserError if these are more than `room` numbers, which a small file can ask for.
+def _check_size(columns: list[Column], rows: int) -> None:
+    """Check that the numbers that a table becomes fit in memory: a small file can ask for any
+    amount.
     """
-    name = described["name"]
-    if "categories" not in described:
-        numbers, odd = _parse(values)
-        if odd:
-            raise UserError(
-                f"Column {name!r}, in which the run was trained on numbers: "
-                f"{_describe_odd(values, lines, odd)}.\n{CORRECT}."
-            )
-        column = torch.tensor(numbers, dtype=torch.float64)
-        standardised: Tensor = (column - described["mean"]) / described["std"]
-        return standardised.nan_to_num(0.0).float().unsqueeze(1)
-    categories = described["categories"]
-    if len(values) * len(categories) > room:
+    widths = [len(names_of(column)) for column in columns]
+    if sum(widths) * rows > MOST_NUMBERS:
+        name = columns[widths.index(max(widths))]["name"]
         raise UserError(
-            f"Column {name!r} has {len(categories)} categories in {len(values)} rows, "
+            f"Column {name!r} has {max(widths)} categories in {rows} rows, "
             f"which is more than fits in memory.\nType dataset.ignore=[{name}]."
         )
-    places = {category: place for place, category in enumerate(categories)}
-    block = torch.zeros(len(values), len(categories))
+
+
+def _encode(
+    path: str, column: Column, values: Values, lines: list[int], notation: Notation
+) -> Tensor:
+    """Return the numbers of a column: float64 (N, 1), NaN where one is missing, or one-hot (N,
+    categories).
+    """
+    if "categories" not in column:
+        numbers, odd = notation.parse(values)
+        if odd:
+            where = f"{printable(path)}: the column {column['name']!r}"
+            _check_notation(where, values, lines, odd, notation)
+            raise UserError(
+                f"{printable(path)}, line {lines[odd[0]]}: {str(values[odd[0]])[:50]!r} in the "
+                f"column {column['name']!r} is not a number, and the run was trained on numbers.\n"
+                f"{CORRECT}."
+            )
+        return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
+    places = {category: place for place, category in enumerate(column["categories"])}
+    block = torch.zeros(len(values), len(places))
     for row, value in enumerate(values):
         if value in places:
             block[row, places[value]] = 1

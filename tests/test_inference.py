@@ -540,18 +540,27 @@ class Odd(torch.nn.Module):
         return inputs / (torch.arange(len(inputs)) != 3).float().unsqueeze(1)
 
 
-def test_an_unknown_category_is_none_of_them(runs, caplog):
-    model = package.load(runs / "prices")
-    header = ["town", "age", "size"]
-    encode = tables.RowEncoder(model.about["table"], header, "x.csv", "error").encode
-    assert (
-        encode(2, ["Rom", "40", "7"]) == [40.0, 0.0, 1.0, 0.0, 7.0]
-        and encode(3, ["Oslo", "40", "7"])[1:4] == [0.0] * 3
-    )
-    encode(4, ["Bonn", "40", "7"])
-    assert [record.getMessage() for record in caplog.records] == [
-        "x.csv, line 3: 'Oslo' in the column 'town' is none of those trained on; such values count as none of them."
-    ]
+def test_an_unknown_category_is_none_of_them(tmp_path, runs, caplog):
+    """Whatever the size of the batches, the first of a column is named."""
+    about = in_place(runs, "prices").description()
+    path = tmp_path / "x.csv"
+    path.write_text("town,age,size\nRom,40,7\nOslo,41,7\nBonn,42,7\nOslo,43,7\n", encoding="utf-8")
+    for size in (1, 3, 10):
+        caplog.clear()
+        batches = list(tables.read_batches(str(path), about["table"], size))
+        assert [line for lines, _ in batches for line in lines] == [2, 3, 4, 5]
+        inputs = torch.cat([inputs for _, inputs in batches])
+        towns = {"Rom": [0.0, 1.0, 0.0], "Oslo": [0.0] * 3, "Bonn": [0.0] * 3}
+        expected = [
+            [age, *towns[town], 7.0]
+            for town, age in (("Rom", 40), ("Oslo", 41), ("Bonn", 42), ("Oslo", 43))
+        ]
+        assert inputs.tolist() == expected and inputs.dtype == torch.float64
+        [record] = caplog.records
+        assert record.getMessage() == (
+            f"{path}, line 3: 'Oslo' in the column 'town' is none of those trained on; "
+            "such values count as none of them."
+        )
 
 
 WRONG_TABLES = {

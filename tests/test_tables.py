@@ -1,5 +1,7 @@
 """Tables: what a column becomes, by the training part alone, and each mistake has its answer."""
 
+import csv
+import io
 import re
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from stoker.command import compatible
 from stoker.data import tables
+from stoker.data.description import columns_line
 from stoker.data.splits import split_indices
 from stoker.trainer.errors import UserError
 
@@ -22,6 +25,7 @@ def table(tmp_path):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         return tables.csv(str(path), **options)
 
+    write.path = tmp_path / "table.csv"
     return write
 
 
@@ -97,7 +101,7 @@ def test_csv_regression_is_told_in_the_users_units(table):
         (lambda i: i % 10, "regression", None),  # ten of a hundred rows are not fewer than a tenth
         (lambda i: i % 3 / 2, "regression", None),
         (lambda i: "xy"[i % 2], "classification", ["x", "y"]),
-        (lambda i: f"{i % 2 + 9}.0", "classification", ["9", "10"]),
+        (lambda i: f"{i % 2 + 9}.0", "classification", ["9.0", "10.0"]),
     ],
 )
 def test_csv_kind_auto(table, values, kind, classes):
@@ -133,6 +137,167 @@ def test_the_classes_of_a_column_are_told_apart_and_known_again(table, names):
     assert torch.equal(again.test.targets, data.test.targets) and again.classes == data.classes
     two = table(text.replace(names[2], names[1]), target="y", trained=about)
     assert two.classes == data.classes and len(set(two.train.targets.tolist())) == 2
+
+
+def labels_in_file(data):
+    """{line: class name} of all parts."""
+    pairs = {}
+    for part in parts_of(data):
+        names = [data.classes[label] for label in part.targets.tolist()]
+        pairs.update(zip(part.lines.tolist(), names, strict=True))
+    return pairs
+
+
+@pytest.mark.parametrize(
+    ("names", "order"),
+    [
+        (["1234567890123456789", "1234567890123456790", "1234567890123459999"], None),
+        (["01", "1", "001"], ["001", "01", "1"]),
+        (["10.0", "9.0", "9.50"], ["9.0", "9.50", "10.0"]),
+        (["-1", "1", "+1"], ["-1", "+1", "1"]),
+        (["none", "NA", "mild"], ["NA", "mild", "none"]),
+        (["None", "none", "low"], ["None", "low", "none"]),
+        (["true", "True", "false"], ["True", "false", "true"]),
+        (["1e3", "1000", "2"], ["2", "1000", "1e3"]),
+        (["0x1", "1", "2"], ["0x1", "1", "2"]),
+    ],
+)
+def test_labels_are_those_of_the_file_letter_by_letter(table, names, order):
+    """Compared with the csv module and a dict; read back by a run they are the same."""
+    text = "x,y\n" + "".join(f"{i / 7},{names[i * i % 3 if i % 2 else i % 3]}\n" for i in range(90))
+    kind = "auto" if all(name.isdecimal() or name.isalpha() for name in names) else "classification"
+    data = table(text, target="y", kind=kind)
+    rows = csv.DictReader(io.StringIO(text))
+    expected = {line: row["y"] for line, row in enumerate(rows, 2)}
+    assert labels_in_file(data) == expected
+    assert data.classes == (order or sorted(names)) and data.kind == "classification"
+    again = table(text, target="y", trained=data.description())
+    assert labels_in_file(again) == expected
+
+
+def test_a_label_that_a_run_does_not_know_is_refused_or_named(table, caplog):
+    """1.0 is 1 written by pandas beside a gap; 01 is not one of "1" and "001", and a long id is itself alone."""
+
+    def text(names):
+        return "x,y\n" + "".join(f"{i / 7},{names[i % 2]}\n" for i in range(40))
+
+    numbers = table(text(["1", "2"]), target="y", kind="classification").description()
+    data = table(text(["1.0", "2"]), target="y", trained=numbers)
+    assert data.classes == ["1", "2"] and labels_in_file(data)[2] == "1"
+    assert [record.getMessage() for record in caplog.records] == [
+        "dataset.target=y: '1.0' is taken for the class '1'."
+    ]
+    codes = table(text(["1", "001"]), target="y").description()
+    ids = table(text(["1234567890123456789", "3"]), target="y").description()
+    for about, name in ((codes, "01"), (ids, "1234567890123456790"), (ids, "none")):
+        with pytest.raises(UserError, match=f"the run knows no class '{name}'|no value"):
+            table(text([name, about["classes"][0]]), target="y", trained=about)
+
+
+def test_words_for_nothing_are_classes_of_a_text_and_gaps_among_numbers(table, caplog):
+    lines = [f"{i},{['none', 'mild', 'NA', 'severe'][i % 4]}" for i in range(80)]
+    data = table("x,y\n" + "\n".join(lines), target="y", missing="drop")
+    assert data.classes == ["NA", "mild", "none", "severe"] and len(labels_in_file(data)) == 80
+    first = caplog.records[0].getMessage()
+    assert first.startswith("dataset.target=y: 'none' in 20 rows is a class like the others. ")
+    with_gap = "x,y\n" + "\n".join([*lines, "1,", "1,?"])
+    with pytest.raises(UserError, match=r"line 82: the column 'y' has no value.*'y' in 2 of 82"):
+        table(with_gap, target="y")
+    numbers = [f"{i},{['none', '1', '0', '1'][i % 4]}" for i in range(80)]
+    for kind in ("auto", "classification"):
+        with pytest.raises(UserError, match=r"line 2: .*'y' in 20 of 80"):
+            table("x,y\n" + "\n".join(numbers), target="y", kind=kind)
+    caplog.clear()
+    data = table("x,y\n" + "\n".join(numbers), target="y", missing="drop")
+    assert data.classes == ["0", "1"] and len(labels_in_file(data)) == 60
+    assert caplog.records[0].getMessage().endswith("20 of 80 rows lack a value and are left out.")
+
+
+@pytest.mark.parametrize(
+    ("write", "settings"),
+    [
+        ("${:d}", {"marks": "$"}),
+        ("{:.1f}%", {"marks": "%"}),
+        ("{:.1f} %", {"marks": "%"}),
+        ("\u20ac{:,.2f}", {"marks": ",\u20ac"}),
+        ("-${:,d}", {"marks": "$,"}),
+        ("{:,d}", {"marks": ","}),
+        ("{:d} kg", {"marks": "gk"}),
+        ("3,{:d}", {"decimal": ","}),
+        ("0,{:05d}", {"decimal": ","}),
+        ("{:d}.000,5", {"decimal": ",", "marks": "."}),
+        ("{:d} 000", {"marks": " "}),
+    ],
+)
+def test_numbers_in_another_notation_stop_with_the_settings_that_read_them(table, write, settings):
+    """What is typed as advised gives the numbers that Python formatted, in a column and in a target."""
+    step = 1 if "000" in write else 97  # also thousands
+    numbers = [i * 37 % 130 * step + 100 for i in range(150)]
+    written = [write.format(number) for number in numbers]
+    lines = [f"{i % 7}|{text}|{text}|{'ab'[i % 2]}" for i, text in enumerate(written)]
+    text = "x|y|z|c\n" + "\n".join(lines)
+    options = {"delimiter": "|", "val_fraction": 0, "test_fraction": 0}
+    marks = settings.get("marks", "")
+    advice = (
+        re.escape(f"dataset.marks='{''.join(sorted(marks))}'") if marks else "dataset.decimal=','"
+    )
+    with pytest.raises(UserError, match=rf"target=y: .* such as .*in line \d\.\n.*{advice}"):
+        table(text, target="y", ignore=["z", "x"], **options)
+    with pytest.raises(UserError, match=rf"^Column 'y' .* in line \d\.\n.*{advice}.*\[y\]\.$"):
+        table(text, target="c", **options)
+    data = table(text, target="y", ignore="x", kind="regression", **options, **settings)
+    plain = [number.replace(",", "_") for number in written]
+    for mark in marks:
+        plain = [number.replace("_" if mark == "," else mark, "") for number in plain]
+    expected = torch.tensor([float(number.replace("_", ".")) for number in plain]).double()
+    found = data.train.targets.double()[:, 0] * data.target_scale + data.target_mean
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    [column, _] = data.table["columns"]
+    found = data.train.inputs[:, 0].double() * column["std"] + column["mean"]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    again = table(text, target="y", trained=data.description(), **options, **settings)
+    assert torch.equal(again.train.inputs, data.train.inputs)
+    [(_, batch)] = tables.read_batches(str(table.path), data.description()["table"], 1000)
+    torch.testing.assert_close(batch[:, 0], expected, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "2024-01-{:02d}",
+        "12:{:02d}",
+        "{:d}/2",
+        "A{:d}",
+        "user {:d}",
+        "{:d}-20",
+        "~{:d}",
+        "10.0.0.{:d}",
+    ],
+)
+def test_text_with_digits_is_not_taken_for_numbers(table, write):
+    lines = [f"{write.format(i % 28 + 1)},{i % 2}" for i in range(150)]
+    data = table("day,y\n" + "\n".join(lines), target="y")
+    assert len(data.table["columns"][0]["categories"]) == 28
+
+
+def test_few_texts_with_units_are_categories(table):
+    lines = [f"{['1st', '2nd', '3rd'][i % 3]},{['3D', '2D'][i % 2]},{i % 2}" for i in range(60)]
+    data = table("place,form,y\n" + "\n".join(lines), target="y")
+    assert [len(column["categories"]) for column in data.table["columns"]] == [3, 2]
+
+
+def test_codes_that_are_read_as_numbers_are_named(table, caplog):
+    lines = [f"{i * 7 % 40:05d},{i % 24:d},{i % 2}" for i in range(60)]
+    data = table("zip,hour,y\n" + "\n".join(lines), target="y")
+    [record] = caplog.records
+    assert record.getMessage().endswith(
+        "the column 'zip' is read as numbers, and '00000' looks like a code. "
+        "Type dataset.categorical=[zip] if it is one, or dataset.ignore=[zip]."
+    )
+    assert columns_line(data.description()) == "y: 2 classes (0, 1); numbers: zip, hour"
+    data = table("zip,hour,y\n" + "\n".join(lines), target="hour", categorical=["y"])
+    said = "hour: a number to predict; numbers: zip; categories: y (2)"
+    assert columns_line(data.description()) == said
 
 
 def test_csv_learns_from_the_training_part_alone(table):
@@ -220,7 +385,9 @@ def test_csv_missing_values(table):
     lines[20] = "30,a,,4"
     with pytest.raises(UserError, match=r"'kind' in 1 of 100 rows.\nType dataset.missing=drop"):
         table(HEADER + "\n".join(lines), target="kind")
-    with pytest.raises(UserError, match="target 'kind' is missing in 1 of 100"):
+    with pytest.raises(
+        UserError, match=r"line 22: .*'kind' in 1 of 100 rows.\nType dataset.missing=drop"
+    ):
         table(HEADER + "\n".join(lines), target="kind", missing="mean")
 
 
@@ -254,7 +421,7 @@ def test_csv_missing_values(table):
             r"column without a name, number 2. Give it one; to_csv\(index=False\)",
         ),
         (
-            HEADER + "\n".join(f"{i},{i}x,{i % 2},3" for i in range(100)),
+            HEADER + "\n".join(f"{i},x{i},{i % 2},3" for i in range(100)),
             {},
             "'city' has .* different values.*dataset.ignore=.city.",
         ),
@@ -381,7 +548,8 @@ def test_a_few_values_that_are_no_numbers_make_no_categories(table, wrong):
         ).table  # as it was typed
         about = table("rooms,price\n" + "\n".join(lines), target="price").description()
         with pytest.raises(
-            UserError, match=f"not a? ?numbers?, .*{re.escape(repr(wrong))} in line"
+            UserError,
+            match=f"{re.escape(repr(wrong))} in (line|the column '{column}' is not a number)",
         ):
             table(text, target="price", trained=about)
 
@@ -402,7 +570,7 @@ def test_a_column_of_few_kinds_may_have_numbers_among_them(table):
         (
             lambda i: f"${i}.00",
             "auto",
-            r"40 .* 40 different values, too many for classes, and 40 of 40 .* '\$0.00'",
+            r"the column has numbers in another notation, such as '\$0.00' in line 2.\n.*read .* 0, or",
         ),
         (
             lambda i: f"c{i % 35}",

@@ -162,6 +162,8 @@ SETTINGS: Mapping[str, Setting] = {
     "dataset.download": Setting(tasks=(*TRAINING, "evaluate"), resume="any"),
     "dataset.missing": Setting(tasks=(*TRAINING, "evaluate", "predict")),
     "dataset.delimiter": Setting(tasks=(*TRAINING, "evaluate", "predict")),
+    "dataset.decimal": Setting(tasks=(*TRAINING, "evaluate", "predict")),
+    "dataset.marks": Setting(tasks=(*TRAINING, "evaluate", "predict")),
     "dataset.on_bad_sample": Setting(tasks=(*TRAINING, "evaluate", "predict")),
     "dataset.augment": Setting(loader=True),
     "dataset.resident": Setting(

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from stoker.command.build import build
 from stoker.command.settings import FORMATS
+from stoker.data import tables
 from stoker.data.description import Description
 from stoker.runs import card, saved_config
 from stoker.runs.directory import make
-from stoker.runs.inference import Trained, check_output, row_batches
+from stoker.runs.inference import Trained, check_output
 from stoker.runs.page import render
 from stoker.runs.provenance import versions
 from stoker.runs.result import RunResult
@@ -80,8 +81,7 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
     try:
         if about["table"] is not None:
             path = os.path.expanduser(str(dataset.get("path")))
-            delimiter = dataset.get("delimiter")
-            rows = row_batches(path, about["table"], SAMPLES, None, delimiter, "dataset.path")
+            rows = tables.read_batches(path, about["table"], SAMPLES, "dataset.path")
             _, inputs = next(rows)
             return inputs, f"{len(inputs)} rows of {printable(os.path.basename(path))}"
         data = build("dataset", dataset)

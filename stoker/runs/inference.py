@@ -226,15 +226,15 @@ def predict(
     path: str | Path,
     *,
     batch_size: int = 512,
-    missing: str | None = None,
-    delimiter: str | None = None,
     skip: bool = False,
+    **reading: Any,
 ) -> Iterator[Row]:
     """Yield the predictions for an image, the images below a folder, or the rows of a csv file.
 
     A row has "file" or "line", and for a classification "class", "probability" and
     "probabilities", {class: probability}; for a regression "value", in the data's units. Only one
-    batch is read at a time. `missing` and `delimiter` are by default those of the run's table.
+    batch is read at a time. `reading`: `missing`, `delimiter`, `decimal` and `marks`, by default those
+    of the run's table.
     UserError for what cannot be read; with `skip` such images are left out, with a warning.
     """
     about = model.about
@@ -243,7 +243,7 @@ def predict(
     batches: Iterable[tuple[Sequence[Any], Tensor]]
     if model.columns is not None:
         key = "line"
-        batches = row_batches(path, about["table"], size, missing, delimiter)
+        batches = tables.read_batches(path, about["table"], size, **reading)
     elif card.is_image(about):
         key = "file"
         batches = image_batches(path, about["in_shape"], size, skip)
@@ -291,40 +291,6 @@ def answers(outputs: Tensor, about: Description) -> Iterator[Row]:
         probabilities = dict(zip(names, shares, strict=True))
         name = max(probabilities, key=probabilities.__getitem__)
         yield {"class": name, "probability": probabilities[name], "probabilities": probabilities}
-
-
-def row_batches(
-    path: str,
-    table: dict[str, Any],
-    size: int,
-    missing: str | None = None,
-    delimiter: str | None = None,
-    key: str = "input",
-) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yield (line numbers, float64 (N, columns)) of the rows of a csv file."""
-    if os.path.isdir(path):
-        raise UserError(
-            f"{key}={printable(path)}: this is a folder, but the run takes a table. "
-            f"Type {key}=FILE.csv."
-        )
-    if delimiter is None:
-        delimiter = table["delimiter"]
-    if missing is None:
-        missing = table["missing"]
-    columns = table["columns"]
-    alone = columns[0]["name"] if len(columns) == 1 else None
-    rows = tables.read_rows(path, delimiter, key, alone)
-    _, header = next(rows)
-    encoder = tables.RowEncoder(table, header, path, missing)
-    encoded = ((line, encoder.encode(line, values)) for line, values in rows)
-    whole = (pair for pair in encoded if pair[1] is not None)
-    is_empty = True
-    while batch := list(itertools.islice(whole, size)):
-        lines, inputs = zip(*batch, strict=True)
-        yield lines, torch.tensor(inputs, dtype=torch.float64)
-        is_empty = False
-    if is_empty:
-        raise UserError(f"{key}={printable(path)}: it has no rows.")
 
 
 def image_batches(

@@ -66,6 +66,7 @@ def building(
         about: The description of the checkpoint's data; this data is prepared in the same way.
         split: The split to evaluate.
     """
+    from stoker.data.description import columns_line
     from stoker.trainer import device as devices
     from stoker.trainer import parallel, process, summary
 
@@ -79,6 +80,8 @@ def building(
         only = data.part_to_evaluate(split)
     loaders, why = build_loaders(cfg, data, device, only, loading)
     print(summary.data_line(data, loaders, why, whole=split == "all"))
+    if data.table is not None:
+        print(f"columns  {columns_line(data.description())}")
 
     devices.seed_generators(device, devices.mix_seed(settings.check("seed", cfg.seed), "model"))
     model, loss = build_model(cfg, data, state)

@@ -38,7 +38,7 @@ def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
     typed = arguments.typed_keys()
     takes_table = model.columns is not None
     options = {}
-    for key in ("missing", "delimiter"):
+    for key in ("missing", "delimiter", "decimal", "marks"):
         if f"dataset.{key}" in typed:
             options[key] = config.dataset[key]
     if options and not takes_table:

@@ -1,0 +1,119 @@
+"""How a table writes its numbers: the decimal sign, and the characters that belong to none."""
+
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stoker.trainer.errors import UserError
+
+LARGEST = 1e38  # number in a table: float32 has none above 3.4e38
+DIGITS = 15  # of a whole number that a float holds
+NEARLY_ALL = 0.95  # of the values of a column
+# A number with what stands before and after it, as in $1,234.50 or 12 kg.
+IN_UNITS = re.compile(r"(\D*?)([-+]?\d(?:[\d.,\s]*\d)?)(\D*)")
+WITH_POINT = re.compile(r"[-+]?(\d+|[1-9]\d{0,2}([,\s]\d{3})+)(\.\d+)?")
+WITH_COMMA = re.compile(r"[-+]?(\d+|[1-9]\d{0,2}([.\s]\d{3})+)(,\d+)?")
+
+
+@dataclass(frozen=True)
+class Notation:
+    """Reads numbers with this decimal sign, without the characters in `marks`."""
+
+    decimal: str = "."
+    marks: str = ""
+
+    def __post_init__(self) -> None:
+        if self.decimal not in (".", ","):
+            raise UserError(f"dataset.decimal={self.decimal}: give . or \"','\".")
+        for mark in self.marks:
+            if mark.isdigit() or mark in "+-" or mark == self.decimal:
+                raise UserError(
+                    f"dataset.marks={self.marks}: {mark!r} is a part of numbers. Leave it out."
+                )
+
+    def number(self, text: str) -> float | None:
+        """Return the number that a text is, None if it is none or too large to be used."""
+        for mark in self.marks:
+            text = text.replace(mark, "")
+        if self.decimal == ",":
+            # So that 1.234 is not taken for 1,234.
+            text = text.replace(".", "_").replace(",", ".")
+        try:
+            number = float(text)
+        except ValueError:
+            return None
+        # Python reads 1_1 as 11.
+        return number if abs(number) <= LARGEST and "_" not in text else None
+
+    def parse(self, values: Sequence[str | None]) -> tuple[list[float], list[int]]:
+        """Return the values as numbers, NaN where there is none, and the places of those that are
+        not numbers.
+        """
+        numbers = []
+        odd = []
+        for i, value in enumerate(values):
+            number = None if value is None else self.number(value)
+            if number is None and value is not None:
+                odd.append(i)
+            numbers.append(math.nan if number is None else number)
+        return numbers, odd
+
+    def amount(self, text: str) -> float | str:
+        """Return what a text is worth, whatever its spelling: a number if floats tell it apart,
+        else lower case.
+        """
+        number = self.number(text)
+        return text.lower() if number is None or abs(number) >= 10**DIGITS else number
+
+    def settings(self) -> str:
+        """Return what to type for this notation."""
+        decimal = "\"dataset.decimal=','\"" if self.decimal == "," else ""
+        marks = f"\"dataset.marks='{self.marks}'\"" if self.marks else ""
+        return f"{decimal} {marks}".strip()
+
+    def that_reads(self, values: Sequence[str | None], few: int) -> "Notation | None":
+        """Return the notation that reads nearly all values as numbers, with the marks of this one;
+        None if none does.
+
+        Letters are a unit where more than `few` different values have the same: 1st and 2nd are
+        names.
+        """
+        texts = [value for value in values if value is not None]
+        units: Counter[str] = Counter()
+        numbers = []
+        for text in texts:
+            match = IN_UNITS.fullmatch(text)
+            if match is not None and not any(map(str.isalpha, match[1])):
+                units[match[1].strip("+-") + match[3].strip()] += 1
+                numbers.append(match[2])
+        del units[""]
+        unit = units.most_common(1)[0][0] if units else ""
+        has_letters = any(map(str.isalpha, unit))
+        if not all(map(_is_unit, unit)) or (has_letters and len(set(texts)) <= few):
+            return None
+        needed = NEARLY_ALL * len(texts)
+        marks = set(self.marks).union(unit, *numbers) - set("+-0123456789")
+        for decimal, form in ((".", WITH_POINT), (",", WITH_COMMA)):
+            notation = Notation(decimal, "".join(sorted(marks - {decimal})))
+            readable = [text for text in texts if notation.number(text) is not None]
+            formed = [number for number in numbers if form.fullmatch(number)]
+            if min(len(readable), len(formed)) >= needed:
+                return notation
+        return None
+
+
+def _is_unit(character: str) -> bool:
+    is_currency = unicodedata.category(character) == "Sc"
+    return is_currency or character.isalpha() or character in " %‰°²³/"
+
+
+def is_code(text: str | None) -> bool:
+    """Tell whether these digits are a name rather than an amount: 007, or more of them than a float
+    can hold.
+    """
+    if text is None or not text.isdecimal():
+        return False
+    return len(text) > DIGITS or (len(text) > 1 and text[0] == "0")
