@@ -15,10 +15,10 @@ from stoker.data.record import Data
 from stoker.data.splits import Split
 from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.json_files import finite
-from stoker.trainer import launch, parallel
+from stoker.trainer import parallel
 from stoker.trainer.errors import printable
 from stoker.trainer.files import write_text
-from stoker.trainer.metrics import Confusion, class_of, default_metrics, wide
+from stoker.trainer.metrics import class_of, default_metrics, wide
 from stoker.trainer.trainer import Trainer
 
 NAME = "examined"  # among the trainer's metrics, during that evaluation
@@ -30,97 +30,65 @@ MOST_COLUMNS = 12  # of a table's row
 SIDE = 64  # pixels of a picture's longer side
 
 
-class Highest:
-    """The `MOST_SAMPLES` rows with the highest value in a column, of all batches and processes.
-
-    Of equal values the first one wins; nan is the highest value.
-    """
-
-    def __init__(self, column: int, width: int) -> None:
-        self.column = column
-        self.width = width
-        self.kept: list[Tensor] = []
-
-    def add(self, rows: Tensor) -> None:
-        """Take the rows of a batch, without waiting for the device."""
-        rows = torch.cat([*self.kept, rows])
-        self.kept = [self.select(rows)]
-
-    def compute(self) -> list[list[float]]:
-        """Return the rows, the highest first; all processes have to call this."""
-        rows = gather(self.kept, MOST_SAMPLES, self.width)
-        return self.select(rows).tolist()
-
-    def select(self, rows: Tensor) -> Tensor:
-        values = rows[:, self.column]
-        order = values.argsort(descending=True, stable=True)
-        return rows.index_select(0, order[:MOST_SAMPLES])
-
-
 class Examination:
-    """A metric without a value of its own, which makes the record of an evaluation.
+    """A metric without a value of its own, which keeps a row of numbers for each sample.
 
-    It does not wait for the device, and takes the same memory for any size of a split. A sample's number in the split
-    comes from the order of the batches, all but the last of which have `batch_size` samples; of each batch a process
-    has every `ranks`-th sample. (float32, the widest type of mps, counts up to 2**24.)
+    It does not wait for the device. In several processes, `loader` deals out each of its batches.
     """
 
     higher_is_better = None
+    width: int  # of a row
 
     def __init__(self, split: str, loader: Any, data: Data) -> None:
         self.split = split
         self.data = data
-        self.samples: int = loader.samples
-        self.batch_size: int = loader.batch_size
-        self.ranks = parallel.ranks()
-        self.rank = launch.rank() if self.ranks > 1 else 0
-        share = len(range(self.rank, self.batch_size, self.ranks))
-        self.share = max(1, share)
+        size = loader.batch_size
+        self.sizes = [min(size, loader.samples - i) for i in range(0, loader.samples, size)]
         self.reset()
 
     def reset(self) -> None:
-        self.count = 0  # samples of this process so far
+        self.rows: list[Tensor] = []
         self.is_usual = True
         # None where the outputs are not one row of numbers per sample.
         self.evaluation: Evaluation | None = None
 
     def update(self, outputs: Any, targets: Any) -> None:
-        if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        if (
+            not isinstance(outputs, Tensor)
+            or not isinstance(targets, Tensor)
+            or outputs.shape != (len(targets), self.data.num_classes)
+        ):
             self.is_usual = False
-            return
-        size = len(outputs)
-        shape = (len(targets), self.data.num_classes)
-        if outputs.shape != shape:
-            self.is_usual = False
-        if self.is_usual:
-            samples = torch.arange(self.count, self.count + size, device=outputs.device)
-            self.add(outputs.detach(), targets, self.numbers(samples))
-            self.count += size
-
-    def numbers(self, samples: Tensor) -> Tensor:
-        """Return the places in the split of samples of this process."""
-        batches = samples // self.share
-        places = samples % self.share * self.ranks + self.rank
-        return batches * self.batch_size + places
+        else:
+            self.rows.append(self.rows_of(outputs.detach(), targets))
 
     def compute(self) -> float:
         """Make the record, and return nan; all processes have to call this."""
         usual_ranks = parallel.add_up(int(self.is_usual))
-        if usual_ranks == self.ranks:
-            data = self.data
-            self.evaluation = Evaluation(self.split, data.kind, self.samples)
-            if data.table is not None:
-                self.evaluation.target = data.table["target"]
-            self.complete(self.evaluation)
+        if usual_ranks == parallel.ranks():
+            rows = torch.empty(0, self.width)
+            if self.rows:
+                rows = torch.cat(self.rows).cpu()
+            rows = parallel.gather(rows.double(), self.sizes)
+            self.evaluation = Evaluation(self.split, self.data.kind, len(rows))
+            if self.data.table is not None:
+                self.evaluation.target = self.data.table["target"]
+            self.complete(self.evaluation, rows)
         return math.nan
 
-    def add(self, outputs: Tensor, targets: Tensor, numbers: Tensor) -> None:
-        """Take a batch whose samples have these numbers."""
+    def rows_of(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the rows (N, width) of a batch."""
         raise NotImplementedError
 
-    def complete(self, evaluation: Evaluation) -> None:
-        """Add what the batches have shown to the record."""
+    def complete(self, evaluation: Evaluation, rows: Tensor) -> None:
+        """Add what the rows of all samples, in their order, show to the record."""
         raise NotImplementedError
+
+
+def highest(values: Tensor) -> list[int]:
+    """Return the places of the highest values; the first of equal ones, and nan is the highest."""
+    order = values.argsort(descending=True, stable=True)
+    return order[:MOST_SAMPLES].tolist()
 
 
 class Classes(Examination):
@@ -129,16 +97,9 @@ class Classes(Examination):
     The loss is minus the logarithm of the true class's probability, whatever the model was trained with.
     """
 
-    def reset(self) -> None:
-        super().reset()
-        self.worst = Highest(column=4, width=6)
-        self.uncertain = Highest(column=5, width=6)
-        self.confusion: Confusion | None = None
-        classes = self.data.num_classes
-        if 2 <= classes <= MOST_CLASSES:
-            self.confusion = Confusion(classes)
+    width = 5
 
-    def add(self, outputs: Tensor, targets: Tensor, numbers: Tensor) -> None:
+    def rows_of(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logs = wide(outputs).log_softmax(-1)
         shares = logs.exp()
         true = class_of(targets, outputs)
@@ -146,36 +107,29 @@ class Classes(Examination):
         probability = one_per_row(shares, predicted)
         losses = -one_per_row(logs, true)
         entropy = torch.special.entr(shares).sum(-1)
-        columns = [numbers, true, predicted, probability, losses, entropy]
-        rows = torch.stack([column.to(losses.dtype) for column in columns], 1)
-        self.worst.add(rows)
-        self.uncertain.add(rows)
-        if self.confusion is not None:
-            self.confusion.update(outputs, targets)
+        return torch.stack([true, predicted, probability, losses, entropy], 1)
 
-    def complete(self, evaluation: Evaluation) -> None:
-        data = self.data
-        classes = data.num_classes
-        evaluation.classes = list(map(str, data.classes or range(classes)))
-        labels = data.parts()[self.split].targets
-        counts = torch.bincount(labels, minlength=classes)
-        evaluation.chance = counts.max().item() / self.samples
-        if self.confusion is not None:
-            evaluation.confusion = self.confusion.compute().tolist()
-        evaluation.worst = list(map(classified, self.worst.compute()))
-        evaluation.uncertain = list(map(classified, self.uncertain.compute()))
+    def complete(self, evaluation: Evaluation, rows: Tensor) -> None:
+        classes = self.data.num_classes
+        evaluation.classes = list(map(str, self.data.classes or range(classes)))
+        true, predicted = rows[:, :2].long().unbind(1)
+        evaluation.chance = true.bincount().max().item() / len(rows)
+        if 2 <= classes <= MOST_CLASSES:
+            counts = (true * classes + predicted).bincount(minlength=classes**2)
+            evaluation.confusion = counts.view(classes, classes).tolist()
+        evaluation.worst = [classified(i, rows[i]) for i in highest(rows[:, 3])]
+        evaluation.uncertain = [classified(i, rows[i]) for i in highest(rows[:, 4])]
 
 
 def one_per_row(values: Tensor, classes: Tensor) -> Tensor:
     """Return the value of each row's class."""
-    values = values.gather(1, classes.unsqueeze(1))
-    return values.squeeze(1)
+    return values.gather(1, classes.unsqueeze(1)).squeeze(1)
 
 
-def classified(row: list[float]) -> Sample:
+def classified(index: int, row: Tensor) -> Sample:
     """Return the sample of a row of `Classes`."""
-    index, true, predicted, probability, loss, entropy = row
-    return Sample(int(index), int(true), int(predicted), probability, loss, entropy)
+    true, predicted, *measures = row.tolist()
+    return Sample(index, int(true), int(predicted), *measures)
 
 
 class Numbers(Examination):
@@ -185,66 +139,32 @@ class Numbers(Examination):
     """
 
     def __init__(self, split: str, loader: Any, data: Data) -> None:
-        self.targets = min(data.num_classes, MOST_TARGETS)
         super().__init__(split, loader, data)
+        self.targets = min(data.num_classes, MOST_TARGETS)
+        self.width = 1 + 2 * self.targets
 
-    def reset(self) -> None:
-        super().reset()
-        self.worst = Highest(column=1, width=2 + 2 * self.targets)
-        self.points: list[Tensor] = []
-        every = math.ceil(self.samples / MOST_POINTS)
-        self.every = max(1, every)
-
-    def add(self, outputs: Tensor, targets: Tensor, numbers: Tensor) -> None:
+    def rows_of(self, outputs: Tensor, targets: Tensor) -> Tensor:
         true = wide(targets)
         predicted = wide(outputs)
-        losses = (predicted - true).square().mean(1)
-        pairs = torch.stack([true, predicted], 1)
-        pairs = pairs[..., : self.targets].flatten(1)
-        columns = [numbers.to(losses.dtype), losses, *pairs.unbind(1)]
-        self.worst.add(torch.stack(columns, 1))
-        start = -self.count % self.every
-        self.points.append(pairs[start :: self.every])
+        losses = (predicted - true).square().mean(1, keepdim=True)
+        return torch.cat([losses, true[:, : self.targets], predicted[:, : self.targets]], 1)
 
-    def complete(self, evaluation: Evaluation) -> None:
-        scale = torch.as_tensor(self.data.target_scale)
-        evaluation.standardised = bool((scale != 1).any())
-        points = gather(self.points, MOST_POINTS + 1, 2 * self.targets)
-        evaluation.points = self.in_units(points)
-        evaluation.worst = []
-        for index, loss, *numbers in self.worst.compute():
-            row = torch.tensor(numbers, dtype=torch.float64)
-            [(true, predicted)] = self.in_units(row)
-            sample = Sample(int(index), true, predicted, loss=loss)
-            evaluation.worst.append(sample)
-
-    def in_units(self, rows: Tensor) -> list[list[list[float]]]:
-        """Return [true numbers, predicted numbers] of each row, in the user's units."""
+    def complete(self, evaluation: Evaluation, rows: Tensor) -> None:
         scale = self.per_target(self.data.target_scale)
-        mean = self.per_target(self.data.target_mean)
-        pairs = rows.view(-1, 2, self.targets) * scale + mean
-        return pairs.tolist()
+        pairs = rows[:, 1:].view(-1, 2, self.targets) * scale
+        pairs += self.per_target(self.data.target_mean)
+        evaluation.standardised = bool((scale != 1).any())
+        every = math.ceil(len(rows) / MOST_POINTS)
+        evaluation.points = pairs[::every].tolist()
+        losses = rows[:, 0]
+        evaluation.worst = [
+            Sample(i, *pairs[i].tolist(), loss=losses[i].item()) for i in highest(losses)
+        ]
 
     def per_target(self, value: float | list[float] | Tensor) -> Tensor:
         """Return a number or one per target as one for each that is kept."""
         values = torch.as_tensor(value, dtype=torch.float64)
         return values.expand(self.data.num_classes)[: self.targets]
-
-
-def gather(batches: list[Tensor], most: int, width: int) -> Tensor:
-    """Return the rows (n, width) of all processes, as float64 on the CPU; each process has at most `most`."""
-    rows = torch.empty(0, width, dtype=torch.float64)
-    if batches:
-        rows = torch.cat(batches).cpu().double()
-    if parallel.ranks() == 1:
-        return rows
-    slots = torch.zeros(launch.world_size(), most, 1 + width, dtype=torch.float64)
-    slot = slots[launch.rank(), : len(rows)]
-    slot[:, 0] = 1  # taken
-    slot[:, 1:] = rows
-    slots = parallel.add_up(slots).flatten(0, 1)
-    is_taken = slots[:, 0] == 1
-    return slots[is_taken, 1:]
 
 
 def evaluate(
