@@ -157,9 +157,10 @@ class Numbers(Examination):
         every = math.ceil(len(rows) / MOST_POINTS)
         evaluation.points = pairs[::every].tolist()
         losses = rows[:, 0]
-        evaluation.worst = [
-            Sample(i, *pairs[i].tolist(), loss=losses[i].item()) for i in highest(losses)
-        ]
+        evaluation.worst = []
+        for i in highest(losses):
+            true, predicted = pairs[i].tolist()
+            evaluation.worst.append(Sample(i, true, predicted, loss=losses[i].item()))
 
     def per_target(self, value: float | list[float] | Tensor) -> Tensor:
         """Return a number or one per target as one for each that is kept."""

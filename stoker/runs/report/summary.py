@@ -79,7 +79,7 @@ def quality_verdict(run: Run) -> str:
 
 def scores(run: Run) -> dict[str, Any]:
     """Return the numbers that judge the evaluated weights; None for what is not known."""
-    scores = dict.fromkeys(("share", "chance", "beats_chance", "r2", "mae"))
+    scores: dict[str, Any] = dict.fromkeys(("share", "chance", "beats_chance", "r2", "mae"))
     evaluation = run.evaluation
     if evaluation is None:
         return scores
@@ -89,7 +89,7 @@ def scores(run: Run) -> dict[str, Any]:
         if evaluation.kind == "regression" and is_number(value):
             scores[name] = value
     if evaluation.kind == "classification":
-        share = numbers.get(f"{evaluation.split}/acc")
+        share: Any = numbers.get(f"{evaluation.split}/acc")
         if evaluation.confusion is not None:
             right = sum(row[i] for i, row in enumerate(evaluation.confusion))
             share = right / evaluation.samples
