@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stoker.runs.inference import load
+    from stoker.runs.weights import init_from
     from stoker.trainer.callbacks import Callback
     from stoker.trainer.errors import TrainingError, UserError
     from stoker.trainer.process import tune_process
@@ -20,6 +21,7 @@ __all__ = [
     "TrainingError",
     "UserError",
     "__version__",
+    "init_from",
     "load",
     "tune_process",
 ]
@@ -30,6 +32,7 @@ _MODULES = {
     "Trainer": "stoker.trainer.trainer",
     "TrainingError": "stoker.trainer.errors",
     "UserError": "stoker.trainer.errors",
+    "init_from": "stoker.runs.weights",
     "load": "stoker.runs.inference",
     "tune_process": "stoker.trainer.process",
 }

@@ -143,6 +143,7 @@ SETTINGS: Mapping[str, Setting] = {
     "checkpoint.keep": Setting(LIMITS["checkpoint.keep"], resume="any"),
     "report": Setting(Choice(("auto", True, False)), resume="any"),
     "run_dir": Setting(TEXT, resume="any", path=True),
+    "init_from": Setting(TEXT, path=True),
     "resume": Setting(Checked(check_resume), resume="any", path=True, once=True),
     "overwrite": Setting(resume="any", once=True),
     "trusted": Setting(tasks=TASKS, resume="any"),

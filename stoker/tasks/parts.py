@@ -50,6 +50,7 @@ def building(
     cfg: DictConfig,
     more_callbacks: Sequence["Callback"] = (),
     *,
+    resumes: bool = False,
     state: dict[str, Any] | None = None,
     about: dict[str, Any] | None = None,
     split: str | None = None,
@@ -61,6 +62,7 @@ def building(
     Args:
         cfg: The config, checked.
         more_callbacks: Callbacks in addition to those of the config.
+        resumes: Whether the weights come from a checkpoint, and not from `init_from`.
         state: The state of a checkpoint to evaluate. UserError if the data has other classes, or
             the model other shapes; only the loader of the evaluated split is made.
         about: The description of the checkpoint's data; this data is prepared in the same way.
@@ -85,6 +87,11 @@ def building(
 
     devices.seed_generators(device, devices.mix_seed(settings.check("seed", cfg.seed), "model"))
     model, loss = build_model(cfg, data, state)
+    if cfg.init_from is not None and not resumes and state is None:
+        from stoker.runs.weights import init_from
+
+        report = str(init_from(model, cfg.init_from))
+        print("init     " + report.replace("\n", "\n         "))
     metrics = build_metrics(cfg, model, loss, data, state)
     optimizer = build("optimizer", cfg.optimizer)
     scheduler = build("scheduler", cfg.scheduler)

@@ -22,7 +22,8 @@ def plan(cfg: DictConfig) -> None:
     folder = None if cfg.run_dir is None else Path(cfg.run_dir)
     if folder is not None and cfg.resume == "auto" and (folder / "config.yaml").exists():
         resume.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
-    with building(cfg) as parts:
+    begins = newest_step(folder)
+    with building(cfg, resumes=begins > 0) as parts:
         startup = time.perf_counter() - began
         per_epoch = len(parts.loaders[0])
         evaluates = parts.loaders[1] is not None
@@ -33,7 +34,6 @@ def plan(cfg: DictConfig) -> None:
         every = min((steps for steps in between if steps), default=math.inf)
         with parts.threads(cfg):
             estimate = look(parts.trainer, *parts.loaders, every=every)
-    begins = newest_step(folder)
     estimate.steps = max(0, estimate.steps - begins)
     evaluations = math.ceil(estimate.steps / (cfg.eval_every or per_epoch)) if evaluates else 0
     saves = 0

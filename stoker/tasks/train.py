@@ -74,7 +74,8 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     )
     _, state, origin = begins or (None, None, None)
     saver = build_saver(cfg, folder)
-    with building(cfg, [*pruning(cfg), saver, config_file(cfg, folder)]) as parts:
+    callbacks = [*pruning(cfg), saver, config_file(cfg, folder)]
+    with building(cfg, callbacks, resumes=state is not None) as parts:
         git = revision()  # git has ended long ago, and would stay a zombie process
         saver.about = describe(cfg, parts, origin)
         add_profile(cfg, parts, folder)

@@ -1,0 +1,140 @@
+"""Begin with the weights of a checkpoint, a run directory or a safetensors file."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker.runs.result import finished
+from stoker.trainer import checkpoint
+from stoker.trainer.callbacks import EMA
+from stoker.trainer.errors import TrainingError, UserError, first_few, printable
+from stoker.trainer.state import is_like_tensor
+
+SHOWN = 3  # names in a line of the report
+SOURCES = "a checkpoint, a run directory or a safetensors file"
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass
+class Loaded:
+    """Which tensors of a model `init_from` has loaded; `str()` of it is one to three lines.
+
+    Attributes:
+        origin: The file that they are from.
+        loaded: Names of the tensors that were loaded.
+        reshaped: "name (10, 64) for (5, 64)", those that have another shape in the file.
+        missing: Names of those that the file lacks, which stay as they were.
+        unused: Names in the file that the model lacks.
+    """
+
+    origin: str
+    loaded: list[str] = dataclasses.field(default_factory=list)
+    reshaped: list[str] = dataclasses.field(default_factory=list)
+    missing: list[str] = dataclasses.field(default_factory=list)
+    unused: list[str] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        total = len(self.loaded) + len(self.reshaped) + len(self.missing)
+        lines = [f"{len(self.loaded)} of {total} tensors are those of {self.origin}"]
+        if self.reshaped:
+            lines.append(f"not loaded, of another shape: {first_few(self.reshaped, SHOWN)}")
+        rest = []
+        if self.missing:
+            rest.append(f"not in the file: {first_few(self.missing, SHOWN)}")
+        if self.unused:
+            rest.append(f"not in the model: {first_few(self.unused, SHOWN)}")
+        if rest:
+            lines.append("; ".join(rest))
+        return "\n".join(lines)
+
+
+def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
+    """Load the weights of a checkpoint, a run directory or a safetensors file into a model.
+
+    A tensor is loaded where the model has one of the same name and shape; the others stay as they
+    were. Of a finished run it takes the tested weights, else those of its best checkpoint; of a
+    checkpoint, the weights that were evaluated: with an EMA, the averages. No optimizer state is
+    loaded, and no code is run.
+
+    Raises:
+        UserError: There is no such file, it cannot be read, or nothing in it fits the model.
+    """
+    try:
+        weights, origin = read(Path(source).expanduser())
+    except TrainingError as error:
+        text = str(error).splitlines()[0]
+        raise UserError(
+            f"init_from={printable(source)}: {text}\nGive {SOURCES}: "
+            "safetensors.torch.save_file(model.state_dict(), FILE) makes one."
+        ) from None
+    report = Loaded(origin)
+    fitting: Tensors = {}
+    current = model.state_dict()
+    for name, tensor in current.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        value = weights.get(name)
+        if value is None:
+            report.missing.append(name)
+        elif torch.nn.parameter.is_lazy(tensor) or is_like_tensor(value, tensor):
+            report.loaded.append(name)
+            fitting[name] = value
+        else:
+            shapes = f"{tuple(value.shape)} for {tuple(tensor.shape)}"
+            report.reshaped.append(f"{name} {shapes}")
+    report.unused = [name for name in weights if name not in current]
+    if not any(tensor.is_floating_point() for tensor in fitting.values()):
+        raise UserError(
+            f"init_from={printable(source)}: none of its {len(weights)} tensors fits the model.\n"
+            f"It has {first_few(list(weights), SHOWN)}; "
+            f"the model has {first_few(list(current), SHOWN)}."
+        )
+    model.load_state_dict(fitting, strict=False)
+    return report
+
+
+def read(path: Path) -> tuple[Tensors, str]:
+    """Return the weights by name, and the file that they are from.
+
+    Raises:
+        UserError: There is nothing to read.
+        TrainingError: It cannot be read.
+    """
+    if not path.exists():
+        raise UserError(f"init_from={printable(path)}: there is no such file. Give {SOURCES}.")
+    if not path.is_dir():
+        metadata, tensors = checkpoint.read_tensors(path)
+        if metadata.get("format") != checkpoint.FORMAT:
+            return tensors, printable(path)
+        return evaluated(path, checkpoint.load(path))
+    tested = path / "model.safetensors"
+    if tested.is_file() and finished(path) is not None:
+        return read(tested)
+    for folder in (path / "checkpoints", path):
+        chosen = checkpoint.best(folder)
+        if chosen is not None:
+            return evaluated(*chosen)
+    raise UserError(f"init_from={printable(path)}: no checkpoint in this folder. Give {SOURCES}.")
+
+
+def evaluated(path: Path, state: Any) -> tuple[Tensors, str]:
+    """Return the weights of a checkpoint's state that its run evaluates."""
+    weights = entry(state, "model")
+    if not weights or not all(map(torch.is_tensor, weights.values())):
+        raise UserError(f"init_from={printable(path)}: it has no weights of a model.")
+    average = entry(entry(entry(state, "callbacks"), EMA.__name__), EMA.key)
+    averaged = {name: average.get(name, tensor) for name, tensor in weights.items()}
+    if not all(map(torch.is_tensor, averaged.values())):
+        raise UserError(f"init_from={printable(path)}: its average is not one of weights.")
+    origin = printable(path)
+    return averaged, f"{origin} (averaged by EMA)" if average else origin
+
+
+def entry(mapping: Any, key: str) -> Mapping[str, Any]:
+    """Return the mapping under a key of an untrusted one, {} if there is none."""
+    value = mapping.get(key) if isinstance(mapping, Mapping) else None
+    return value if isinstance(value, Mapping) else {}
