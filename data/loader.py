@@ -223,10 +223,13 @@ class Loader(Seekable):
             self.neighbours = self.split.neighbours()
         settings.check("batch_size" if shuffle else "eval_batch_size", batch_size)
         if shuffle and batch_size > self.samples:
-            raise UserError(
-                f"batch_size={batch_size}: {data.name} has only {self.samples} training samples. "
-                "Type a batch_size of at most that."
-            )
+            if drop_last:
+                raise UserError(
+                    f"batch_size={batch_size}: {data.name} has only {self.samples} training "
+                    "samples, and drop_last=true drops them.\n"
+                    f"Type drop_last=false, or a batch_size of at most {self.samples}."
+                )
+            batch_size = self.samples
         self.batch_size = batch_size
         self.device = torch.device(device)
         self.seed = seed
@@ -462,7 +465,7 @@ class StreamedOnce(Seekable):
         )
         self.samples = self.loader.samples
         self.nbytes = self.loader.nbytes
-        self.batch_size = batch_size
+        self.batch_size = self.loader.batch_size
         self.resident_bytes = self.nbytes  # it will be
         self.in_shape = data.in_shape
 

@@ -367,9 +367,9 @@ LATE = [
         "It has",
     ),
     (
-        "batch_size=99999",
-        "error: batch_size=99999: digits has only 1259 training samples.",
-        "Type a batch_size of at most that.",
+        "batch_size=99999 drop_last=true",
+        "error: batch_size=99999: digits has only 1259 training samples, and drop_last=true drops",
+        "Type drop_last=false, or a batch_size of at most 1259.",
     ),
     ("scheduler.warmup=-1", "error: scheduler.warmup=-1:", "at least 0"),
     (

@@ -55,6 +55,29 @@ def test_permutation_is_a_function_of_seed_and_epoch():
     assert orders[7] == permutation(100, 1, 2).tolist()
 
 
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize(("n", "drop_last"), [(33, False), (33, True), (64, True), (70, False)])
+def test_a_batch_size_above_the_number_of_samples_is_that_of_a_data_loader(n, drop_last, resident):
+    data = images(n)
+    dataset = TensorDataset(data.train.inputs, data.train.targets)
+    expected = DataLoader(dataset, batch_size=64, shuffle=True, drop_last=drop_last)
+    options = {"batch_size": 64, "drop_last": drop_last, "resident": resident}
+    if len(expected) == 0:
+        with pytest.raises(UserError, match="33 training samples, and drop_last=true drops them"):
+            make_loaders(data, **options)
+        return
+    (loader, _, _), _ = make_loaders(data, **options)
+    assert len(loader) == len(expected)
+    for epoch in range(2):
+        given = [targets.tolist() for _, targets in loader]
+        assert list(map(len, given)) == [len(targets) for _, targets in expected]
+        drawn = sorted(label for targets in given for label in targets)
+        assert drawn == sorted(data.train.targets.tolist()), epoch
+    loader.seek(5)
+    assert len(list(loader)) == len(expected)
+    loader.close()
+
+
 @pytest.mark.parametrize(
     ("n", "block"), [(1000, 7), (1, 7), (5, 7), (3584, 7), (3585, 7), (1000, 1000), (10, 2)]
 )
