@@ -1,4 +1,6 @@
-"""A folder of images: the list of its files, the splits that decode them, and the mean and deviation of the pixels."""
+"""A folder of images: the list of its files, the splits that decode them, and the mean and
+deviation of the pixels.
+"""
 
 import contextlib
 import functools
@@ -7,6 +9,7 @@ import io
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -34,9 +37,23 @@ from stoker.trainer.files import open_plain
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif")
+# Those of torchvision's ImageFolder, and .gif.
+IMAGE_ENDINGS = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".ppm",
+    ".bmp",
+    ".pgm",
+    ".tif",
+    ".tiff",
+    ".webp",
+    ".gif",
+)
 # What a file may hold, whatever its name: Pillow reads many more formats, and starts a program for some of them.
-IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "GIF")
+IMAGE_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
+# The folders of the parts.
+PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 LARGE = 8 * 2**30  # bytes of training pixels from which on they are read by blocks of neighbours
 BLOCK = MIB  # bytes of such a block
 MOST_SIZE = 4096  # pixels per side that images are resized to: 50 MB a colour image
@@ -57,14 +74,18 @@ def image_folder(
     on_bad_sample: str = "error",
     trained: Description | None = None,
 ) -> Data:
-    """Images in one folder per class: root/{train,val,test}/CLASS/*, or root/CLASS/*.
+    """Images in one folder per class, with its subfolders: root/{train,val,test}/CLASS/, or
+    root/CLASS/.
 
-    A part that has no folder is cut from the training images. `size`: null means that all images have the size of the
-    first; a whole number of at most 4,096 resizes them to size x size. `mean` and `std`: null means that they are
-    measured on (at most 5,000 of) the training images. `cache` keeps what was decoded: auto (below ~/.cache), false,
-    or a folder; see data/cache.py. `on_bad_sample`: "skip" tries every image once and leaves out those that cannot be
-    read; with "error" they are met later. `trained`: the description of a run's data, for an evaluation. One class is
-    enough then, and where `size` is null, images of another size are resized to the run's, if that is square.
+    `val` may be called valid or validation. A part that has no folder is cut from the training
+    images. Read are the files of torchvision's ImageFolder, and .gif; what is left out is counted
+    in a warning. `size`: null means that all images have the size of the first; a whole number of
+    at most 4,096 resizes them to size x size. `mean` and `std`: null means that they are measured
+    on (at most 5,000 of) the training images. `cache` keeps what was decoded: auto (below
+    ~/.cache), false, or a folder; see data/cache.py. `on_bad_sample`: "skip" tries every image once
+    and leaves out those that cannot be read; with "error" they are met later. `trained`: the
+    description of a run's data, for an evaluation. One class is enough then, and where `size` is
+    null, images of another size are resized to the run's, if that is square.
     """
     check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
     check_number("dataset.size", size, whole=True, least=1, most=MOST_SIZE, optional=True)
@@ -138,19 +159,21 @@ def image_folder(
 def _list_parts(
     root: str, state: "hashlib.blake2b", fewest: int
 ) -> "tuple[list[str], dict[str, Files]]":
-    """List the classes, and the images of each part that has a folder; all that lies in `root` is the training part.
+    """List the classes, and the images of each part that has a folder, or of `root` as the training
+    part.
 
-    UserError if there are fewer classes than the `fewest`, or a class or a part has no image.
+    Warn of what is left out. UserError if there are fewer classes than the `fewest`, or a class or
+    a part has no image.
     """
     if not os.path.isdir(root):
         raise UserError(
             f"dataset.root={printable(root)}: there is no such folder.\n"
             "Type dataset.root=DIR with one folder a class in it."
         )
-    top = os.path.join(root, "train")
-    if not os.path.isdir(top):
-        top = root
-    classes = _folders(top)
+    left_out: Counter[str] = Counter()
+    tops = _find_parts(root, left_out)
+    top = tops["train"]
+    classes = _folders(top, Counter())
     if len(classes) < fewest:
         here = f"only {printable(classes[0])}" if classes else "no folder"
         needed = "two classes" if fewest == 2 else "one of the classes"
@@ -158,7 +181,13 @@ def _list_parts(
             f"{printable(top)}: images lie in one folder a class, and here is {here}.\n"
             f"Type dataset.root=DIR with at least {needed}."
         )
-    listed = {"train": _list_images(top, classes, state)}
+    listed = {}
+    for part, folder in tops.items():
+        listed[part] = _list_images(folder, classes, state, left_out)
+        if len(listed[part][0]) == 0:
+            raise UserError(
+                f"{printable(folder)}: there is no image in this folder.\nAdd some, or remove it."
+            )
     counts = torch.bincount(listed["train"][1], minlength=len(classes))
     for name, count in zip(classes, counts.tolist(), strict=True):
         if count == 0:
@@ -168,23 +197,52 @@ def _list_parts(
                 "Add some, or remove it; or type dataset.root=DIR for a folder with one "
                 "folder a class in it."
             )
-    for name in ("val", "test"):
-        folder = os.path.join(root, name)
-        if top != root and os.path.isdir(folder):
-            listed[name] = _list_images(folder, classes, state)
-            if len(listed[name][0]) == 0:
-                raise UserError(
-                    f"{printable(folder)}: there is no image in this folder.\nAdd some, or "
-                    "remove it."
-                )
+    if left_out:
+        reasons = [f"{count} {reason}" for reason, count in left_out.most_common()]
+        log.warning("%s: left out: %s", printable(root), first_few(reasons, 8))
     return classes, listed
 
 
-def _folders(top: str) -> list[str]:
+def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
+    """Return the folder of each part; without a folder train, `root` is that of the training part."""
+    beside: Counter[str] = Counter()
+    names = _folders(root, beside)
+    if "train" not in names:
+        if names and all(name.lower() in PARTS for name in names):
+            raise UserError(
+                f"{printable(root)}: here is {first_few(names, 3)}, and no folder train.\n"
+                "Name the folders train, val and test, in small letters."
+            )
+        return {"train": root}
+    left_out.update(beside)
+    tops: dict[str, str] = {}
+    for name in names:
+        part = PARTS.get(name)
+        folder = os.path.join(root, name)
+        if part is None:
+            left_out[f"folder beside train ({printable(name)})"] += 1
+        elif part in tops:
+            raise UserError(
+                f"{printable(folder)}: {printable(tops[part])} is the {part} part already.\n"
+                "Remove one of them, or put their images together."
+            )
+        else:
+            tops[part] = folder
+    return {part: tops[part] for part in ("train", "val", "test") if part in tops}
+
+
+def _folders(top: str, left_out: "Counter[str]") -> list[str]:
     """Return the names of the class folders, sorted."""
+    names = []
     with _readable(top), os.scandir(top) as entries:
-        names = [entry.name for entry in entries if entry.is_dir()]
-    return sorted(name for name in names if not name.startswith("."))
+        for entry in entries:
+            if entry.name.startswith("."):
+                left_out["hidden"] += 1
+            elif entry.is_dir():
+                names.append(entry.name)
+            else:
+                left_out["in no class folder"] += 1
+    return sorted(names)
 
 
 @contextlib.contextmanager
@@ -203,38 +261,72 @@ def _readable(top: str) -> Iterator[None]:
         ) from None
 
 
-def _list_images(top: str, classes: list[str], state: "hashlib.blake2b") -> "Files":
-    """List the images in top/CLASS/ in the order of their names, and their labels.
+def _list_images(
+    top: str, classes: list[str], state: "hashlib.blake2b", left_out: "Counter[str]"
+) -> "Files":
+    """List the images below top/CLASS/ in the order of torchvision's ImageFolder, and their labels.
 
-    Feed all names, sizes and times to the hash `state`. UserError for a class that is not among `classes`.
+    Feed all names, sizes and times to the hash `state`. UserError for a class that is not among
+    `classes`.
     """
     files: list[bytes] = []
     sizes: list[int] = []
     labels: list[int] = []
     state.update(os.path.basename(top).encode(errors="surrogateescape"))
-    for name in _folders(top):
+    for name in _folders(top, left_out):
         if name not in classes:
             raise UserError(
                 f"{printable(os.path.join(top, name))}: the training images have no class {name!r}."
                 f"{did_you_mean(name, classes)}\n"
                 f"Rename or remove the folder; they have {first_few(classes, 10)}."
             )
-        # One string per file, no tuple. No name has a zero in it, and it sorts before every letter.
-        lines = []
-        with _readable(top), os.scandir(os.path.join(top, name)) as entries:
-            for entry in entries:
-                hidden = entry.name.startswith(".")
-                if entry.name.lower().endswith(IMAGE_ENDINGS) and not hidden and entry.is_file():
-                    status = entry.stat()
-                    lines.append(f"{entry.name}\0{status.st_size}\0{status.st_mtime_ns}")
-        lines.sort()
+        # One string per file, no tuple.
+        lines: list[str] = []
+        with _readable(top):
+            for folder in sorted(_folders_below(os.path.join(top, name), left_out)):
+                below = os.path.relpath(folder, top)
+                lines += _images_in(folder, f"{below}/", left_out)
         state.update(os.fsencode("\0".join([name, *lines])))
         for line in lines:
             file, size, _ = line.split("\0")
-            files.append(os.fsencode(f"{name}/{file}"))
+            files.append(os.fsencode(file))
             sizes.append(int(size))
             labels.append(classes.index(name))
     return Paths(top, files, sizes), torch.tensor(labels, dtype=torch.int64)
+
+
+def _folders_below(
+    top: str, left_out: "Counter[str]", around: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """Yield a folder and all below it, also behind links, but for links to a folder `around`."""
+    here = os.path.join(os.path.realpath(top), "")
+    if any(folder.startswith(here) for folder in around):
+        left_out["linked to a folder around it"] += 1
+        return
+    yield top
+    with os.scandir(top) as entries:
+        folders = [entry for entry in entries if entry.is_dir()]
+    for entry in folders:
+        if not entry.name.startswith("."):
+            yield from _folders_below(entry.path, left_out, (*around, here))
+
+
+def _images_in(folder: str, prefix: str, left_out: "Counter[str]") -> list[str]:
+    """Return "name\\0size\\0time" of the images in a folder, by name: no name has a zero in it."""
+    lines = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            ending = os.path.splitext(entry.name)[1].lower()
+            if entry.name.startswith("."):
+                left_out["hidden"] += 1
+            elif entry.is_file() and ending in IMAGE_ENDINGS:
+                status = entry.stat()
+                lines.append(f"{prefix}{entry.name}\0{status.st_size}\0{status.st_mtime_ns}")
+            elif ending in IMAGE_ENDINGS and not entry.is_dir():
+                left_out["that are no files"] += 1
+            elif not entry.is_dir():
+                left_out[f"ending in {printable(ending)}" if ending else "without an ending"] += 1
+    return sorted(lines)
 
 
 def _choose_shape(
@@ -292,9 +384,11 @@ def _open_cache(
 
 
 def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dict[str, ImageSplit]":
-    """Leave out the images that cannot be read, with a warning that names some; UserError if a part has no other.
+    """Leave out the images that cannot be read, with a warning that names some; UserError if a part
+    has no other.
 
-    Whether an image is left out depends on its file alone, so whatever is made of the splits stays the same.
+    Whether an image is left out depends on its file alone, so whatever is made of the splits stays
+    the same.
     """
     broken = []
     whole = {}
@@ -322,7 +416,9 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
 
 
 def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[float]]:
-    """Measure each channel's mean and standard deviation, in units of 0..1, on a sample of the images."""
+    """Measure each channel's mean and standard deviation, in units of 0..1, on a sample of the
+    images.
+    """
     generator = torch.Generator().manual_seed(mix_seed(seed, "mean and std"))
     most = min(MOST_MEASURED, max(1, 256 * MIB * len(split) // split.nbytes))
     chosen = torch.randperm(len(split), generator=generator)[:most].sort().values
@@ -342,8 +438,8 @@ def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[flo
 class Paths:
     """File paths below a root, and the sizes of the files.
 
-    The names are one array of bytes, not a list of strings: worker processes share it, where each look at a string
-    would copy the memory page that holds its reference count.
+    The names are one array of bytes, not a list of strings: worker processes share it, where each
+    look at a string would copy the memory page that holds its reference count.
     """
 
     def __init__(self, root: str, names: Any, sizes: Any) -> None:
@@ -374,10 +470,11 @@ Files = tuple[Paths, Tensor]
 
 
 class ImageSplit:
-    """Image files as uint8 (channels, H, W), read from `cache` if they are in it, else decoded and put there.
+    """Image files as uint8 (channels, H, W), read from `cache` if they are in it, else decoded and
+    put there.
 
-    `size`: the (H, W) that all images have, or are resized to with `resize`. `slots`: the places of the samples in the
-    cache; `place` says where that is, for people.
+    `size`: the (H, W) that all images have, or are resized to with `resize`. `slots`: the places of
+    the samples in the cache; `place` says where that is, for people.
     """
 
     dtype = torch.uint8
@@ -440,7 +537,9 @@ class ImageSplit:
         self.files.feed(state)
 
     def broken(self) -> list[int]:
-        """Return the indices of the images that cannot be read; all that are not in the cache are tried."""
+        """Return the indices of the images that cannot be read; all that are not in the cache are
+        tried.
+        """
         broken = []
         with ThreadPoolExecutor(self.threads) as pool:
             for part in self.missing().split(1024):
@@ -467,7 +566,9 @@ class ImageSplit:
         return inputs, self.targets
 
     def chunks(self, indices: Tensor) -> Iterator[Tensor]:
-        """Yield the pixels of these samples, some MiB at a time, decoded by several threads if that is faster."""
+        """Yield the pixels of these samples, some MiB at a time, decoded by several threads if that
+        is faster.
+        """
         at_once = max(self.threads, CHUNK * len(self) // self.nbytes)
         with ThreadPoolExecutor(self.threads) as pool:
             for part in indices.split(at_once):
@@ -517,10 +618,11 @@ class BrokenImage(UserError):
 
 
 def decode_image(file: str, size: Sequence[int], channels: int, resize: bool = False) -> Tensor:
-    """Decode an image to uint8 (channels, H, W), turned as its camera was held: grey for 1 channel, RGB for 3.
+    """Decode an image to uint8 (channels, H, W), turned as its camera was held: grey for 1 channel,
+    RGB for 3.
 
-    `size` is (H, W): what the image has to have, or with `resize` is resized to. BrokenImage for a file that cannot be
-    read, UserError for an image of another size.
+    `size` is (H, W): what the image has to have, or with `resize` is resized to. BrokenImage for a
+    file that cannot be read, UserError for an image of another size.
     """
     from PIL import Image, ImageOps
 
@@ -530,6 +632,8 @@ def decode_image(file: str, size: Sequence[int], channels: int, resize: bool = F
             # A large JPEG is decoded at the nearest scale above.
             image.draft(None, (2 * width, 2 * height))
         ImageOps.exif_transpose(image, in_place=True)
+        if image.mode == "F":
+            raise ValueError("its pixels are floats, of which nobody knows the range")
         if image.mode.startswith("I"):
             # 16 bits, of which `convert` would take all above 255 for white.
             image = image.point(lambda level: level * (1 / 256))
@@ -548,7 +652,9 @@ def decode_image(file: str, size: Sequence[int], channels: int, resize: bool = F
 
 @contextlib.contextmanager
 def open_image(file: str) -> "Iterator[Image]":
-    """Open an image with Pillow, without decoding its pixels; BrokenImage for all that goes wrong with it."""
+    """Open an image with Pillow, without decoding its pixels; BrokenImage for all that goes wrong
+    with it.
+    """
     from PIL import Image, UnidentifiedImageError
 
     ignore_bomb_warnings()

@@ -143,6 +143,14 @@ def saved(kind, size=(6, 5), **options):
     return buffer.getvalue()
 
 
+def floats():
+    import io
+
+    buffer = io.BytesIO()
+    Image.new("F", (6, 5), 0.5).save(buffer, "TIFF")
+    return buffer.getvalue()
+
+
 IMAGES = {
     "empty": b"",
     "text": b"no image",
@@ -162,9 +170,10 @@ IMAGES = {
     "webp garbage": b"RIFF\xff\xff\xff\x7fWEBPVP8 " + bytes(50),
     # Pillow would hand it to Ghostscript, which is a programming language.
     "postscript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 6 5\n(../keep.txt) (w) file closefile\nshowpage\n",
-    "tiff": saved("TIFF"),
+    "cut short tiff": saved("TIFF")[:-60],
+    "tiff of floats": floats(),
     "icon": saved("ICO", (16, 16)),
-    "ppm": saved("PPM"),
+    "ppm bomb": b"P6 20000 20000 255 " + bytes(100),
 }
 
 

@@ -147,6 +147,75 @@ def test_a_photograph_is_turned_as_the_camera_was_held(tmp_path):
         assert (shown.size == (5, 4)) == (orientation < 5)
 
 
+ENDINGS = ["jpg", "JPEG", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp", "TIF"]
+
+
+def write_nested(top, each=1):
+    """Classes with subfolders, all endings that torchvision knows, and what it does not read."""
+    from PIL import Image
+
+    for label, name in enumerate(("dog", "cat")):
+        for i, below in enumerate(("", "2024", "2024/may", "a-b", "2024-x")):
+            folder = top / name / below
+            folder.mkdir(parents=True, exist_ok=True)
+            for j, ending in enumerate(ENDINGS * each):
+                kind = "L" if ending == "pgm" else "RGB"
+                colour = (label * 100 + i * 10 + j) % 256
+                image = Image.new(kind, (4, 4), colour if kind == "L" else (colour, i, j))
+                image.save(folder / f"{j}.{ending}")
+        (top / name / "notes.txt").write_text("no image")
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_the_images_of_a_folder_are_those_of_image_folder(tmp_path, name, caplog):
+    datasets = pytest.importorskip("torchvision.datasets")
+    functional = pytest.importorskip("torchvision.transforms.v2.functional")
+    for part in ("train", name, "test"):
+        write_nested(tmp_path / part, each=2)
+    (tmp_path / "unlabelled").mkdir()
+    (tmp_path / "train" / "list.csv").write_text("0.png,1")
+    data = images.image_folder(str(tmp_path), cache=False)
+    for part, folder in zip(parts_of(data), ("train", name, "test"), strict=True):
+        expected = datasets.ImageFolder(str(tmp_path / folder))
+        assert data.classes == expected.classes
+        assert list(zip(part.files, part.targets.tolist(), strict=True)) == expected.samples
+        pixels = torch.stack([functional.pil_to_tensor(image) for image, _ in expected])
+        assert torch.equal(part.tensors()[0], pixels)
+    [record] = caplog.records
+    assert record.getMessage() == (
+        f"{tmp_path}: left out: 6 ending in .txt, 1 folder beside train (unlabelled), "
+        "1 in no class folder"
+    )
+
+
+def test_folders_of_parts_that_cannot_be_told_apart(tmp_path):
+    for part in ("train", "val", "valid"):
+        write_images(tmp_path / "both" / part, {"a": 1, "b": 2})
+    with pytest.raises(UserError, match="valid: .*val is the val part already"):
+        images.image_folder(str(tmp_path / "both"), cache=False)
+    for part in ("Train", "Test"):
+        write_images(tmp_path / "capital" / part, {"a": 1, "b": 2})
+    with pytest.raises(UserError, match="here is Test, Train, and no folder train"):
+        images.image_folder(str(tmp_path / "capital"), cache=False)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links of POSIX")
+def test_links_are_followed_but_not_in_circles(tmp_path, caplog):
+    write_images(tmp_path / "data", {"a": 1, "b": 2})
+    write_images(tmp_path / "more", {"x": 3}, each=2)
+    (tmp_path / "data" / "a" / "more").symlink_to(tmp_path / "more" / "x")
+    (tmp_path / "data" / "a" / "again").symlink_to(tmp_path / "data" / "a")
+    (tmp_path / "data" / "b" / "up").symlink_to(tmp_path)
+    (tmp_path / "more" / "x" / "back").symlink_to(tmp_path / "data" / "a")
+    (tmp_path / "data" / "b" / ".hidden.png").write_text("")
+    (tmp_path / "data" / "b" / "gone.png").symlink_to(tmp_path / "nowhere")
+    data = images.image_folder(str(tmp_path / "data"), cache=False, val_fraction=0, test_fraction=0)
+    assert [len(data.train), data.train.targets.tolist()] == [8, [0] * 5 + [1] * 3]
+    assert caplog.records[0].getMessage().partition("left out: ")[2] == (
+        "3 linked to a folder around it, 1 hidden, 1 that are no files"
+    )
+
+
 def test_image_folder_mistakes(tmp_path):
     def refused(words, folder, **options):
         with pytest.raises(UserError, match=words) as caught:
