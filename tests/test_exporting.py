@@ -21,6 +21,7 @@ from stoker.models.whitened_cnn import WhitenedCNN
 from stoker.runs import exporting
 from stoker.runs.inference import Trained
 from stoker.runs.page import render
+from stoker.trainer import checkpoint
 from stoker.trainer.errors import TrainingError, UserError
 
 MODELS = {
@@ -350,3 +351,18 @@ def test_differences_are_measured_on_each_size_of_batch():
     assert exporting.compare(model, lambda batch: model(batch) + worse[len(batch)], inputs)[
         0
     ] == pytest.approx(0.25)
+
+
+def test_an_export_of_weights_that_the_run_has_not_tested_is_refused(run):
+    """Its outputs agree with those of the model that it is made from, which is no proof."""
+    model = trained(MODELS["mlp"])
+    tested = checkpoint.own_storage(dict(model.module.state_dict()))
+    checkpoint.write_tensors(run / "model.safetensors", tested, {})
+    inputs = exporting.generated(model.about)
+    path, _, _ = exporting.export(model, run, "safetensors", inputs, "noise")
+    path.unlink()
+    name, weight = next(iter(model.module.named_parameters()))
+    weight.data.view(-1)[3] += 1e-6
+    with pytest.raises(TrainingError, match=f"{name} of its best checkpoint is not what the run"):
+        exporting.export(model, run, "safetensors", inputs, "noise")
+    assert not path.exists()

@@ -24,7 +24,7 @@ from stoker.data.datasets import Data, TensorSplit
 from stoker.data.description import is_description
 from stoker.data.loader import DeviceLoader
 from stoker.data.splits import split_indices
-from stoker.runs import card, inference
+from stoker.runs import card, exporting, inference
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint
 from stoker.trainer.errors import TrainingError, UserError
@@ -33,6 +33,15 @@ ROOT = Path(__file__).resolve().parent.parent
 TOWNS = ("Köln", "Rom", "Ulm")
 JOBS = {
     "digits": ["epochs=2", "ema=0.9", "model.hidden=[16]"],
+    "frozen": [
+        "epochs=3",
+        "ema=0.9",
+        "model=whitened_cnn",
+        "model.widths=[4,8]",
+        "+callbacks.whiten._target_=stoker.models.whitened_cnn.Whiten",
+        "+callbacks.whiten.bias_epochs=1",
+        "optimizer.lr=1e-2",
+    ],
     "folder": [
         "dataset=image_folder",
         "dataset.root=images",
@@ -140,7 +149,7 @@ def refused(forks, folder, *arguments, code=2):
 
 def in_place(runs, name):
     """The data set of a run, as its own training had it."""
-    if name == "digits":
+    if name in ("digits", "frozen"):
         return datasets.digits()
     if name == "folder":
         from stoker.data.images import image_folder
@@ -203,6 +212,16 @@ def test_what_is_loaded_is_what_was_tested(runs, name):
         share = (outputs.argmax(1) == data.test.targets).double().mean().item()
         assert share == result(runs, name)["test/acc"] and model.classes == data.classes
     assert torch.equal(outputs, expected)
+
+
+def test_an_export_holds_what_was_tested_after_a_callback_has_frozen_it(runs, tmp_path):
+    model = package.load(runs / "frozen")
+    inputs = raw_test_inputs(runs, "frozen")
+    output = tmp_path / "weights.safetensors"
+    exporting.export(model, runs / "frozen", "safetensors", inputs[:64], "digits", output)
+    exported, tested = load_file(output), load_file(runs / "frozen" / "model.safetensors")
+    assert exported.keys() == tested.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in tested.items())
 
 
 @pytest.mark.slow

@@ -428,7 +428,7 @@ class ShadowWeights(Callback):
         self.step: int = 0  # of the last update
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        current = floating_state(trainer, frozen=True)
+        current = floating_state(trainer)
         if self.shadow is None or not trainer.step:
             self.shadow = current
             self.step = trainer.step
@@ -450,15 +450,25 @@ class ShadowWeights(Callback):
         """Bring the set up to `trainer.step`, once per step."""
         raise NotImplementedError
 
+    @torch.no_grad()
     def average(self, trainer: "Trainer", decay: float) -> Tensors:
-        """Set shadow = decay * shadow + (1 - decay) * trained, and return the trained weights."""
+        """Set shadow = decay * shadow + (1 - decay) * trained, and return the trained weights.
+
+        A frozen weight is its own average, also when it is trained again later.
+        """
         assert self.shadow is not None
-        current = floating_state(trainer)
-        shadow = parallel.local(self.shadow[name] for name in current)
-        average = get_ema_multi_avg_fn(decay)
-        average(shadow, parallel.local(current.values()), None)
+        trained = floating_state(trainer)
+        frozen: Tensors = {}
+        for name in frozen_names(trainer.module):
+            if name in trained:
+                frozen[name] = trained.pop(name)
+        copy_into({name: self.shadow[name] for name in frozen}, frozen)
+        if trained:
+            shadow = parallel.local(self.shadow[name] for name in trained)
+            average = get_ema_multi_avg_fn(decay)
+            average(shadow, parallel.local(trained.values()), None)
         self.step = trainer.step
-        return current
+        return trained
 
     def state_dict(self) -> State:
         return {self.key: self.shadow, "step": self.step}
@@ -471,7 +481,7 @@ class ShadowWeights(Callback):
         like: State = {self.key: None, "step": 0}
         is_new = isinstance(state, dict) and state.get(self.key) is None and state.get("step") == 0
         if not is_new:
-            like[self.key] = floating_state(trainer, frozen=True)
+            like[self.key] = floating_state(trainer)
         check_like(state, like, name)
 
 
@@ -544,17 +554,19 @@ class EMA(ShadowWeights):
             self.raw = None
 
 
-def floating_state(trainer: "Trainer", frozen: bool = False) -> Tensors:
-    """Return the live floating-point weights and statistics by name; frozen weights if asked."""
-    fixed: set[str] = set()
-    if not frozen:
-        named = trainer.module.named_parameters()
-        fixed = {name for name, weight in named if not weight.requires_grad}
+def floating_state(trainer: "Trainer") -> Tensors:
+    """Return the live floating-point weights and statistics by name."""
     state: Tensors = {}
     for name, tensor in trainer.module.state_dict().items():
-        if tensor.is_floating_point() and name not in fixed:
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             state[name] = tensor
     return state
+
+
+def frozen_names(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters that are not trained, each name of a shared one."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [name for name, weight in named if not weight.requires_grad]
 
 
 @torch.no_grad()

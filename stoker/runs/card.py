@@ -8,6 +8,7 @@ import torch
 
 from stoker.command.shell import command
 from stoker.command.trust import own_packages
+from stoker.runs import directory
 from stoker.runs.page import render
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint, parallel
@@ -39,7 +40,7 @@ def write(
     """
     about = data.description()
     # A single entry: several have the order of a hash, and equal weights would give unequal files.
-    checkpoint.write_tensors(folder / "model.safetensors", weights, {"inputs": json.dumps(about)})
+    checkpoint.write_tensors(folder / directory.WEIGHTS, weights, {"inputs": json.dumps(about)})
     overrides = result.overrides or []
     load = json.dumps(str(folder))
     packages = own_packages(overrides)

@@ -13,6 +13,7 @@ from stoker.trainer.errors import UserError
 CONFIG = "config.yaml"
 RESULT = "result.json"
 METRICS = "metrics.jsonl"
+WEIGHTS = "model.safetensors"  # the tested ones, to share
 EVALUATION = "evaluation.json"
 TYPED = (
     "# typed: "  # starts a config.yaml; the rest of the line is a JSON list of the typed settings
@@ -20,7 +21,7 @@ TYPED = (
 # The files on how a run ended, removed when it resumes.
 ENDING = (RESULT, EVALUATION, "report.html")
 # The files that a run writes; a killed run may leave one half-written.
-WRITTEN = (METRICS, *ENDING, "model.safetensors", "model.md")
+WRITTEN = (METRICS, *ENDING, WEIGHTS, "model.md")
 
 
 def claim(model: str, dataset: str) -> str:

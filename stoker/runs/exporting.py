@@ -24,8 +24,7 @@ from stoker.command.build import build
 from stoker.command.settings import FORMATS
 from stoker.data import tables
 from stoker.data.description import Description
-from stoker.runs import card, saved_config
-from stoker.runs.directory import make
+from stoker.runs import card, directory, saved_config
 from stoker.runs.inference import Trained, check_output
 from stoker.runs.page import render
 from stoker.runs.provenance import versions
@@ -134,9 +133,11 @@ def export(
         The path, the largest difference between outputs, and the largest output.
 
     Raises:
-        TrainingError: the outputs differ by more than rounding. Nothing was written.
+        TrainingError: the outputs differ by more than rounding, or these are not the weights that
+            the run tested. Nothing was written.
         UserError: the model cannot be exported. Nothing was written.
     """
+    check_tested(model, Path(folder))
     path = place(folder, form, output)
     with replacing(path) as partial:
         try:
@@ -167,6 +168,22 @@ def export(
     return path, difference, largest
 
 
+def check_tested(model: Trained, folder: Path) -> None:
+    """Raise TrainingError unless the weights are those that the run tested, if it has ended."""
+    path = folder / directory.WEIGHTS
+    result = RunResult.read(folder)
+    if result is None or result.has_failed or not path.is_file():
+        return
+    _, tested = checkpoint.read_tensors(path)
+    for name, weight in model.module.state_dict().items():
+        if name not in tested or not torch.equal(weight, tested[name]):
+            raise TrainingError(
+                f"run={folder}: {name} of its best checkpoint is not what the run tested "
+                f"({directory.WEIGHTS}). Nothing was written.\n"
+                f"The tested weights are in {path}; model.md beside it says how to load them."
+            )
+
+
 def refusal(form: str, error: Exception) -> UserError:
     """Make the error for a model that an exporter does not support."""
     text = str(error).strip() or "no reason given"
@@ -190,7 +207,7 @@ def place(folder: str | Path, form: str, output: str | Path | None) -> Path:
     path = Path(folder) / "export" / FILES[form]
     if path.parent.is_symlink():
         raise UserError(f"run={folder}: export in it is a symbolic link. Type output=FILE.")
-    make(path.parent, "output")
+    directory.make(path.parent, "output")
     return path
 
 

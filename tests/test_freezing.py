@@ -1,0 +1,147 @@
+"""Weights that are frozen and trained again in a fit: as in plain torch, and the same in every file."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from conftest import assert_same, make_model, make_trainer
+
+from stoker.trainer import checkpoint
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint, Lookahead
+
+STEPS = 12  # of 4 an epoch
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(4, 8, 6, generator=generator, dtype=torch.float64)
+    return [(batch, batch[:, :3].argmax(1)) for batch in inputs]
+
+
+class Freeze(Callback):
+    """Freezes and thaws the first layer's weight and the last one's bias after the given steps."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def on_step_end(self, trainer):
+        set_trained(trainer.module, self.after, trainer.step)
+
+
+def set_trained(module, after, step):
+    if step in after:
+        first, last = after[step]
+        module[0].weight.requires_grad_(first)
+        module[3].bias.requires_grad_(last)
+
+
+# {step: (whether the first weight is trained from then on, whether the last bias is)}
+TIMES = {
+    "frozen": {3: (False, True), 7: (False, False)},
+    "frozen and thawed": {2: (False, False), 6: (True, False), 9: (True, True)},
+    "frozen at the end": {12: (False, False)},
+    "thawed": {0: (False, False), 5: (True, False), 8: (True, True)},
+    "frozen from the start": {0: (False, False)},
+}
+
+
+def in_plain_torch(after, optimizer, decay=None, every=None):
+    """The weights and the averages after STEPS, of a loop that is written out."""
+    model = make_model(dtype=torch.float64)
+    set_trained(model, after, 0)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = optimizer([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
+    average = copy.deepcopy(dict(model.state_dict()))
+    for step in range(1, STEPS + 1):
+        inputs, targets = batches()[(step - 1) % 4]
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        for name, weight in model.named_parameters():
+            with torch.no_grad():
+                if not weight.requires_grad:
+                    average[name] = weight.clone()
+                elif decay is not None:
+                    share = min(decay, (1 + step) / (10 + step))
+                    average[name] = share * average[name] + (1 - share) * weight
+                elif step % every == 0:
+                    average[name] = (average[name] + weight) / 2
+                    weight.copy_(average[name])
+        set_trained(model, after, step)
+    return model.state_dict(), average
+
+
+def fitted(after, *callbacks, last=False, **settings):
+    """A Trainer after STEPS; it freezes before the other callbacks have their turn, or after it."""
+    model = make_model(dtype=torch.float64)
+    set_trained(model, after, 0)
+    freeze = Freeze(after)
+    order = [*callbacks, freeze] if last else [freeze, *callbacks]
+    settings = {"optimizer": SGD, "scheduler": None, "callbacks": order, **settings}
+    return make_trainer(model, **settings)
+
+
+def evaluated(trainer):
+    """The weights that are evaluated."""
+    with trainer.evaluating():
+        return copy.deepcopy(dict(trainer.module.state_dict()))
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+def test_a_fit_trains_what_is_trained_at_each_step(times, optimizer):
+    after = TIMES[times]
+    trainer = fitted(after, optimizer=optimizer)
+    trainer.fit(batches())
+    expected, _ = in_plain_torch(after, optimizer, decay=0.5)
+    for name, weight in trainer.module.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("last", [False, True])
+def test_an_ema_of_weights_that_are_frozen(tmp_path, times, last):
+    """The run evaluates the averages of a plain loop, and so does whoever loads its checkpoint."""
+    after = TIMES[times]
+    tested = []
+    trainer = fitted(after, EMA(0.9), last=last)
+    trainer.callbacks += [Checkpoint(tmp_path, every=1, keep=99), Evaluated(tested)]
+    trainer.fit(batches(), batches())
+    tested.append((trainer.step, evaluated(trainer)))
+    if last:  # as the reference does it: average, then freeze
+        _, expected = in_plain_torch(after, SGD, decay=0.9)
+        for name, weight in evaluated(trainer).items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+    assert len(tested) == 4
+    for step, weights in tested:
+        other = make_trainer(
+            make_model(dtype=torch.float64, seed=5), callbacks=[EMA(0.9)], optimizer=None
+        )
+        other.load(checkpoint.path_of(tmp_path, step))
+        assert_same(evaluated(other), weights)
+        other.module.requires_grad_(False)  # as stoker.load does
+        assert_same(evaluated(other), weights)
+
+
+class Evaluated(Callback):
+    def __init__(self, tested):
+        self.tested = tested
+
+    def on_eval_start(self, trainer):
+        if trainer.train_loader is not None:
+            weights = copy.deepcopy(dict(trainer.module.state_dict()))
+            self.tested.append((trainer.step, weights))
+
+
+@pytest.mark.parametrize("times", TIMES)
+def test_lookahead_pulls_no_weight_back_to_before_it_was_frozen(times):
+    after = TIMES[times]
+    trainer = fitted(after, Lookahead(every=4, decay=0.5), last=True)
+    trainer.fit(batches())
+    expected, _ = in_plain_torch(after, SGD, every=4)
+    for name, weight in trainer.module.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
