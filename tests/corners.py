@@ -278,6 +278,16 @@ def frozen():
     return model
 
 
+class Thaw(Callback):
+    """Trains the first weight from step 2 on; the Trainer is made when it is trained already."""
+
+    def on_fit_start(self, trainer):
+        self.on_step_end(trainer)
+
+    def on_step_end(self, trainer):
+        trainer.module[0].weight.requires_grad_(trainer.step >= 2)
+
+
 def whitened():
     return WhitenedCNN((3, 6, 6), 3, widths=(4, 8))
 
@@ -291,6 +301,7 @@ def whiten():
 SGD = partial(optim.SGD, lr=0.1, momentum=0.9)
 SAME = {
     "a frozen weight, clipped": partial(trained, make_model=frozen, max_grad_norm=0.1),
+    "a weight that is unfrozen": partial(trained, callbacks=lambda: [Thaw()]),
     "tied weights": partial(trained, make_model=Tied, callbacks=lambda: [EMA(0.9)]),
     "weights that are not always used": partial(trained, make_model=SometimesUnused),
     "lists of modules, a dict": partial(trained, make_model=Nested, kind=OfDict, block=20),
@@ -425,6 +436,7 @@ REFUSED = {
     "fused SGD": partial(fitted, optimizer=partial(SGD, fused=True)),
     "channels_last": lambda strategy: make(strategy, whitened, channels_last=True).close(),
     "again": again,
+    "unfrozen": lambda strategy: fitted(strategy, frozen, callbacks=[Thaw()], log_every=4),
 }
 
 

@@ -145,3 +145,30 @@ def test_lookahead_pulls_no_weight_back_to_before_it_was_frozen(times):
     expected, _ = in_plain_torch(after, SGD, every=4)
     for name, weight in trainer.module.state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("step", [4, 7, 9])
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW])
+def test_a_resumed_fit_trains_what_was_trained_then(tmp_path, step, optimizer):
+    """Also if nothing in the script says so again: these freeze at one step only."""
+    after = TIMES["frozen and thawed"]
+    whole = fitted(after, EMA(0.9), Checkpoint(tmp_path, every=1, keep=99), optimizer=optimizer)
+    whole.fit(batches())
+    again = fitted(after, EMA(0.9), optimizer=optimizer)
+    again.fit(batches(), resume=checkpoint.path_of(tmp_path, step))
+    for part in ("model", "optimizer", "frozen"):
+        assert_same(again.state_dict()[part], whole.state_dict()[part])
+    assert_same(again.callbacks[1].state_dict(), whole.callbacks[1].state_dict())
+
+
+def test_a_resume_says_what_it_freezes_and_a_load_freezes_nothing(tmp_path, caplog):
+    trainer = fitted({2: (False, True)}, Checkpoint(tmp_path))
+    trainer.fit(batches())
+    other = fitted({})
+    other.load(tmp_path)
+    assert other.module[0].weight.requires_grad and not caplog.records
+    other.fit(batches(), resume=tmp_path)
+    assert not other.module[0].weight.requires_grad
+    assert [record.getMessage() for record in caplog.records] == [
+        "As in the checkpoint, frozen: 0.weight."
+    ]

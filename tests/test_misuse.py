@@ -247,15 +247,27 @@ def test_a_closed_trainer_says_so():
 
 
 def test_weights_that_no_optimizer_has_are_named(caplog):
+    last = lambda groups: torch.optim.SGD(model[3].parameters(), lr=0.1)  # noqa: E731
     model = make_model()
     model[0].requires_grad_(False)
-    trainer = make_trainer(model, epochs=1)
+    trainer = make_trainer(model, optimizer=last, epochs=1)
     trainer.fit(loader())
     assert not caplog.records
     model[0].requires_grad_(True)
     trainer.fit(loader())
     assert [record.getMessage()[:45] for record in caplog.records] == [
         "No optimizer has 0.weight, 0.bias: not trained"[:45]
+    ]
+
+    class Grow(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 4:
+                trainer.module.append(torch.nn.Linear(3, 3))
+
+    caplog.clear()
+    make_trainer(callbacks=[Grow()], log_every=2).fit(loader())
+    assert [record.getMessage()[:45] for record in caplog.records] == [
+        "No optimizer has 4.weight, 4.bias: not trained"[:45]
     ]
 
     class Two(Trainer):
@@ -267,7 +279,6 @@ def test_weights_that_no_optimizer_has_are_named(caplog):
 
     caplog.clear()
     model = make_model()
-    last = lambda groups: torch.optim.SGD(model[3].parameters(), lr=0.1)  # noqa: E731
     make_trainer(model, kind=Two, optimizer=last, epochs=1).fit(loader())
     assert not caplog.records
 

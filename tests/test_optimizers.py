@@ -277,3 +277,39 @@ def test_impossible_settings_name_their_key(key, value):
     settings = {"lr": 1.0, "batch_size": 10, key: value}
     with pytest.raises(UserError, match=f"^optimizer.{key}="):
         make_trainer(optimizer=functools.partial(decoupled_sgd, **settings))
+
+
+class Shapes(torch.nn.Module):
+    """Parameters of every kind, the ones without decay called `free` or `bias` here or in torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.free_norm = torch.nn.LayerNorm([3, 4])
+        self.free_rms = torch.nn.RMSNorm([3, 4])
+        self.free_batch = torch.nn.BatchNorm2d(3)
+        self.free_mine = type("PixelNorm", (torch.nn.Bilinear,), {})(2, 2, 2, bias=False)
+        self.free_scale = torch.nn.Parameter(torch.ones(()))
+        self.free_slope = torch.nn.PReLU(3)
+        self.kernel = torch.nn.Conv2d(3, 3, 2)
+        self.words = torch.nn.Embedding(5, 4)
+        self.places = torch.nn.Parameter(torch.ones(1, 3, 4))
+        self.attention = torch.nn.MultiheadAttention(4, 2, add_bias_kv=True)
+        self.rows = torch.nn.LSTM(4, 4)
+        self.normalizer = torch.nn.Linear(4, 4)
+
+
+def test_what_has_weight_decay():
+    """By a step without a gradient of the loss: what has decay shrinks, and nothing else moves."""
+    model = Shapes()
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    factory = functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.5)
+    optimizer = optimizers.build(factory, optimizers.groups(model, decay_all=False), CPU)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    for name, weight in model.named_parameters():
+        is_free = name.startswith("free") or "bias" in name
+        expected = before[name] if is_free else before[name] * (1 - 0.5 * 0.5)
+        torch.testing.assert_close(weight, expected)
+    (everything,) = optimizers.groups(model, decay_all=True)
+    assert len(everything["params"]) == len(before)

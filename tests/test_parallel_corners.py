@@ -118,6 +118,8 @@ REASONS = {
     ("Adafactor", "fsdp"): "Adafactor needs whole matrices",
     ("fused SGD", "fsdp"): SHARDS,
     ("channels_last", "fsdp"): "channels_last=true: shards have no memory format",
+    ("unfrozen", "ddp"): "0.weight was frozen when the Trainer was made",
+    ("unfrozen", "fsdp"): "0.weight was frozen when the Trainer was made",
     ("again", "fsdp"): "an earlier Trainer has sharded this model",
 }
 

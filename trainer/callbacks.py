@@ -20,7 +20,7 @@ from stoker.trainer.errors import (
     log,
 )
 from stoker.trainer.readable import number
-from stoker.trainer.state import ANYTHING, check_like, refuse
+from stoker.trainer.state import ANYTHING, check_like, frozen, refuse
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -458,11 +458,11 @@ class ShadowWeights(Callback):
         """
         assert self.shadow is not None
         trained = floating_state(trainer)
-        frozen: Tensors = {}
-        for name in frozen_names(trainer.module):
+        fixed: Tensors = {}
+        for name in frozen(trainer.module):
             if name in trained:
-                frozen[name] = trained.pop(name)
-        copy_into({name: self.shadow[name] for name in frozen}, frozen)
+                fixed[name] = trained.pop(name)
+        copy_into({name: self.shadow[name] for name in fixed}, fixed)
         if trained:
             shadow = parallel.local(self.shadow[name] for name in trained)
             average = get_ema_multi_avg_fn(decay)
@@ -561,12 +561,6 @@ def floating_state(trainer: "Trainer") -> Tensors:
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             state[name] = tensor
     return state
-
-
-def frozen_names(module: torch.nn.Module) -> list[str]:
-    """Return the names of the parameters that are not trained, each name of a shared one."""
-    named = module.named_parameters(remove_duplicate=False)
-    return [name for name, weight in named if not weight.requires_grad]
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from stoker.trainer import checkpoint, misuse, optimizers, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError
 from stoker.trainer.loading import Seekable, resident_bytes, seekable
+from stoker.trainer.state import freeze, frozen
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -36,7 +37,9 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     if trainer.layout_may_change and hasattr(train_loader, "in_shape"):
         devices.settle_layout(trainer.module, train_loader.in_shape, trainer.device)
     if resume is not None:
-        trainer.load_state_dict(checkpoint.to_resume(resume))
+        state = checkpoint.to_resume(resume)
+        trainer.load_state_dict(state)
+        freeze(trainer.module, state.get("frozen", frozen(trainer.module)))
         trainer.steps_per_epoch = len(train_loader)
     if trainer.special_step is not None:
         trainer.special_step.begin(trainer)

@@ -248,7 +248,7 @@ def number(name: str, value: Any) -> Any:
 
 
 def warn_of_untrained(trainer: "Trainer") -> None:
-    """Warn of weights that require a gradient and that no optimizer has, such as unfrozen ones."""
+    """Warn of weights that require a gradient and that no optimizer has, such as new ones."""
     trained: set[int] = set()
     for part in trainer.stateful().values():
         if isinstance(part, torch.optim.Optimizer):
@@ -258,10 +258,12 @@ def warn_of_untrained(trainer: "Trainer") -> None:
     for name, parameter in trainer.module.named_parameters():
         if parameter.requires_grad and id(parameter) not in trained:
             names.append(name)
-    if names and launch.is_first():
+    is_news = not trainer.untrained.issuperset(names)
+    trainer.untrained = set(names)
+    if is_news and launch.is_first():
         log.warning(
-            "No optimizer has %s: not trained. Unfreeze them before the Trainer is made, or name a "
-            "second optimizer in stateful().",
+            "No optimizer has %s: not trained. Give the optimizer all of the model's parameters, or "
+            "name a second optimizer in stateful().",
             first_few(names, 3),
         )
 

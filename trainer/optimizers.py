@@ -18,18 +18,42 @@ from stoker.trainer.errors import UserError, check_number
 OF_MATRICES = ("Muon", "Adafactor")
 NAMES = {"learning": "lr", "epsilon": "eps", "beta": "betas"}  # in torch's messages -> its keys
 
+# Names of norms: torch's and your own, such as LayerNorm, BatchNorm2d and MyRMSNorm.
+NORM = re.compile(r"Norm([123]d)?$")
+
 Groups = list[dict[str, Any]]
 
 
 def groups(module: torch.nn.Module, decay_all: bool) -> Groups:
-    """Return the trainable parameters; biases and norms (one dimension) have no decay."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    """Return the parameters; biases, norms and all vectors and numbers have no decay.
+
+    Frozen ones are among them: without a gradient an optimizer leaves them alone, and trains them
+    if they are unfrozen later.
+    """
+    parameters = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
     if decay_all:
         return [{"params": parameters}]
-    decayed = [p for p in parameters if p.ndim > 1]
-    others = [p for p in parameters if p.ndim <= 1]
+    free = without_decay(module)
+    decayed = [p for p in parameters if p not in free]
+    others = [p for p in parameters if p in free]
     both: Groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     return [group for group in both if group["params"]]
+
+
+def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:
+    """Return the parameters that weight decay does not suit.
+
+    Those of one dimension or none, all of a norm (a LayerNorm([3, 4]) has two dimensions), and all
+    that are called `bias` (or `bias_k`, as in torch's MultiheadAttention).
+    """
+    free: set[torch.Tensor] = set()
+    for child in module.modules():
+        is_norm = any(NORM.search(kind.__name__) for kind in type(child).__mro__)
+        for name, parameter in child.named_parameters(recurse=False):
+            is_bias = name == "bias" or name.startswith("bias_")
+            if parameter.ndim <= 1 or is_norm or is_bias:
+                free.add(parameter)
+    return free
 
 
 def build(

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stoker.trainer import batch as batches
 from stoker.trainer import launch
-from stoker.trainer.errors import TrainingError, UserError, log
+from stoker.trainer.errors import TrainingError, UserError, first_few, log
 from stoker.trainer.settings import check_strategy
 
 if TYPE_CHECKING:
@@ -114,9 +114,31 @@ def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.
     check_spreadable(module, strategy)
     take_from_first([*module.parameters(), *module.buffers()])
     spread = sharded(module, device) if name == "fsdp" else copied(module, device)
+    exchanged[spread] = trained(module)
     # Last: DistributedDataParallel does not accept a SyncBatchNorm on the CPU.
     spread_norms(module)
     return spread
+
+
+# {what `wrap` has returned: the parameters whose gradients the processes exchange}
+exchanged: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+
+
+def trained(module: torch.nn.Module) -> set[str]:
+    """Return the names of the parameters that are trained."""
+    named = module.named_parameters()
+    return {name for name, parameter in named if parameter.requires_grad}
+
+
+def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
+    """UserError if a parameter was unfrozen whose gradients the processes do not exchange."""
+    unfrozen = trained(module) - exchanged.get(model, trained(module))
+    if unfrozen:
+        raise UserError(
+            f"strategy: {first_few(sorted(unfrozen), 3)} was frozen when the Trainer was made, and "
+            "several processes exchange no gradients of it.\n"
+            "Freeze it in on_fit_start instead, or train in one process."
+        )
 
 
 def check_spreadable(module: torch.nn.Module, strategy: str) -> None:

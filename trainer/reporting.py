@@ -1,6 +1,7 @@
 """What a Trainer tells others: hooks and rows for its callbacks, and where its tensors are."""
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class Reporting:
     lr: float
     batch_layout: str = "nothing yet"  # of the last batch that was logged
     data_bytes: int = 0  # of the data that the loaders hold on the device
+    untrained: AbstractSet[str] = frozenset()  # what no optimizer has, as far as it was said
 
     def call(self, hook: str, *args: Any) -> None:
         """Call one hook of every callback, in the order of the list."""
@@ -37,7 +39,9 @@ class Reporting:
     def log_training(self, batch: Any) -> None:
         """Log the steps since the last row, of which this is the last batch."""
         trainer: Any = self
+        parallel.check_exchanged(self.model, trainer.module)
         parallel.check_same_weights(self.model)
+        misuse.warn_of_untrained(trainer)
         self.batch_layout = summary.layout_of(batch)
         self.log(self.window.row(self.lr))
         steps.check_scale(trainer)

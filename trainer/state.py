@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from stoker.trainer.errors import UserError
+from stoker.trainer import launch
+from stoker.trainer.errors import UserError, first_few, log
 
 # How an optimizer works, not what it computes: a GPU's checkpoint has others than the CPU needs.
 WAYS = ("foreach", "fused", "capturable")
@@ -42,6 +43,33 @@ def check(part: Any, state: Any, name: str) -> None:
         check_scheduler(part, state, name)
     elif name == "micro_batch":
         check_like(state, part.state_dict(), name)
+
+
+def frozen(module: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters that are not trained, each name of a shared one."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [name for name, parameter in named if not parameter.requires_grad]
+
+
+def freeze(module: torch.nn.Module, names: list[str]) -> None:
+    """Freeze the parameters of these names and train all others; warn of those that change."""
+    before = set(frozen(module))
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_(name not in names)
+    after = set(frozen(module))
+    for change, changed in (("frozen", after - before), ("unfrozen", before - after)):
+        if changed and launch.is_first():
+            log.warning("As in the checkpoint, %s: %s.", change, first_few(sorted(changed), 3))
+
+
+def check_frozen(module: torch.nn.Module, names: Any) -> None:
+    """Raise UserError unless these are names of parameters."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    fits = isinstance(names, list)
+    require(fits, names, "a list of names", "frozen")
+    for name in names:
+        require(isinstance(name, str) and name in parameters, name, "a parameter's name", "frozen")
 
 
 def check_like(state: Any, like: Any, name: str) -> None:

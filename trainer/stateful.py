@@ -9,7 +9,7 @@ from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.micro_batch import MicroBatch
-from stoker.trainer.state import check, refuse
+from stoker.trainer.state import check, check_frozen, frozen, refuse
 from stoker.trainer.window import Window
 
 COUNTS = ("step", "steps_per_epoch", "epochs_before")
@@ -65,6 +65,7 @@ class Stateful:
         state["evaluation_due"] = self.evaluation_due
         for name, part in self.stateful().items():
             state[name] = part.state_dict()
+        state["frozen"] = frozen(self.module)
         state["callbacks"] = {}
         for name, callback in self.named_callbacks().items():
             state["callbacks"][name] = callback.state_dict()
@@ -116,6 +117,7 @@ class Stateful:
                 refuse(count, f"a number of {name.partition('_')[0].rstrip('s')}s", name)
         for name, part in parts.items():
             check(part, state[name], name)
+        check_frozen(self.module, state.get("frozen", []))  # older checkpoints have none
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
                 callback.check_state(trainer, state["callbacks"][name], f"callbacks.{name}")
