@@ -71,7 +71,7 @@ def no_such_option(error: BaseException) -> str | None:
         options = [path.stem for path in configs.options(group)]
     if options is None:
         return None
-    if group == "hydra/sweeper" and choice in ("optuna", "ax"):
+    if group == "hydra/sweeper" and choice == "optuna":
         return (
             f"sweep={choice} needs Hydra's plugin of that name.\nType {launch.pip_install(choice)}."
         )
