@@ -14,8 +14,11 @@ DIGITS = 15  # of a whole number that a float holds
 NEARLY_ALL = 0.95  # of the values of a column
 # A number with what stands before and after it, as in $1,234.50 or 12 kg.
 IN_UNITS = re.compile(r"(\D*?)([-+]?\d(?:[\d.,\s]*\d)?)(\D*)")
-WITH_POINT = re.compile(r"[-+]?(\d+|[1-9]\d{0,2}([,\s]\d{3})+)(\.\d+)?")
-WITH_COMMA = re.compile(r"[-+]?(\d+|[1-9]\d{0,2}([.\s]\d{3})+)(,\d+)?")
+# By decimal sign: a number whose thousands are grouped.
+GROUPED = {
+    ".": re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?"),
+    ",": re.compile(r"[-+]?[1-9]\d{0,2}(\.\d{3})+(,\d*)?"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,19 @@ class Notation:
     def number(self, text: str) -> float | None:
         """Return the number that a text is, None if it is none or too large to be used."""
         for mark in self.marks:
-            text = text.replace(mark, "")
-        if self.decimal == ",":
-            # So that 1.234 is not taken for 1,234.
-            text = text.replace(".", "_").replace(",", ".")
+            if mark not in ".,":
+                text = text.replace(mark, "")
+        group = "," if self.decimal == "." else "."
+        if group in text:
+            # A point or comma is left out only where it groups thousands, and is no decimal sign
+            # where it may group them.
+            is_grouped = GROUPED[self.decimal].fullmatch(text.strip()) is not None
+            if is_grouped != (group in self.marks):
+                return None
+            if is_grouped:
+                text = text.replace(group, "")
         try:
-            number = float(text)
+            number = float(text.replace(self.decimal, "."))
         except ValueError:
             return None
         # Python reads 1_1 as 11.
@@ -70,9 +80,12 @@ class Notation:
 
     def settings(self) -> str:
         """Return what to type for this notation."""
-        decimal = "\"dataset.decimal=','\"" if self.decimal == "," else ""
-        marks = f"\"dataset.marks='{self.marks}'\"" if self.marks else ""
-        return f"{decimal} {marks}".strip()
+        typed = []
+        if self.marks:
+            typed.append(f"\"dataset.marks='{self.marks}'\"")
+        if self.decimal == "," or not self.marks:
+            typed.append(f"\"dataset.decimal='{self.decimal}'\"")
+        return " ".join(typed)
 
     def that_reads(self, values: Sequence[str | None], few: int) -> "Notation | None":
         """Return the notation that reads nearly all values as numbers, with the marks of this one;
@@ -96,11 +109,10 @@ class Notation:
             return None
         needed = NEARLY_ALL * len(texts)
         marks = set(self.marks).union(unit, *numbers) - set("+-0123456789")
-        for decimal, form in ((".", WITH_POINT), (",", WITH_COMMA)):
+        for decimal in (".", ","):
             notation = Notation(decimal, "".join(sorted(marks - {decimal})))
             readable = [text for text in texts if notation.number(text) is not None]
-            formed = [number for number in numbers if form.fullmatch(number)]
-            if min(len(readable), len(formed)) >= needed:
+            if len(readable) >= needed:
                 return notation
         return None
 

@@ -10,6 +10,7 @@ import torch
 from stoker.command import compatible
 from stoker.data import tables
 from stoker.data.description import columns_line
+from stoker.data.notation import Notation
 from stoker.data.splits import split_indices
 from stoker.trainer.errors import UserError
 
@@ -278,6 +279,31 @@ def test_text_with_digits_is_not_taken_for_numbers(table, write):
     lines = [f"{write.format(i % 28 + 1)},{i % 2}" for i in range(150)]
     data = table("day,y\n" + "\n".join(lines), target="y")
     assert len(data.table["columns"][0]["categories"]) == 28
+
+
+def test_a_notation_reads_what_python_formats_and_refuses_what_has_two_meanings():
+    generator = torch.Generator().manual_seed(0)
+    swapped = str.maketrans(".,", ",.")
+    for number in (10 ** (8 * torch.rand(200, generator=generator) - 2)).tolist():
+        english = f"{number:,.2f}"
+        expected = float(f"{number:.2f}")
+        assert Notation(".", ",").number(f"{number:.2f}") == expected
+        assert Notation(",").number(f"{number:.2f}") == expected
+        marked = {"marks": ","} if "," in english else {}
+        assert Notation(".", **marked).number(english) == expected
+        marked = {"marks": "."} if "," in english else {}
+        assert Notation(",", **marked).number(english.translate(swapped)) == expected
+    for notation, text in (
+        (Notation(), "1,234"),
+        (Notation(), "3,4"),
+        (Notation(".", ","), "3,4"),
+        (Notation(".", ","), "0,345"),
+        (Notation(","), "1.234"),
+        (Notation(","), "1.234,5"),
+        (Notation(",", "."), "0.5"),
+        (Notation(",", "."), "1.23,5"),
+    ):
+        assert notation.number(text) is None, (notation, text)
 
 
 def test_few_texts_with_units_are_categories(table):
