@@ -201,6 +201,7 @@ class Loader(Seekable):
     """
 
     global_size: int | None = None  # samples of the batch given last, over all processes
+    targets_are_uniform = True  # as Data has checked
 
     def __init__(
         self,

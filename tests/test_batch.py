@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from stoker.trainer import batch as batches
+from stoker.trainer.errors import UserError
 
 
 class Pair(typing.NamedTuple):
@@ -237,28 +238,19 @@ def rows(n):
 @pytest.mark.parametrize(
     ("samples", "parts"), [(8, 1), (8, 2), (8, 4), (7, 2), (7, 3), (10, 4), (3, 5), (1, 4), (2, 2)]
 )
-def test_the_shares_are_those_of_the_samples(samples, parts):
+def test_the_pieces_are_the_samples_in_parts_of_nearly_one_size(samples, parts):
     pieces = batches.split((rows(samples), torch.arange(samples)), parts)
     assert len(pieces) == min(samples, parts)
-    sizes = [len(inputs) for (inputs, _), _ in pieces]
+    sizes = [len(inputs) for inputs, _ in pieces]
     assert sum(sizes) == samples and max(sizes) - min(sizes) <= 1 and min(sizes) >= 1
-    assert [share for _, share in pieces] == [size / samples for size in sizes]
-    assert abs(sum(share for _, share in pieces) - 1) <= 1e-15 * len(pieces)
-    assert torch.equal(torch.cat([inputs for (inputs, _), _ in pieces]), rows(samples))
-    assert torch.equal(torch.cat([targets for (_, targets), _ in pieces]), torch.arange(samples))
+    assert torch.equal(torch.cat([inputs for inputs, _ in pieces]), rows(samples))
+    assert torch.equal(torch.cat([targets for _, targets in pieces]), torch.arange(samples))
 
 
 def test_one_part_is_the_batch_itself():
     batch = {"x": rows(3)}
-    [(part, share)] = batches.split(batch, 1)
-    assert part is batch and share == 1.0
-
-
-def test_the_pieces_weighted_by_their_shares_give_the_mean():
-    inputs = torch.randn(11, 3, dtype=torch.float64)
-    for parts in range(1, 14):
-        total = sum(part.mean() * share for part, share in batches.split(inputs, parts))
-        torch.testing.assert_close(total, inputs.mean(), rtol=0, atol=1e-15)
+    [part] = batches.split(batch, 1)
+    assert part is batch
 
 
 def test_lists_of_plain_values_are_cut_and_the_rest_is_repeated():
@@ -272,7 +264,12 @@ def test_lists_of_plain_values_are_cut_and_the_rest_is_repeated():
         "sizes": [8, 8],
         "own": Movable(7),
     }
-    first, second = (part for part, _ in batches.split(batch, 2))
+
+    def sample_dim(name, value):
+        has_none = name in ("batch['sizes']", "batch['own']")
+        return None if has_none else batches.usual_dim(name, value)
+
+    first, second = batches.split(batch, 2, sample_dim)
     assert (first["names"], second["names"]) == (list("ab"), list("cde"))
     assert (first["ids"], second["ids"]) == ((1, 2), (3, 4, 5))
     for part in (first, second):
@@ -286,10 +283,78 @@ def test_lists_of_plain_values_are_cut_and_the_rest_is_repeated():
     assert list(batch["names"]) == list("abcde") and len(batch["x"]) == 5
 
 
-def test_a_tensor_of_another_length_goes_to_each_part():
-    weights = torch.arange(10.0)
-    for (_, _, part_weights), _ in batches.split((rows(4), torch.arange(4), weights), 3):
-        assert part_weights is weights or torch.equal(part_weights, weights)
+@pytest.mark.parametrize("length", [10, 4])
+def test_a_tensor_without_samples_goes_to_each_part_however_long_it_is(length):
+    weights = torch.arange(float(length))
+
+    def sample_dim(name, value):
+        return None if name == "batch[2]" else batches.usual_dim(name, value)
+
+    for *_, part_weights in batches.split((rows(4), torch.arange(4), weights), 3, sample_dim):
+        assert part_weights is weights
+
+
+# samples that are not rows
+
+
+def time_first(name, value):
+    return 1 if name == "batch['text']" else batches.usual_dim(name, value)
+
+
+def test_a_time_first_text_is_counted_and_cut_along_its_second_dimension():
+    text, labels = torch.randn(7, 5, 2), torch.arange(5)
+    batch = {"text": text, "label": labels}
+    assert batches.size(batch, time_first) == 5
+    pieces = batches.split(batch, 2, time_first)
+    assert [piece["text"].shape for piece in pieces] == [(7, 2, 2), (7, 3, 2)]
+    assert torch.equal(torch.cat([piece["text"] for piece in pieces], 1), text)
+    for rank in range(3):
+        samples, part = batches.deal(batch, rank, 3, time_first)
+        assert samples == 5
+        assert torch.equal(part["text"], text[:, rank::3])
+        assert torch.equal(part["label"], labels[rank::3])
+
+
+@pytest.mark.parametrize("sizes", [[8, 9, 7, 8], [8, 8, 8, 8]], ids=["several", "one"])
+def test_a_list_of_images_is_as_long_as_the_list(sizes):
+    images = [torch.randn(3, size, size) for size in sizes]
+    targets = [{"boxes": torch.rand(i + 1, 4), "labels": torch.arange(i + 1)} for i in range(4)]
+    for batch in ((images, targets), (images, torch.arange(4)), (tuple(images), tuple(targets))):
+        assert batches.size(batch) == 4
+        pieces = batches.split(batch, 2)
+        assert [len(inputs) for inputs, _ in pieces] == [2, 2]
+        assert [image for inputs, _ in pieces for image in inputs] == images
+        samples, (inputs, _) = batches.deal(batch, 1, 3)
+        assert samples == 4 and list(inputs) == [images[1]]
+
+
+def test_inputs_that_were_stacked_are_cut_each_in_rows():
+    batch = [[rows(6), rows(6) + 1], torch.arange(6)]
+    assert batches.size(batch) == 6
+    first, second = batches.split(batch, 2)
+    assert equal(first, [[rows(6)[:3], rows(6)[:3] + 1], torch.arange(3)])
+    assert equal(second, [[rows(6)[3:], rows(6)[3:] + 1], torch.arange(3, 6)])
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ((ones(7, 5), ones(5)), "disagree about the number of samples: batch[0] has 7, batch[1]"),
+        ({"x": ones(4, 2), "weights": ones(3)}, "batch['x'] has 4, batch['weights'] has 3"),
+        ({"x": ones(4, 2), "sizes": [8, 8]}, "batch['x'] has 4, batch['sizes'] has 2"),
+        ([[ones(3, 8), ones(3, 8), ones(3, 8)], ones(3)], "batch[0] may be a list of samples, or"),
+        (
+            (pack_sequence([ones(3), ones(2)]), ones(2)),
+            "batch[0] is not a tensor, and only its class knows",
+        ),
+    ],
+)
+def test_a_batch_that_could_be_cut_wrongly_is_refused_by_name(batch, says):
+    for cut in (lambda: batches.split(batch, 2), lambda: batches.deal(batch, 0, 2)):
+        with pytest.raises(UserError) as caught:
+            cut()
+        first, second = str(caught.value).splitlines()
+        assert says in first and second.startswith("Override Trainer.sample_dim")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +362,7 @@ def test_a_tensor_of_another_length_goes_to_each_part():
     [
         lambda x: [x],
         lambda x: (x, x),
-        lambda x: {"a": {"b": [x]}},
+        lambda x: {"a": {"b": [x]}, "c": x},
         lambda x: collections.OrderedDict(a=x),
         lambda x: Pair(x, "name"),
         lambda x: Pair(x, {"y": [x, 3]}),
@@ -308,8 +373,7 @@ def test_a_tensor_of_another_length_goes_to_each_part():
 )
 def test_every_nesting_is_cut(wrap):
     pieces = batches.split(wrap(rows(7)), 3)
-    for (piece, share), bounds in zip(pieces, [(0, 2), (2, 4), (4, 7)], strict=True):
-        assert share == (bounds[1] - bounds[0]) / 7
+    for piece, bounds in zip(pieces, [(0, 2), (2, 4), (4, 7)], strict=True):
         expected = batches.walk(lambda _, leaf, bounds=bounds: leaf[slice(*bounds)], wrap(rows(7)))
         assert equal(piece, expected)
 
@@ -318,7 +382,7 @@ def test_a_defaultdict_is_cut_into_defaultdicts():
     pieces = batches.split(collections.defaultdict(int, x=rows(4)), 2)
     assert all(
         type(piece) is collections.defaultdict and piece["new"] == 0 and len(piece["x"]) == 2
-        for piece, _ in pieces
+        for piece in pieces
     )
 
 
@@ -333,7 +397,7 @@ def test_a_defaultdict_is_cut_into_defaultdicts():
 def test_lists_of_plain_values_are_cut_in_named_tuples_and_dataclasses_too(wrap):
     pieces = [
         piece[0] if isinstance(piece, list) else piece
-        for piece, _ in batches.split(wrap(list("abcd")), 2)
+        for piece in batches.split(wrap(list("abcd")), 2)
     ]
     assert [piece[1] if isinstance(piece, Pair) else piece.seen for piece in pieces] == [
         list("ab"),
@@ -344,7 +408,7 @@ def test_lists_of_plain_values_are_cut_in_named_tuples_and_dataclasses_too(wrap)
 def test_a_named_tuple_of_plain_values_is_no_list_of_samples():
     """Two fields in a batch of two samples: the fields are not samples."""
     size = collections.namedtuple("Size", "height width")(8, 9)
-    assert [piece["size"] for piece, _ in batches.split({"x": rows(2), "size": size}, 2)] == [
+    assert [piece["size"] for piece in batches.split({"x": rows(2), "size": size}, 2)] == [
         size,
         size,
     ]
@@ -358,14 +422,15 @@ def nestings(samples):
         st.sampled_from([torch.float32, torch.int64, torch.uint8]),
     )
     plain = st.one_of(st.text(max_size=3), st.integers(), st.none(), st.booleans())
+    columns = st.lists(plain, min_size=samples, max_size=samples)
     return st.recursive(
         tensor | plain,
         lambda inner: st.one_of(
-            st.lists(inner, max_size=3),
-            st.lists(inner, max_size=3).map(tuple),
+            columns,
+            columns.map(tuple),
             st.dictionaries(st.text(max_size=2), inner, max_size=3),
             st.builds(Pair, tensor, inner),
-            st.builds(Plain, tensor, st.lists(inner, max_size=2)),
+            st.builds(Plain, tensor, columns),
         ),
         max_leaves=8,
     )
@@ -377,13 +442,12 @@ def test_the_cut_tensors_put_together_are_the_batch(data, samples, parts):
     batch = (torch.arange(samples), data.draw(nestings(samples)))
     pieces = batches.split(batch, parts)
     assert len(pieces) == min(samples, parts)
-    assert abs(sum(share for _, share in pieces) - 1) < 1e-12
-    found = [batches.entries(piece) for piece, _ in pieces]
+    found = [batches.entries(piece) for piece in pieces]
     whole = batches.entries(batch)
     assert all([name for name, _ in part] == [name for name, _ in whole] for part in found)
     for i, (_, tensor) in enumerate(whole):
         assert torch.equal(torch.cat([part[i][1] for part in found]), tensor)
-    assert [share for _, share in pieces] == [batches.size(piece) / samples for piece, _ in pieces]
+    assert sum(map(batches.size, pieces)) == samples
 
 
 @settings(max_examples=100, deadline=None)

@@ -140,9 +140,17 @@ def test_the_trainer_documents_each_argument():
         assert f"\n        {name}: " in Trainer.__doc__, name
 
 
-def test_operators_of_a_step_are_the_bare_loop_s_and_three_more():
+class Uniform(list):
+    """Batches of which it is known that no target is ignored."""
+
+    targets_are_uniform = True
+
+
+def operators_beyond_the_bare_loop(kind):
+    """{operator: how many more of it a step runs}."""
+
     def count(run, steps):
-        given = batches(steps)
+        given = kind(batches(steps))
         with Operators() as operators:
             run(given)
         return operators.counts
@@ -152,10 +160,28 @@ def test_operators_of_a_step_are_the_bare_loop_s_and_three_more():
 
     extra = count(ours, 300) - count(ours, 100)
     extra.subtract(count(bare_loop, 300) - count(bare_loop, 100))
-    added = {name: n / 200 for name, n in extra.items() if n and not name.startswith("profiler.")}
-    assert added.pop("aten.add_.Tensor") == 1  # the running mean of the loss
-    assert added.pop("aten.detach.default") == 2  # the loss, for the window and for the mean
-    assert not added
+    return {name: n / 200 for name, n in extra.items() if n and not name.startswith("profiler.")}
+
+
+def test_operators_of_a_step_are_the_bare_loop_s_and_three_more():
+    assert operators_beyond_the_bare_loop(Uniform) == {
+        "aten.add_.Tensor": 1,  # the running mean of the loss
+        "aten.detach.default": 2,  # the loss, for the window and for the mean
+    }
+
+
+def test_operators_of_a_step_whose_loss_may_ignore_targets_count_them_too():
+    assert operators_beyond_the_bare_loop(list) == {
+        "aten.add_.Tensor": 1,
+        "aten.detach.default": 2,
+        "aten.ne.Scalar": 1,  # the targets that count
+        "aten.sum.default": 1,
+        "aten._to_copy.default": 1,  # the loss, in float64
+        "aten.eq.Scalar": 1,  # 0 for a batch of which none does, where the loss is nan
+        "aten.masked_fill.Scalar": 1,
+        "aten.mul.Tensor": 1,
+        "aten.add.Tensor": 1,  # the sum of the weights
+    }
 
 
 def test_the_device_is_asked_for_a_number_only_when_a_row_is_logged():

@@ -430,7 +430,8 @@ def test_a_metric_that_counts_is_a_number_like_all_others():
 
     class Wrong(Accuracy):
         def value(self, sums):
-            return self.count - sums
+            hits, count = sums
+            return count - hits
 
     found = make_trainer(metrics={"wrong": Wrong(), "acc": Accuracy()}).evaluate(loaders()[1])
     assert isinstance(found["val/wrong"], float) and found["val/wrong"] == round(

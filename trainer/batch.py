@@ -4,52 +4,62 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from stoker.trainer.errors import UserError
 
 PLAIN = (str, bytes, int, float, complex, type(None))
+HOW = (
+    "Override Trainer.sample_dim, which says along which dimension each is cut; "
+    "docs/own.md shows how."
+)
+
+SampleDim = int | Literal["auto"] | None
+SampleDimOf = Callable[[str, Any], SampleDim]
 
 
-def unchanged(values: Any) -> Any:
-    return values
+def never(name: str, value: Any) -> bool:
+    return False
 
 
 def walk(
     function: Callable[[str, Any], Any],
     batch: Any,
     name: str = "batch",
-    plain_list: Callable[[Any], Any] = unchanged,
+    is_leaf: Callable[[str, Any], bool] = never,
 ) -> Any:
     """Return the same structure with `function(name, leaf)` in place of each leaf.
 
     A leaf is a tensor, or an object with a `.to` such as PackedSequence or PyG's Data. Dicts,
-    lists, tuples, named tuples and dataclasses are walked through. A list or tuple of plain values
-    becomes `plain_list(values)`, and anything else stays. Names read like the code that reaches the
-    leaf: `batch[0]['mask']`.
+    lists, tuples, named tuples and dataclasses are walked through, except for a list or tuple
+    inside the batch that `is_leaf(name, value)` takes for a leaf. Anything else stays. Names read
+    like the code that reaches the leaf: `batch[0]['mask']`.
     """
     if hasattr(batch, "to"):
         return function(name, batch)
     if isinstance(batch, Mapping):
         walked: Any = copy.copy(batch)  # keeps an OrderedDict, a defaultdict
         for key, value in batch.items():
-            walked[key] = walk(function, value, f"{name}[{key!r}]", plain_list)
+            walked[key] = walk(function, value, f"{name}[{key!r}]", is_leaf)
         return walked
     if isinstance(batch, (list, tuple)):
         is_named = hasattr(batch, "_fields")
-        if not is_named and all(isinstance(value, PLAIN) for value in batch):
-            return plain_list(batch)
+        if not is_named:
+            if name != "batch" and is_leaf(name, batch):
+                return function(name, batch)
+            if all(isinstance(value, PLAIN) for value in batch):
+                return batch
         items = []
         for i, value in enumerate(batch):
-            items.append(walk(function, value, f"{name}[{i}]", plain_list))
+            items.append(walk(function, value, f"{name}[{i}]", is_leaf))
         return type(batch)(*items) if is_named else type(batch)(items)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         walked = copy.copy(batch)
         for field in dataclasses.fields(batch):
             value = getattr(batch, field.name)
-            value = walk(function, value, f"{name}.{field.name}", plain_list)
+            value = walk(function, value, f"{name}.{field.name}", is_leaf)
             # Not dataclasses.replace, which runs __init__ again; and this works on a frozen one.
             object.__setattr__(walked, field.name, value)
         return walked
@@ -63,67 +73,160 @@ def entries(batch: Any) -> list[tuple[str, torch.Tensor]]:
     return [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def size(batch: Any) -> int:
-    """Return the number of samples: the length of the first tensor, 1 if there is none."""
-    if isinstance(batch, (list, tuple)) and batch:
-        first = batch[0]
-        if isinstance(first, torch.Tensor) and first.ndim:
-            return first.shape[0]  # the usual (inputs, targets), without a walk
-    for _, tensor in entries(batch):
-        if tensor.ndim:
-            return len(tensor)
-    return 1
+def is_list(value: Any) -> bool:
+    """Return whether this is a list or a tuple, and not a PackedSequence, which is one too."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "to")
 
 
-def split(batch: Any, parts: int) -> list[tuple[Any, float]]:
-    """Cut a batch into at most `parts` micro-batches; return [(micro_batch, share)].
+def usual_dim(name: str, value: Any) -> SampleDim:
+    """Return the dimension of a value's samples: the first one of a tensor, the items of a list.
 
-    The shares of the samples add up to 1. See `select` for what is cut.
+    "auto" for a list of tensors or of other things: see `count`.
     """
-    if parts == 1:
-        return [(batch, 1.0)]
-    samples = size(batch)
-    parts = min(parts, samples)
-    bounds = [samples * i // parts for i in range(parts + 1)]
-    pieces = []
-    for start, stop in pairwise(bounds):
-        if stop > start:
-            pieces.append((select(batch, slice(start, stop), samples), (stop - start) / samples))
-    return pieces
+    if is_list(value):
+        if not value:
+            return None
+        return 0 if all(isinstance(item, PLAIN) for item in value) else "auto"
+    if isinstance(value, torch.Tensor) and not value.ndim:
+        return None
+    return 0
 
 
-def deal(batch: Any, rank: int, ranks: int) -> Any:
-    """Return the part of a batch for this rank: samples rank, rank + ranks, ...
+def lengths(batch: Any, sample_dim: SampleDimOf, auto: int | None) -> dict[str, int | None]:
+    """Return {name: number of samples} of everything in a batch that has samples.
 
-    If there is none for it, return the first sample, which is not to be counted: a model may not
-    take an empty batch.
+    None stands for an object that is not a tensor, whose samples nobody knows. `auto` is what
+    "auto" stands for: 0 counts the items of a list, None looks into it.
+    """
+    counted: dict[str, int | None] = {}
+
+    def note(name: str, leaf: Any) -> None:
+        if is_list(leaf):
+            counted[name] = len(leaf)
+            return
+        dim = sample_dim(name, leaf)
+        if isinstance(dim, int):
+            counted[name] = leaf.shape[dim] if isinstance(leaf, torch.Tensor) else None
+
+    walk(note, batch, is_leaf=by_item(sample_dim, auto))
+    return counted
+
+
+def by_item(sample_dim: SampleDimOf, auto: int | None) -> Callable[[str, Any], bool]:
+    """Return a function that says whether a list within a batch has a sample per item."""
+
+    def is_leaf(name: str, value: Any) -> bool:
+        dim = sample_dim(name, value)
+        return (auto if dim == "auto" else dim) is not None
+
+    return is_leaf
+
+
+def reading(
+    batch: Any, sample_dim: SampleDimOf
+) -> tuple[dict[str, int | None], int | None, list[str]]:
+    """Return ({name: number of samples}, what "auto" stands for, lists that may be either).
+
+    Lists are looked into where the tensors in them are as long as everything else in the batch, as
+    inputs that were stacked are; otherwise they have a sample per item, as images of several sizes.
+    """
+    stacked = lengths(batch, sample_dim, auto=None)
+    items = lengths(batch, sample_dim, auto=0)
+    are_stacked = len(set(stacked.values())) <= 1
+    are_items = len(set(items.values())) <= 1
+    if not are_items:
+        return stacked, None, []
+    if not are_stacked:
+        return items, 0, []
+    return stacked, None, [name for name in items if name not in stacked]
+
+
+def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
+    """Return the number of samples; 1 if nothing has any.
+
+    Where a batch disagrees about it, that is the length of what comes last, usually the targets.
+    """
+    if sample_dim is usual_dim and isinstance(batch, (list, tuple)) and len(batch) == 2:
+        # The usual (inputs, targets), without a walk.
+        inputs, targets = batch
+        are_tensors = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
+        if are_tensors and inputs.shape[:1] == targets.shape[:1] and inputs.ndim:
+            return int(inputs.shape[0])
+    counted, _, _ = reading(batch, sample_dim)
+    known = [length for length in counted.values() if length is not None]
+    return known[-1] if known else 1
+
+
+def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int, int | None]:
+    """Return (the number of samples, what "auto" stands for) of a batch that is to be cut.
 
     Raises:
-        UserError: No tensor in the batch has a sample per row.
+        UserError: The batch disagrees about the number, or could be cut in two ways.
     """
-    samples = size(batch)
-    if not any(is_per_sample(tensor, samples) for _, tensor in entries(batch)):
+    counted, auto, unclear = reading(batch, sample_dim)
+    numbers = set(counted.values())
+    if None in numbers:
+        name = next(name for name, length in counted.items() if length is None)
         raise UserError(
-            f"A batch of type {type(batch).__name__} cannot be dealt out to {ranks} processes: "
-            "it holds no tensor."
+            f"{use}: {name} is not a tensor, and only its class knows how to cut it.\n{HOW}"
         )
-    rows = slice(rank, None, ranks) if rank < samples else slice(1)
-    return select(batch, rows, samples)
+    if len(numbers) > 1:
+        shown = ", ".join(f"{name} has {length}" for name, length in list(counted.items())[:4])
+        raise UserError(
+            f"{use}: the tensors of a batch disagree about the number of samples: {shown}.\n{HOW}"
+        )
+    if unclear:
+        raise UserError(
+            f"{use}: {unclear[0]} may be a list of samples, or of tensors with a sample per row.\n"
+            f"{HOW}"
+        )
+    return (numbers.pop() or 0 if numbers else 1), auto
 
 
-def select(batch: Any, rows: slice, samples: int) -> Any:
-    """Return these rows of a batch of `samples`.
+def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[Any]:
+    """Cut a batch into at most `parts` micro-batches of equal size. See `select` for what is cut.
 
-    Cut are tensors whose first dimension is the number of samples, and lists with one plain value
-    per sample. Everything else stays whole.
+    Raises:
+        UserError: It is not known how to cut it.
     """
-    return walk(
-        lambda _, leaf: leaf[rows] if is_per_sample(leaf, samples) else leaf,
-        batch,
-        plain_list=lambda values: values[rows] if len(values) == samples else values,
-    )
+    if parts == 1:
+        return [batch]
+    samples, auto = check(batch, sample_dim, "micro-batches")
+    parts = max(1, min(parts, samples))
+    bounds = [samples * i // parts for i in range(parts + 1)]
+    return [select(batch, slice(*ends), sample_dim, auto) for ends in pairwise(bounds)]
 
 
-def is_per_sample(leaf: Any, samples: int) -> bool:
-    """Return whether this is a tensor with one row per sample."""
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == samples
+def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim) -> tuple[int, Any]:
+    """Return (the number of samples, the part for this rank: samples rank, rank + ranks, ...).
+
+    If there is none for it, the part is the first sample, which is not to be counted: a model may
+    not take an empty batch.
+
+    Raises:
+        UserError: It is not known how to cut the batch, or nothing in it has samples.
+    """
+    use = f"{ranks} processes"
+    if not lengths(batch, sample_dim, auto=0):
+        raise UserError(
+            f"{use}: a batch of type {type(batch).__name__} cannot be dealt out to them, "
+            "since it holds no tensor."
+        )
+    samples, auto = check(batch, sample_dim, use)
+    rows = slice(rank, None, ranks) if rank < samples else slice(1)
+    return samples, select(batch, rows, sample_dim, auto)
+
+
+def select(batch: Any, rows: slice, sample_dim: SampleDimOf, auto: int | None) -> Any:
+    """Return these samples of a batch: rows of its tensors, and items of its lists.
+
+    What has no samples, of which `sample_dim` is None, stays whole.
+    """
+
+    def cut(name: str, leaf: Any) -> Any:
+        dim = 0 if is_list(leaf) else sample_dim(name, leaf)
+        if not isinstance(dim, int):
+            return leaf
+        return leaf[(slice(None),) * dim + (rows,)] if dim else leaf[rows]
+
+    return walk(cut, batch, is_leaf=by_item(sample_dim, auto))

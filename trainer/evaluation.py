@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
-from stoker.trainer import misuse, parallel
+from stoker.trainer import losses, misuse, parallel
 from stoker.trainer.errors import UserError
 from stoker.trainer.loading import dealt
-from stoker.trainer.metrics import Mean
+from stoker.trainer.metrics import Mean, OfClasses
 from stoker.trainer.stopping import Interrupted
 
 if TYPE_CHECKING:
-    from stoker.trainer.micro_batch import MicroBatches
     from stoker.trainer.trainer import Trainer
 
 
@@ -28,14 +26,14 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     """
     misuse.check_loader(trainer, loader, "evaluate")
     misuse.check_loss(trainer, "evaluate")
-    loader = dealt(loader, trainer.seed)
+    loader = dealt(loader, trainer.seed, trainer.sample_dims)
     loss_mean = Mean()
     batch = None
 
-    def losses(parts: "MicroBatches") -> list[tuple[Any, torch.Tensor, Any]]:
+    def compute_losses(parts: list[Any]) -> list[tuple[Any, torch.Tensor, Any]]:
         results = []
         with trainer.autocast:
-            for part, _ in parts:
+            for part in parts:
                 loss, outputs = trainer.compute_loss(part)
                 results.append((part, loss, outputs))
         return results
@@ -49,10 +47,10 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise Interrupted
                 batch = devices.move(batch, trainer.device)
-                results = trainer.eval_micro_batch.work(losses, batch)
+                results = trainer.eval_micro_batch.work(compute_losses, batch, trainer.sample_dims)
                 if parallel.has_samples(loader):
                     for part, loss, outputs in results:
-                        loss_mean.update(loss, batches.size(part))
+                        loss_mean.update(loss, trainer.samples(part), trainer.loss_weight(part))
                         trainer.update_metrics(outputs, part)
     except Exception as error:
         misuse.raise_explained(trainer, error, batch, trainer.eval_micro_batch)
@@ -67,9 +65,12 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
 
 
 def reset(trainer: "Trainer") -> None:
-    """Reset the metrics."""
+    """Reset the metrics, which leave out the targets that the loss ignores."""
+    ignored = losses.ignored_class(trainer.loss)
     for metric in trainer.metrics.values():
         metric.reset()
+        if isinstance(metric, OfClasses):
+            metric.ignored_by_loss = ignored
         if hasattr(metric, "to"):  # torchmetrics keep their sums on a device of their choice
             metric.to(trainer.device)
 
@@ -77,14 +78,14 @@ def reset(trainer: "Trainer") -> None:
 def predict(trainer: "Trainer", loader: Any) -> torch.Tensor:
     """Return the outputs for all samples of the loader, (N, ...) on the CPU."""
     misuse.check_loader(trainer, loader, "predict")
-    loader = dealt(loader, trainer.seed)
+    loader = dealt(loader, trainer.seed, trainer.sample_dims)
     outputs: list[torch.Tensor] = []
     sizes: list[int] = []  # of whole batches, in several processes
     batch = None
 
-    def predictions(parts: "MicroBatches") -> list[torch.Tensor]:
+    def predictions(parts: list[Any]) -> list[torch.Tensor]:
         with trainer.autocast:
-            return [misuse.as_tensor(trainer.predict_batch(part)) for part, _ in parts]
+            return [misuse.as_tensor(trainer.predict_batch(part)) for part in parts]
 
     try:
         # Not inference_mode here either: what it leaves in sharded parameters cannot be trained.
@@ -92,7 +93,7 @@ def predict(trainer: "Trainer", loader: Any) -> torch.Tensor:
             for batch in loader:
                 sizes.append(getattr(loader, "global_size", None) or 0)
                 batch = devices.move(batch, trainer.device)
-                results = trainer.eval_micro_batch.work(predictions, batch)
+                results = trainer.eval_micro_batch.work(predictions, batch, trainer.sample_dims)
                 if not parallel.has_samples(loader):  # a sample that was lent to this process
                     results = [part[:0] for part in results]
                 outputs += results

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from stoker.trainer import checkpoint, misuse, optimizers, schedules
+from stoker.trainer import checkpoint, losses, misuse, optimizers, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError
 from stoker.trainer.loading import Seekable, resident_bytes, seekable
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any) -> None:
     """Check the arguments of a fit, build the scheduler, and go to where `resume` stands."""
     misuse.check_fit(trainer, train_loader, val_loader)
-    loader = seekable(train_loader, trainer.seed)
+    loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
+    uniform = getattr(loader, "targets_are_uniform", False)
+    trainer.weighs_samples = misuse.is_usual(
+        trainer, "loss_weight"
+    ) and losses.is_mean_over_samples(trainer.loss, uniform)
     trainer.epochs_before = trainer.epochs_begun
     trainer.step = 0
     trainer.steps_per_epoch = len(train_loader)

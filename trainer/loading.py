@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import parallel
+from stoker.trainer import batch as batches
+from stoker.trainer import launch, parallel
+from stoker.trainer.batch import SampleDimOf
 from stoker.trainer.device import mix_seed, seed_python
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.spans import Spans, silent_spans
@@ -20,15 +22,17 @@ def resident_bytes(*loaders: Any) -> int:
     return sum(getattr(loader, "resident_bytes", 0) for loader in loaders)
 
 
-def seekable(loader: Any, seed: int) -> Any:
+def seekable(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -> Any:
     """Return the loader if it has `seek`, else an IterableLoader around it.
 
     Any iterable with a length will do, such as a plain DataLoader.
     """
-    return dealt(loader, seed) if hasattr(loader, "seek") else IterableLoader(loader, seed)
+    if hasattr(loader, "seek"):
+        return dealt(loader, seed, sample_dim)
+    return IterableLoader(loader, seed, sample_dim)
 
 
-def dealt(loader: Any, seed: int) -> Any:
+def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -> Any:
     """Return the loader, or in several processes one that deals its batches out to them.
 
     Raises:
@@ -42,7 +46,7 @@ def dealt(loader: Any, seed: int) -> Any:
             "batches out.\nLeave `seek` out, or give it `global_size`, the samples of the whole "
             "batch that its part is from."
         )
-    return IterableLoader(loader, seed)
+    return IterableLoader(loader, seed, sample_dim)
 
 
 class Seekable:
@@ -52,6 +56,8 @@ class Seekable:
     """
 
     next: tuple[int, int] = (0, 0)
+    # Whether each sample has as many targets, and no class is negative, the ones a loss may ignore.
+    targets_are_uniform: bool = False
     resident_bytes: int = 0  # of the data that it holds on the device
     spans: Spans = silent_spans()  # `fit` puts those of its Trainer here
 
@@ -88,7 +94,9 @@ class IterableLoader(Seekable):
 
     global_size: int | None = None  # samples of the whole batch, in several processes
 
-    def __init__(self, loader: Any, seed: int = 0) -> None:
+    def __init__(
+        self, loader: Any, seed: int = 0, sample_dim: SampleDimOf = batches.usual_dim
+    ) -> None:
         name = type(loader).__name__
         if not hasattr(loader, "__iter__"):
             raise UserError(f"{name} is not a loader: give an iterable of batches, with a length.")
@@ -104,6 +112,8 @@ class IterableLoader(Seekable):
         parallel.check_sampler(loader)
         self.loader = loader
         self.seed = seed
+        self.sample_dim = sample_dim
+        self.targets_are_uniform = getattr(loader, "targets_are_uniform", False)
         self.deals: bool = parallel.ranks() > 1
         self.batch_size: int | None = getattr(loader, "batch_size", None)
         length = getattr(dataset, "__len__", None)
@@ -140,7 +150,8 @@ class IterableLoader(Seekable):
                 return
             if number >= position:
                 if self.deals:
-                    self.global_size, batch = parallel.deal(batch)
+                    rank, ranks = launch.rank(), launch.world_size()
+                    self.global_size, batch = batches.deal(batch, rank, ranks, self.sample_dim)
                 yield batch
             number += 1
 

@@ -9,11 +9,16 @@ from typing import Any
 import torch
 
 from stoker.trainer import launch, parallel
-from stoker.trainer.errors import UserError, check_number, log
+from stoker.trainer.errors import UserError, check_number
 
 
 class Mean:
-    """The mean of values, each weighted by its number of samples: `update(value, samples)`."""
+    """The mean of values, each weighted by its number of samples: `update(value, samples)`.
+
+    Where a value is a mean over something else, `update(value, samples, weight)` takes its weight:
+    a number, or a tensor that stays on its device. Whatever has weight 0 does not count, nan or
+    not.
+    """
 
     higher_is_better = False
 
@@ -23,23 +28,35 @@ class Mean:
     def reset(self) -> None:
         self.total: float | torch.Tensor = 0.0
         self.samples: int = 0
+        self.weight: float | torch.Tensor = 0
 
-    def update(self, value: torch.Tensor, samples: int = 1) -> None:
+    def update(
+        self, value: torch.Tensor, samples: int = 1, weight: float | torch.Tensor | None = None
+    ) -> None:
         if not isinstance(self.total, torch.Tensor):
             # Filled and not copied: nothing waits for the device.
             dtype = wide_type(value)
             self.total = torch.full((), self.total, dtype=dtype, device=value.device)
-        value = value if value.ndim == 0 else value.reshape(())
-        self.total.add_(value.detach(), alpha=samples)  # one kernel, although the total is wider
+        value = (value if value.ndim == 0 else value.reshape(())).detach()
+        if weight is None:
+            weight = samples
+        if isinstance(weight, torch.Tensor):
+            if weight.is_floating_point():
+                weight = weight.to(self.total.dtype)
+            counted = value.to(self.total.dtype).masked_fill(weight == 0, 0)  # nan * 0 is nan
+            self.total.add_(counted * weight)
+        elif weight:
+            self.total.add_(value, alpha=weight)  # one kernel, although the total is wider
+        self.weight = self.weight + weight
         self.samples += samples
 
     def compute(self) -> torch.Tensor:
-        """Return the mean, nan before the first update."""
+        """Return the mean, nan if nothing has a weight."""
         if not self.samples:
             return torch.tensor(torch.nan)
         if not isinstance(self.total, torch.Tensor):
-            return torch.tensor(self.total, dtype=torch.float64) / self.samples
-        return self.total / self.samples
+            return torch.tensor(self.total, dtype=torch.float64) / self.weight
+        return self.total / self.weight
 
     def over_ranks(self) -> "Mean":
         """Return the Mean over all processes; all of them have to call this."""
@@ -47,6 +64,7 @@ class Mean:
             return self
         mean = Mean()
         total = parallel.add_up(float(self.total))
+        mean.weight = parallel.add_up(float(self.weight))
         mean.samples = parallel.add_up(self.samples)
         if mean.samples:  # a tensor, as a single process has it
             mean.total = torch.tensor(total, dtype=torch.float64)
@@ -54,13 +72,14 @@ class Mean:
 
     def state_dict(self) -> dict[str, Any]:
         mean = self.over_ranks()
-        return {"total": mean.total, "samples": mean.samples}
+        return {"total": mean.total, "samples": mean.samples, "weight": float(mean.weight)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
         if launch.is_first():  # the sum over all processes, which is added up again
             self.total = float(state["total"])
             self.samples = state["samples"]
+            self.weight = state["weight"]
 
 
 class Sums:
@@ -96,18 +115,10 @@ class Sums:
         return torch.tensor(torch.nan) if sums is None else self.value(sums)
 
 
-def check_over_ranks(metrics: Mapping[str, Any], loss: Any) -> None:
-    """UserError for a metric that cannot be added up over processes, if there are several.
-
-    Warns of a loss whose mean is not over samples.
-    """
+def check_over_ranks(metrics: Mapping[str, Any]) -> None:
+    """UserError for a metric that cannot be added up over processes, if there are several."""
     if parallel.ranks() == 1:
         return
-    if getattr(loss, "weight", None) is not None:
-        log.warning(
-            "loss: with class weights each process takes the mean over its own part of a batch; "
-            "one process would take it over the whole batch."
-        )
     for name, metric in metrics.items():
         if not isinstance(metric, Sums) and not hasattr(metric, "sync_on_compute"):
             raise UserError(
@@ -152,25 +163,46 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(wide_type(tensor))
 
 
-class Accuracy(Sums):
+class OfClasses(Sums):
+    """A metric of class numbers, which leaves out targets of class `ignore_index`.
+
+    Where that is None, it leaves out what the loss of its Trainer ignores. On its own it counts all
+    targets.
+    """
+
+    ignored_by_loss: int | None = None  # set by the Trainer before each evaluation
+
+    def __init__(self, ignore_index: int | None = None) -> None:
+        self.ignore_index: int | None = check_number(
+            "metrics.ignore_index", ignore_index, whole=True, optional=True
+        )
+        super().__init__()
+
+    def counts(self, targets: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+        """Return which of the true classes count; soft targets all do."""
+        ignored = self.ignored_by_loss if self.ignore_index is None else self.ignore_index
+        if ignored is None or targets.is_floating_point():
+            return torch.ones_like(true, dtype=torch.bool)
+        return true != ignored
+
+
+class Accuracy(OfClasses):
     """The share of samples (or pixels) whose largest output is their class.
 
     Outputs are (N, C, ...), targets (N, ...).
     """
 
-    def reset(self) -> None:
-        super().reset()
-        self.count: int = 0
-
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self.add_hits(class_of(targets, outputs) == outputs.argmax(1))
+        true = class_of(targets, outputs)
+        self.add_hits(true == outputs.argmax(1), self.counts(targets, true))
 
-    def add_hits(self, hits: torch.Tensor) -> None:
-        self.add(hits.sum())
-        self.count += hits.numel()
+    def add_hits(self, hits: torch.Tensor, counts: torch.Tensor) -> None:
+        self.add(torch.stack([(hits & counts).sum(), counts.sum()]))
 
     def value(self, sums: torch.Tensor) -> torch.Tensor:
-        return wide(sums) / parallel.add_up(self.count)
+        hits, count = wide(sums)
+        share: torch.Tensor = hits / count
+        return share
 
 
 class TopK(Accuracy):
@@ -179,26 +211,26 @@ class TopK(Accuracy):
     Outputs are (N, C, ...), targets (N, ...).
     """
 
-    def __init__(self, k: int = 5) -> None:
+    def __init__(self, k: int = 5, ignore_index: int | None = None) -> None:
         self.k: int = check_number("metrics.k", k, whole=True, least=1)
-        super().__init__()
+        super().__init__(ignore_index)
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         true = class_of(targets, outputs)
         best = outputs.topk(min(self.k, outputs.shape[1]), 1).indices
-        self.add_hits((best == true.unsqueeze(1)).any(1))
+        self.add_hits((best == true.unsqueeze(1)).any(1), self.counts(targets, true))
 
 
-class Confusion(Sums):
+class Confusion(OfClasses):
     """The (C, C) matrix of counts: one row per true class, one column per predicted class."""
 
     higher_is_better = None
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, ignore_index: int | None = None) -> None:
         self.num_classes: int = check_number(
             "metrics.num_classes", num_classes, whole=True, least=2
         )
-        super().__init__()
+        super().__init__(ignore_index)
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
         true = class_of(targets, outputs)
@@ -207,10 +239,11 @@ class Confusion(Sums):
                 f"num_classes={self.num_classes}: the model's outputs are of "
                 f"{outputs.shape[1]} classes."
             )
-        cells = (true * self.num_classes + outputs.argmax(1)).flatten()
-        counts = torch.zeros(self.num_classes**2, dtype=torch.int64, device=outputs.device)
+        counts = self.counts(targets, true)
+        cells = (true.where(counts, 0) * self.num_classes + outputs.argmax(1)).flatten()
+        table = torch.zeros(self.num_classes**2, dtype=torch.int64, device=outputs.device)
         # bincount would wait for the device.
-        self.add(counts.scatter_add_(0, cells, torch.ones_like(cells)))
+        self.add(table.scatter_add_(0, cells, counts.flatten().to(cells.dtype)))
 
     def value(self, sums: torch.Tensor) -> torch.Tensor:
         return sums.reshape(self.num_classes, self.num_classes)

@@ -11,7 +11,6 @@ from stoker.trainer import device as devices
 from stoker.trainer import parallel, settings
 from stoker.trainer.errors import TrainingError, UserError, check_number, log
 
-MicroBatches = list[tuple[Any, float]]  # (micro-batch, its share of the samples)
 Shares = tuple[int, int] | None  # the most and the fewest samples that a process has of a batch
 Result = TypeVar("Result")
 
@@ -58,23 +57,26 @@ class MicroBatch:
         size = "auto" if self.adapts else None
         return MicroBatch(self.device, size, use="evaluation", key="eval_batch_size")
 
-    def split(self, batch: Any, shares: Shares = None) -> MicroBatches:
-        """Cut a batch; return its micro-batches with their shares, which add up to 1.
+    def split(
+        self, batch: Any, sample_dim: batches.SampleDimOf, shares: Shares = None
+    ) -> list[Any]:
+        """Cut a batch into micro-batches.
 
         Each process makes as many of its `shares` as the others.
         """
         parts = self.parts
         if self.size is not None:
-            most = shares[0] if shares else batches.size(batch)
+            most = shares[0] if shares else batches.size(batch, sample_dim)
             parts = math.ceil(most / self.size)
         if shares:
             parts = min(parts, shares[1])
-        return batches.split(batch, parts) if parts > 1 else [(batch, 1.0)]
+        return batches.split(batch, parts, sample_dim) if parts > 1 else [batch]
 
     def work(
         self,
-        function: Callable[[MicroBatches], Result],
+        function: Callable[[list[Any]], Result],
         batch: Any,
+        sample_dim: batches.SampleDimOf,
         shares: Shares = None,
         module: torch.nn.Module | None = None,
         undo: Callable[[], None] | None = None,
@@ -85,14 +87,14 @@ class MicroBatch:
         `module`, call `undo`, and start over with the whole batch.
         """
         if not self.adapts:
-            return function(self.split(batch, shares))
+            return function(self.split(batch, sample_dim, shares))
         buffers = [] if module is None else list(module.buffers())
         before = [buffer.clone() for buffer in buffers]
         while True:
             try:
-                return function(self.split(batch, shares))
+                return function(self.split(batch, sample_dim, shares))
             except (RuntimeError, MemoryError) as error:
-                self.halve(error, batch)
+                self.halve(error, batches.size(batch, sample_dim), module)
             # Outside of `except`: until it ends, the error keeps the tensors of its frames alive.
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
@@ -101,27 +103,27 @@ class MicroBatch:
                 undo()
             devices.release(self.device)
 
-    def halve(self, error: Exception, batch: Any) -> None:
+    def halve(self, error: Exception, samples: int, module: torch.nn.Module | None) -> None:
         """Halve the size and say so; raise the error if that cannot help."""
-        samples = batches.size(batch)
         most = min(self.size or samples, samples)
         if most == 1 or not devices.is_out_of_memory(error):
             raise error
         self.size = most // 2
         unit = "sample" if self.size == 1 else "samples"
         log.warning(
-            "Out of memory with %d samples at once: the %s goes on with %d %s, same result.",
+            "Out of memory with %d samples at once: the %s goes on with %d %s, %s.",
             most,
             self.use,
             self.size,
             unit,
+            effect(module),
         )
 
-    def explain(self, batch: Any) -> TrainingError:
+    def explain(self, samples: int | None, module: torch.nn.Module) -> TrainingError:
         """Return the error for running out of memory with a batch (None before the first one)."""
         place = f"{self.device}"
-        if batch is not None:
-            place += f" with a batch of {batches.size(batch)}"
+        if samples is not None:
+            place += f" with a batch of {samples}"
             if self.size:
                 place += f" in micro-batches of {self.size}"
             elif self.parts > 1:
@@ -134,7 +136,7 @@ class MicroBatch:
         elif self.size:
             advice = f"a lower micro_batch or {self.key}"
         else:
-            advice = f"micro_batch=auto (the same result in less memory), or a lower {self.key}"
+            advice = f"micro_batch=auto (less memory, {effect(module)}), or a lower {self.key}"
         memory = devices.describe_memory(self.device)
         return TrainingError(
             f"Out of memory on {place}, in the {self.use}: {memory}.\nType {advice}."
@@ -157,3 +159,26 @@ class MicroBatch:
             self.size = check_number(
                 "micro_batch", state["size"], whole=True, least=1, optional=True
             )
+
+
+def effect(module: torch.nn.Module | None) -> str:
+    """Return what smaller micro-batches change in a model that trains: 'same result', or why not.
+
+    A module of None, or one that is not in training mode, computes each sample by itself.
+    """
+    kinds: dict[str, None] = {}
+    for child in module.modules() if module is not None else ():
+        if child.training and depends_on_batch(child):
+            kinds[type(child).__name__] = None
+    if not kinds:
+        return "same result"
+    return f"with other results, as {' and '.join(kinds)} work on each micro-batch by itself"
+
+
+def depends_on_batch(module: torch.nn.Module) -> bool:
+    """Return whether a layer takes statistics of its batch in training, or draws for all of it."""
+    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        return True
+    is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+    rate = module.p if is_dropout else getattr(module, "dropout", 0)  # of an LSTM, an attention
+    return isinstance(rate, float) and rate > 0

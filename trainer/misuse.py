@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import device as devices
-from stoker.trainer import launch, parallel
+from stoker.trainer import launch, losses, parallel
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, first_few, log
 from stoker.trainer.loading import Seekable
@@ -31,7 +31,7 @@ LOSS_AND_OUTPUTS = (
 CALLERS = {
     ("trainer.py", "train_step"): LOSS_AND_OUTPUTS,
     ("steps.py", "accumulate"): LOSS_AND_OUTPUTS,
-    ("evaluation.py", "losses"): LOSS_AND_OUTPUTS,
+    ("evaluation.py", "compute_losses"): LOSS_AND_OUTPUTS,
     ("evaluation.py", "evaluate"): LOSS_AND_OUTPUTS,
     ("trainer.py", "fit"): (
         "train_step has to return the mean loss of its batch, a tensor: "
@@ -79,11 +79,9 @@ def check_loss_function(loss: Any) -> None:
             "loss: give a function of (outputs, targets) that returns their mean, "
             f"such as torch.nn.MSELoss(){instead_of(loss)}."
         )
-    if getattr(loss, "reduction", "mean") != "mean":
-        raise UserError(
-            f"loss: reduction={loss.reduction!r}; "
-            "a batch is weighted by its samples, so give 'mean'."
-        )
+    reduction = losses.option(loss, "reduction", "mean")
+    if reduction not in ("mean", "batchmean"):
+        raise UserError(f"loss: reduction={reduction!r}; the Trainer weighs means, so give 'mean'.")
     if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
         raise UserError(
             f"loss: {type(loss).__name__} has parameters of its own; make it a part of the model."
@@ -281,7 +279,7 @@ def form(batch: Any) -> str:
 def is_usual(trainer: "Trainer", method: str) -> bool:
     """Return whether a method is that of Trainer itself, and not of a subclass."""
     module: str = getattr(type(trainer), method).__module__
-    return module == "stoker.trainer.trainer"
+    return module in ("stoker.trainer.trainer", "stoker.trainer.batching")
 
 
 def raise_explained(
@@ -291,7 +289,8 @@ def raise_explained(
     if not isinstance(error, Exception) or isinstance(error, UserError):
         return
     if devices.is_out_of_memory(error):
-        raise micro_batch.explain(batch) from error
+        samples = None if batch is None else trainer.samples(batch)
+        raise micro_batch.explain(samples, trainer.module) from error
     text = wrong_batch(trainer, error, batch) or wrong_result(error)
     if text is not None:
         raise UserError(text) from error

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.trainer import batch as batches
-from stoker.trainer import launch
+from stoker.trainer import launch, losses
 from stoker.trainer.errors import TrainingError, UserError, first_few, log
 from stoker.trainer.settings import check_strategy
 
@@ -564,26 +563,30 @@ def check_sampler(loader: Any) -> None:
         )
 
 
-def deal(batch: Any) -> tuple[int, Any]:
-    """Return (the number of samples in a batch, this process's part of it)."""
-    return batches.size(batch), batches.deal(batch, launch.rank(), launch.world_size())
-
-
-def shares(batch: Any, loader: Any) -> tuple[tuple[int, int] | None, float]:
-    """Return (the most and the fewest samples of a process, the weight of this one's mean).
-
-    `batch` is this process's part of the loader's last batch. (None, 1.0) for one process.
-    """
-    if joined == 1:
-        return None, 1.0
-    samples: int = loader.global_size
+def shares(samples: int) -> tuple[int, int]:
+    """Return the most and the fewest samples that a process has of a batch of so many."""
     if samples < ranks():
         raise UserError(
             f"A batch of {samples} samples is too small for {ranks()} processes.\n"
             "Type another batch_size."
         )
-    bounds = (math.ceil(samples / ranks()), samples // ranks())
-    return bounds, batches.size(batch) * ranks() / samples
+    return math.ceil(samples / ranks()), samples // ranks()
+
+
+def weight(
+    here: float | torch.Tensor, total: float | None, device: torch.device
+) -> float | torch.Tensor:
+    """Return what a process multiplies its mean loss by, as gradients are averaged over processes.
+
+    `here` is the weight of its part of the batch, and `total` that of the whole batch, None if no
+    process knows it.
+    """
+    if total is not None:
+        return float(here) * ranks() / total
+    part = losses.on_device(here, device)
+    whole = part.clone()
+    dist.all_reduce(whole)
+    return losses.share(part * ranks(), whole)
 
 
 def has_samples(loader: Any) -> bool:

@@ -38,7 +38,7 @@ def check(part: Any, state: Any, name: str) -> None:
         check_scaler(part, state, name)
     elif name in ("train_loss", "grad_norm"):
         # nan: the mean of a diverged training is not finite.
-        check_like(state, {"total": math.nan, "samples": 0}, name)
+        check_like(state, {"total": math.nan, "samples": 0, "weight": 0.0}, name)
     elif name == "scheduler":
         check_scheduler(part, state, name)
     elif name == "micro_batch":

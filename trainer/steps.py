@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from stoker.trainer import graph, misuse, optimizers, parallel
+from stoker.trainer import graph, losses, misuse, optimizers, parallel
 from stoker.trainer.errors import NotFinite
 
 if TYPE_CHECKING:
-    from stoker.trainer.micro_batch import MicroBatches
     from stoker.trainer.trainer import Trainer
 
 # The fp16 scaler begins at 65,536 and halves its scale with each step that it skips. No gradient
@@ -69,6 +68,7 @@ class AdaptiveStep:
         loss = trainer.micro_batch.work(
             functools.partial(accumulate, trainer),
             batch,
+            trainer.sample_dims,
             trainer.shares,
             trainer.module,
             undo=functools.partial(undo, trainer),
@@ -133,27 +133,28 @@ class GraphStep:
 
 def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Do what a graph holds of a step; return the mean loss and the norm of a clipped gradient."""
-    loss = accumulate(trainer, trainer.micro_batch.split(batch, trainer.shares))
+    parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.shares)
+    loss = accumulate(trainer, parts)
     norm = None if trainer.max_grad_norm is None else clip(trainer)
     trainer.optimizer_step()
     optimizers.zero_grad(trainer.optimizer)
     return loss, norm
 
 
-def accumulate(trainer: "Trainer", micro_batches: "MicroBatches") -> torch.Tensor:
-    """Add up the gradients of the micro-batches, as `train_step` does; return their mean loss."""
-    losses = []
-    for i, (micro_batch, share) in enumerate(micro_batches, 1):
-        with parallel.gradient_sync(trainer.model, enabled=i == len(micro_batches)):
+def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
+    """Add up the gradients of micro-batches, as `train_step` does; return their mean loss."""
+    shares = []
+    for i, (micro_batch, share) in enumerate(trainer.shared(parts), 1):
+        with parallel.gradient_sync(trainer.model, enabled=i == len(parts)):
             with trainer.spans["forward"], trainer.autocast:
                 loss, _ = trainer.compute_loss(micro_batch)
-            if share != 1:
-                loss = loss * share
+            if share is not None:
+                loss = losses.scaled(loss, share)
             with trainer.spans["backward"]:
-                weighted = loss if trainer.weight == 1 else loss * trainer.weight
+                weighted = losses.scaled(loss, trainer.weight) if trainer.shares else loss
                 trainer.scaler.scale(weighted).backward()
-        losses.append(loss.detach())
-    return sum(losses[1:], losses[0])
+        shares.append(loss.detach())
+    return sum(shares[1:], shares[0])
 
 
 def clip(trainer: "Trainer") -> torch.Tensor:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer import (
     evaluation,
     fitting,
     launch,
+    losses,
     misuse,
     optimizers,
     parallel,
@@ -19,6 +19,7 @@ from stoker.trainer import (
     settings,
     steps,
 )
+from stoker.trainer.batching import Batching
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.metrics import check_over_ranks
 from stoker.trainer.micro_batch import MicroBatch
@@ -30,7 +31,7 @@ from stoker.trainer.stopping import Interrupted
 from stoker.trainer.window import Window
 
 
-class Trainer(Stoppable, Stateful, Reporting):
+class Trainer(Batching, Stoppable, Stateful, Reporting):
     """Trains, evaluates and applies a model.
 
     To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or
@@ -106,7 +107,7 @@ class Trainer(Stoppable, Stateful, Reporting):
         self.layout_may_change = misuse.check_layout(self.module, channels_last, bool(compile))
         self.loss: Any = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
         self.metrics: dict[str, Any] = dict(metrics or {})
-        check_over_ranks(self.metrics, self.loss)
+        check_over_ranks(self.metrics)
         is_first = launch.is_first()
         self.seed_suffix: tuple[int, ...] = () if is_first else (launch.rank(),)
         self.callbacks = [c for c in callbacks if is_first or not c.first_rank_only]
@@ -122,10 +123,6 @@ class Trainer(Stoppable, Stateful, Reporting):
         self.lr: float = 0.0  # of the first parameter group, in the last step
         self.train_loader: Any = None
         self.val_loader: Any = None
-        # With several processes: the largest and smallest share of the batch, in samples, and the
-        # weight of this process's mean loss, which your own train_step multiplies its losses by.
-        self.shares: tuple[int, int] | None = None
-        self.weight: float = 1.0
         self.window = Window()
         self.spans: Spans = silent_spans()
 
@@ -158,7 +155,7 @@ class Trainer(Stoppable, Stateful, Reporting):
                         self.begin_step(batch)
                         loss = self.train_step(batch)
                         self.step += 1
-                        self.window.loss.update(loss, batches.size(batch))
+                        self.window.loss.update(loss, self.step_samples, self.step_weight)
 
                         evaluate = val_loader is not None and self.is_time(eval_every)
                         epoch_ends = self.step % self.steps_per_epoch == 0
@@ -184,18 +181,18 @@ class Trainer(Stoppable, Stateful, Reporting):
         """Take one optimizer step, and one of the schedule; return the mean loss of the batch."""
         if self.special_step is not None:  # for fp16, micro_batch=auto or CUDA graphs
             return self.special_step(self, batch)
-        losses = []
-        micro_batches = self.micro_batch.split(batch, self.shares)
+        shares = []
+        micro_batches = self.cut(batch)
         for i, (micro_batch, share) in enumerate(micro_batches, 1):
             # Several processes exchange gradients on the last micro-batch only.
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
                 with self.spans["forward"], self.autocast:
                     loss, _ = self.compute_loss(micro_batch)
-                if share != 1:
-                    loss = loss * share
-                losses.append(loss.detach())
-                if self.weight != 1:
-                    loss = loss * self.weight
+                if share is not None:
+                    loss = losses.scaled(loss, share)
+                shares.append(loss.detach())
+                if self.shares is not None:
+                    loss = losses.scaled(loss, self.weight)
                 with self.spans["backward"]:
                     loss.backward()
         with self.spans["optimizer"]:
@@ -205,7 +202,7 @@ class Trainer(Stoppable, Stateful, Reporting):
             self.optimizer_step()
             optimizers.zero_grad(self.optimizer)
         self.scheduler.step()
-        return sum(losses[1:], losses[0])
+        return sum(shares[1:], shares[0])
 
     def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Return the mean loss of the batch, and the outputs for `update_metrics`."""
@@ -264,7 +261,7 @@ class Trainer(Stoppable, Stateful, Reporting):
     def begin_step(self, batch: Any) -> None:
         """Note the rate of a step and seed it: a step is a function of (seed, step)."""
         self.lr = self.scheduler.get_last_lr()[0]
-        self.shares, self.weight = parallel.shares(batch, self.train_loader)
+        self.weigh(batch)
         self.seed_generators("step")
 
     def seed_generators(self, use: str) -> None:

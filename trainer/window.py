@@ -12,7 +12,7 @@ class Window:
     """Collects the numbers of steps until they are logged.
 
     Attributes:
-        loss: Mean loss over the samples of the window.
+        loss: Mean loss over the window, each step by the weight of its batch.
         grad_norm: Mean norm of the gradient over the steps of the window, if gradients are clipped.
             It is 0 for a skipped step.
         skipped: Share of the steps that the fp16 scaler skipped; without a value unless it is used.

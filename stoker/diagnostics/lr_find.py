@@ -42,7 +42,7 @@ def lr_find(
     1506.01186, section 3.3), and restores the trainer's state. UserError without a curve.
     """
     check_number("steps", steps, whole=True, least=FEWEST)
-    loader = seekable(train_loader, trainer.seed)
+    loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
     before = copy.deepcopy({name: part.state_dict() for name, part in trainer.stateful().items()})
     special_step = trainer.special_step
     if captures(trainer):  # a captured step would keep its first rate

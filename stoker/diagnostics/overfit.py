@@ -63,7 +63,7 @@ def learn(
     It takes at most `steps` steps, by default MOST. The loader must not augment. TrainingError with
     the likely causes if the model does not learn.
     """
-    loader = seekable(train_loader, trainer.seed)
+    loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
     length = len(loader)
     if count > length:
         raise UserError(f"overfit={count}: an epoch has {length} batches. Type overfit=1.")
@@ -72,7 +72,7 @@ def learn(
         batches.walk(lambda _, leaf: leaf.clone(), batch)
         for batch in itertools.islice(loader, count)
     ]
-    samples = sum(map(batches.size, given))
+    samples = sum(map(trainer.samples, given))
     targets = targets_of(given)
     if targets is not None and len(targets) > 1 and (targets == targets[0]).all():
         raise UserError(

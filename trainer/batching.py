@@ -1,0 +1,94 @@
+"""What a Trainer knows of batches: how many samples they have, where to cut them, what they weigh."""
+
+from typing import Any
+
+import torch
+
+from stoker.trainer import batch as batches
+from stoker.trainer import losses, parallel
+from stoker.trainer.micro_batch import MicroBatch
+
+# (micro-batch, its share of the weight; None for a whole batch)
+MicroBatches = list[tuple[Any, float | torch.Tensor | None]]
+
+
+class Batching:
+    """The part of a Trainer that measures and cuts batches."""
+
+    loss: Any
+    device: torch.device
+    train_loader: Any
+    micro_batch: MicroBatch
+    # Of the batch of this step, on this process:
+    step_samples: int = 0
+    step_weight: float | torch.Tensor = 0
+    # Whether the weight of a training batch is its number of samples, which costs nothing to know.
+    weighs_samples: bool = False
+    # With several processes: the largest and smallest share of the batch, in samples, and the
+    # weight of this process's mean loss, which your own train_step multiplies its losses by.
+    shares: tuple[int, int] | None = None
+    weight: float | torch.Tensor = 1.0
+
+    def sample_dim(self, name: str, value: Any) -> batches.SampleDim:
+        """Return along which dimension of a tensor its samples are, None if it has none.
+
+        It decides where batches are cut into micro-batches and dealt out to processes, and how many
+        samples they have. Override it if that is not the first dimension:
+
+            def sample_dim(self, name, value):
+                if name == "batch[0]":  # a text (time, samples)
+                    return 1
+                return super().sample_dim(name, value)
+
+        Names read like the code that reaches the value: `batch[0]`, `batch['x']`. For a list inside
+        the batch, 0 means one item per sample, None looks into it, and "auto" is what fits the rest
+        of the batch. What has no samples goes to each part as it is.
+        """
+        return batches.usual_dim(name, value)
+
+    def loss_weight(self, batch: Any) -> float | torch.Tensor:
+        """Return what `compute_loss` divides by: the weight of the batch's mean loss.
+
+        Micro-batches, processes, evaluations and logged losses count by it. For torch's own losses
+        of (outputs, targets) it is what they divide by, and the number of samples for any other.
+        Override it for your own loss; a tensor stays on the device.
+        """
+        if isinstance(batch, (list, tuple)) and len(batch) == 2:
+            weight = losses.divisor(self.loss, batch[1])
+            if weight is not None:
+                return weight
+        return self.samples(batch)
+
+    @property
+    def sample_dims(self) -> batches.SampleDimOf:
+        """`sample_dim`, as the plain function where a subclass has not overridden it."""
+        is_usual = type(self).sample_dim is Batching.sample_dim
+        return batches.usual_dim if is_usual else self.sample_dim
+
+    def samples(self, batch: Any) -> int:
+        """Return the number of samples in a batch."""
+        return batches.size(batch, self.sample_dims)
+
+    def weigh(self, batch: Any) -> None:
+        """Note the samples and the weight of a step's batch, which is this process's part."""
+        self.step_samples = self.samples(batch)
+        self.step_weight = self.step_samples if self.weighs_samples else self.loss_weight(batch)
+        if parallel.joined > 1:
+            global_size = self.train_loader.global_size
+            self.shares = parallel.shares(global_size)
+            total = global_size if self.weighs_samples else None
+            self.weight = parallel.weight(self.step_weight, total, self.device)
+
+    def cut(self, batch: Any) -> MicroBatches:
+        """Return the micro-batches of a step with their shares, which add up to 1."""
+        if self.micro_batch.parts == 1 and self.micro_batch.size is None:
+            return [(batch, None)]
+        return self.shared(self.micro_batch.split(batch, self.sample_dims, self.shares))
+
+    def shared(self, parts: list[Any]) -> MicroBatches:
+        """Return micro-batches with their shares of the weight."""
+        if len(parts) == 1:
+            return [(parts[0], None)]
+        weigh = self.samples if self.weighs_samples else self.loss_weight
+        weights = [weigh(part) for part in parts]
+        return list(zip(parts, losses.shares(weights, self.device), strict=True))

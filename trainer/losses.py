@@ -1,0 +1,138 @@
+"""What the mean of torch's own losses divides by: the weight of a batch among batches."""
+
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+# What the mean of each divides by: the class weights of the targets, or the number of elements.
+# The others of torch divide by the number of samples.
+DIVISORS: dict[Any, str] = {
+    nn.CrossEntropyLoss: "classes",
+    nn.NLLLoss: "classes",
+    nn.BCELoss: "elements",
+    nn.BCEWithLogitsLoss: "elements",
+    nn.HingeEmbeddingLoss: "elements",
+    nn.HuberLoss: "elements",
+    nn.KLDivLoss: "elements",
+    nn.L1Loss: "elements",
+    nn.MSELoss: "elements",
+    nn.PoissonNLLLoss: "elements",
+    nn.SmoothL1Loss: "elements",
+    nn.SoftMarginLoss: "elements",
+    functional.cross_entropy: "classes",
+    functional.nll_loss: "classes",
+    functional.binary_cross_entropy: "elements",
+    functional.binary_cross_entropy_with_logits: "elements",
+    functional.hinge_embedding_loss: "elements",
+    functional.huber_loss: "elements",
+    functional.kl_div: "elements",
+    functional.l1_loss: "elements",
+    functional.mse_loss: "elements",
+    functional.poisson_nll_loss: "elements",
+    functional.smooth_l1_loss: "elements",
+    functional.soft_margin_loss: "elements",
+}
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+IGNORED = -100  # torch's default for ignore_index
+
+
+def divides_by(loss: Any) -> str | None:
+    """Return "classes" or "elements" for a loss of torch, as a module or a function, else None.
+
+    A functools.partial with keywords counts as its function, and a class with its own forward as
+    another loss. KLDivLoss(reduction="batchmean") is one that divides by the samples.
+    """
+    if option(loss, "reduction", "mean") != "mean":
+        return None
+    if isinstance(loss, nn.Module):
+        for kind in type(loss).__mro__:
+            if kind in DIVISORS:
+                is_usual = type(loss).forward is getattr(kind, "forward", None)
+                return DIVISORS[kind] if is_usual else None
+        return None
+    if isinstance(loss, functools.partial):
+        loss = None if loss.args else loss.func
+    return DIVISORS.get(loss) if isinstance(loss, FUNCTIONS) else None
+
+
+def option(loss: Any, name: str, default: Any = None) -> Any:
+    """Return an option of a loss: a module's attribute, or a keyword of a functools.partial."""
+    if isinstance(loss, functools.partial):
+        return loss.keywords.get(name, default)
+    return getattr(loss, name, default)
+
+
+def ignored_class(loss: Any) -> int | None:
+    """Return the class whose targets the loss leaves out, None if it knows no such class."""
+    return option(loss, "ignore_index", IGNORED) if divides_by(loss) == "classes" else None
+
+
+def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
+    """Return whether each sample has the same part in the mean, as far as this can be known.
+
+    `targets_are_uniform` says that each sample has as many targets and no class is negative.
+    """
+    kind = divides_by(loss)
+    if kind == "classes":
+        counts_all = option(loss, "weight") is None and option(loss, "ignore_index", IGNORED) < 0
+        return targets_are_uniform and counts_all
+    return targets_are_uniform or kind is None
+
+
+def divisor(loss: Any, targets: Any) -> int | torch.Tensor | None:
+    """Return what the mean of one of torch's losses divides by for a batch with these targets.
+
+    A tensor is on the device of the targets. None if that is the number of samples, or the loss is
+    not one of torch's.
+    """
+    kind = divides_by(loss)
+    if kind is None or not isinstance(targets, torch.Tensor):
+        return None
+    if kind == "elements":
+        return targets.numel()
+    if targets.is_floating_point():  # probabilities (N, C, ...), which all count 1
+        classes = targets.shape[1] if targets.ndim > 1 else targets.shape[0]
+        return targets.numel() // max(1, classes)
+    counts: torch.Tensor = targets != option(loss, "ignore_index", IGNORED)
+    weight = option(loss, "weight")
+    if weight is None:
+        return counts.sum()
+    # Clamped: the loss has better words for a class that does not exist.
+    weights: torch.Tensor = weight.to(targets.device)[targets.clamp(0, len(weight) - 1)]
+    return (weights * counts).sum()
+
+
+def shares(
+    weights: Sequence[float | torch.Tensor], device: torch.device
+) -> Sequence[float | torch.Tensor]:
+    """Return each weight's share of their sum; tensors if there are any among them."""
+    if all(isinstance(weight, (int, float)) and weight > 0 for weight in weights):
+        total = sum(weights)
+        return [weight / total for weight in weights]
+    stacked = torch.stack([on_device(weight, device) for weight in weights])
+    return list(share(stacked, stacked.sum()))
+
+
+def on_device(weight: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a weight as a 0-dim tensor, float64 where the device has it; nothing waits for it."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if isinstance(weight, torch.Tensor):
+        return weight.detach().to(device, dtype).reshape(())
+    return torch.full((), float(weight), dtype=dtype, device=device)
+
+
+def share(weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return weight / total, 0 where nothing has a weight."""
+    return (weight / total).masked_fill(total == 0, 0)
+
+
+def scaled(loss: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    """Return the loss times its share; 0 if that is 0, as the mean of nothing is nan."""
+    if isinstance(factor, torch.Tensor):
+        return loss.masked_fill(factor == 0, 0) * factor.to(loss.dtype)
+    return loss * factor
