@@ -256,13 +256,16 @@ class SameForward(nn.CrossEntropyLoss):
 
 def test_which_losses_divide_by_what():
     targets = torch.tensor([[0, 1, -100], [2, -100, -100]])
-    floats = torch.zeros(2, 3)
-    assert losses.divisor(SameForward(), targets) == 3
-    assert losses.divisor(OwnForward(), targets) is None  # your own loss
-    assert losses.divisor(lambda outputs, targets: 0, targets) is None
-    assert losses.divisor(nn.KLDivLoss(reduction="batchmean"), floats) is None
-    assert losses.divisor(nn.KLDivLoss(), floats) == 6
-    assert losses.divisor(nn.MultiMarginLoss(), targets) is None
+    assert losses.divisor(SameForward())(targets) == 3
+    assert losses.divisor(nn.KLDivLoss())(torch.zeros(2, 3)) == 6
+    mean_over_samples = (
+        OwnForward(),  # your own loss
+        lambda outputs, targets: 0,
+        nn.KLDivLoss(reduction="batchmean"),
+        nn.MultiMarginLoss(),
+    )
+    for loss in mean_over_samples:
+        assert losses.divisor(loss) is None
     summed = (nn.MSELoss(reduction="sum"), functools.partial(functional.mse_loss, reduction="sum"))
     for loss in summed:
         with pytest.raises(UserError, match="reduction='sum'; the Trainer weighs means"):

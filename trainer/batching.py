@@ -16,6 +16,7 @@ class Batching:
     """The part of a Trainer that measures and cuts batches."""
 
     loss: Any
+    divisor: losses.Divisor | None  # from targets to what the mean of the loss divides by
     device: torch.device
     train_loader: Any
     micro_batch: MicroBatch
@@ -53,10 +54,10 @@ class Batching:
         of (outputs, targets) it is what they divide by, and the number of samples for any other.
         Override it for your own loss; a tensor stays on the device.
         """
-        if isinstance(batch, (list, tuple)) and len(batch) == 2:
-            weight = losses.divisor(self.loss, batch[1])
-            if weight is not None:
-                return weight
+        if self.divisor is not None and isinstance(batch, (list, tuple)) and len(batch) == 2:
+            targets = batch[1]
+            if isinstance(targets, torch.Tensor):
+                return self.divisor(targets)
         return self.samples(batch)
 
     @property
@@ -67,7 +68,9 @@ class Batching:
 
     def samples(self, batch: Any) -> int:
         """Return the number of samples in a batch."""
-        return batches.size(batch, self.sample_dims)
+        if type(self).sample_dim is Batching.sample_dim:
+            return batches.size(batch)
+        return batches.size(batch, self.sample_dim)
 
     def weigh(self, batch: Any) -> None:
         """Note the samples and the weight of a step's batch, which is this process's part."""

@@ -27,6 +27,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     misuse.check_loader(trainer, loader, "evaluate")
     misuse.check_loss(trainer, "evaluate")
     loader = dealt(loader, trainer.seed, trainer.sample_dims)
+    trainer.divisor = losses.divisor(trainer.loss)
     loss_mean = Mean()
     batch = None
 

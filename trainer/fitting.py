@@ -18,6 +18,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     """Check the arguments of a fit, build the scheduler, and go to where `resume` stands."""
     misuse.check_fit(trainer, train_loader, val_loader)
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
+    trainer.divisor = losses.divisor(trainer.loss)  # a subclass may have another one by now
     uniform = getattr(loader, "targets_are_uniform", False)
     trainer.weighs_samples = misuse.is_usual(
         trainer, "loss_weight"

@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ DIVISORS: dict[Any, str] = {
     functional.soft_margin_loss: "elements",
 }
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+Divisor = Callable[[torch.Tensor], int | torch.Tensor]
 IGNORED = -100  # torch's default for ignore_index
 
 
@@ -84,22 +85,29 @@ def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
     return targets_are_uniform or kind is None
 
 
-def divisor(loss: Any, targets: Any) -> int | torch.Tensor | None:
-    """Return what the mean of one of torch's losses divides by for a batch with these targets.
+def divisor(loss: Any) -> Divisor | None:
+    """Return the function from a batch's targets to what the mean of one of torch's losses divides by.
 
-    A tensor is on the device of the targets. None if that is the number of samples, or the loss is
-    not one of torch's.
+    None if that is the number of samples, or the loss is not one of torch's.
     """
     kind = divides_by(loss)
-    if kind is None or not isinstance(targets, torch.Tensor):
-        return None
-    if kind == "elements":
-        return targets.numel()
-    if targets.is_floating_point():  # probabilities (N, C, ...), which all count 1
+    if kind == "classes":
+        ignored = option(loss, "ignore_index", IGNORED)
+        return functools.partial(class_weight, option(loss, "weight"), ignored)
+    return torch.Tensor.numel if kind == "elements" else None
+
+
+def class_weight(
+    weight: torch.Tensor | None, ignored: int, targets: torch.Tensor
+) -> int | torch.Tensor:
+    """Return the sum of the class weights of the targets that are not ignored, on their device.
+
+    Targets that are probabilities (N, C, ...) all count 1.
+    """
+    if targets.is_floating_point():
         classes = targets.shape[1] if targets.ndim > 1 else targets.shape[0]
         return targets.numel() // max(1, classes)
-    counts: torch.Tensor = targets != option(loss, "ignore_index", IGNORED)
-    weight = option(loss, "weight")
+    counts: torch.Tensor = targets != ignored
     if weight is None:
         return counts.sum()
     # Clamped: the loss has better words for a class that does not exist.

@@ -106,6 +106,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
         self.replicas: tuple[int, ...] = parallel.replicas(self.model)
         self.layout_may_change = misuse.check_layout(self.module, channels_last, bool(compile))
         self.loss: Any = loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss
+        self.divisor = losses.divisor(self.loss)
         self.metrics: dict[str, Any] = dict(metrics or {})
         check_over_ranks(self.metrics)
         is_first = launch.is_first()
