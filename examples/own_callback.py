@@ -39,10 +39,8 @@ class Plateau(Monitor):
         self.waited = 0 if better else self.waited + 1
         if self.waited == self.patience:
             self.waited = 0
-            for group in trainer.optimizer.param_groups:
-                # The schedule multiplies this rate, and checkpoints store it.
-                group["initial_lr"] *= self.factor
-            trainer.scheduler.set_rates()
+            rates = [group["initial_lr"] for group in trainer.optimizer.param_groups]
+            trainer.set_lr([rate * self.factor for rate in rates])
             if launch.is_first():  # of several processes one prints
                 print(
                     f"lr       {trainer.scheduler.get_last_lr()[0]:.2g} from step {trainer.step} on"

@@ -89,7 +89,7 @@ class TwoAtOnce:
         ({"optimizer": "adam"}, "functools.partial(torch.optim.AdamW"),
         (
             {"optimizer": torch.optim.SGD(make_model().parameters(), lr=1)},
-            "functools.partial(torch.optim.AdamW",
+            "4 of the 4 parameters of this SGD are not the model's",
         ),
         ({"scheduler": "cosine"}, "functools.partial(stoker.trainer.schedules.cosine"),
         (
@@ -351,3 +351,65 @@ def test_a_file_of_torchs_own_is_named(tmp_path, zipped):
         checkpoint.DamagedCheckpoint, match="torch's own or a pickle, .* model.load_state_dict"
     ):
         make_trainer().load(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("name", ["training_step", "configure_optimizers", "on_train_epoch_end"])
+def test_a_method_that_nobody_would_call_is_refused(name):
+    kind = type("Lightning", (Trainer,), {name: lambda self, *_: None})
+    with pytest.raises(UserError, match=f"Lightning.{name}: .* would not call it") as error:
+        make_trainer(kind=kind)
+    assert len(str(error.value).splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("on_train_batch_end", "on_step_end"),
+        ("on_before_optimizer_step", "train_step"),
+        ("on_save_checkpoint", "state_dict"),
+        ("on_step_ends", "Did you mean 'on_step_end'"),
+        ("on_full_moon", "on_fit_start, on_step_end, on_epoch_end"),
+    ],
+)
+def test_a_hook_that_nobody_would_call_is_refused(name, instead):
+    kind = type("Keras", (Callback,), {name: lambda self, trainer: None})
+    with pytest.raises(UserError, match=f"Keras.{name} is not a hook") as error:
+        make_trainer(callbacks=[kind()])
+    assert instead in str(error.value) and len(str(error.value).splitlines()) == 2
+    fine = type("Fine", (Callback,), {"on_step_end": lambda self, trainer: None, "once": print})
+    make_trainer(callbacks=[fine()])
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "instead"),
+    [
+        (torch.nn.DataParallel, "Trainer(model.module, strategy='dp')"),
+        (torch.compile, "Trainer(model._orig_mod, compile=True)"),
+    ],
+)
+def test_a_model_in_a_wrapper_is_refused(wrapper, instead):
+    with pytest.raises(UserError, match=re.escape(instead)):
+        make_trainer(wrapper(make_model()))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (("StepLR", {"step_size": 2}), "step_size=2 is 0.25 epochs. For 2 epochs, give 16."),
+        (("StepLR", {"step_size": 30}), "step_size=30 is after the last step, 24"),
+        (("StepLR", {"step_size": 16}), None),
+        (("MultiStepLR", {"milestones": [3, 16]}), "milestones=3 is 0.38 epochs"),
+        (("CosineAnnealingLR", {"T_max": 3}), "T_max=3 is 0.38 epochs"),
+        (("CosineAnnealingLR", {"T_max": 24}), None),
+        (("LinearLR", {"total_iters": 5}), None),
+        (("LinearLR", {"total_iters": 99}), "total_iters=99 is after the last step"),
+    ],
+)
+def test_epochs_in_a_schedule_of_torch_are_named(caplog, capsys, schedule, text):
+    """Its numbers are steps here, 8 an epoch."""
+    name, arguments = schedule
+    factory = functools.partial(getattr(torch.optim.lr_scheduler, name), **arguments)
+    make_trainer(scheduler=factory, callbacks=[Progress()]).fit(loader())
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (text is not None) and (text is None or text in messages[0])
+    assert f"{name}, {next(iter(arguments))}=" in capsys.readouterr().out

@@ -32,7 +32,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
         )
     trainer.total_steps = trainer.max_steps or (trainer.epochs or 0) * trainer.steps_per_epoch
     trainer.scheduler = schedules.build(
-        trainer.make_scheduler, trainer.optimizer, trainer.total_steps
+        trainer.make_scheduler, trainer.optimizer, trainer.total_steps, trainer.scheduler
     )
     trainer.stop_reason = None
     trainer.failed = False
@@ -49,6 +49,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     if trainer.special_step is not None:
         trainer.special_step.begin(trainer)
     misuse.warn_of_untrained(trainer)
+    misuse.warn_of_epochs(trainer)
     trainer.lr = trainer.scheduler.get_last_lr()[0]
     if isinstance(loader, Seekable):
         loader.spans = trainer.spans

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import device as devices
-from stoker.trainer import launch, losses, parallel
+from stoker.trainer import launch, losses, parallel, schedules
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import UserError, first_few, log
+from stoker.trainer.errors import UserError, did_you_mean, first_few, log
 from stoker.trainer.loading import Seekable
 
 if TYPE_CHECKING:
@@ -22,6 +22,53 @@ METRIC = ("update", "compute", "reset")
 LOADERS = (torch.utils.data.DataLoader, Seekable)
 NO_LOSS = "give Trainer(loss=torch.nn.CrossEntropyLoss()), or override compute_loss"
 HERE = Path(__file__).parent
+# Methods of Lightning's modules and of Hugging Face's Trainer, and what does their work here.
+METHODS = {
+    "training_step": "a step is train_step, and its loss compute_loss",
+    "validation_step": "an evaluation calls compute_loss and update_metrics for each batch",
+    "test_step": "an evaluation calls compute_loss and update_metrics for each batch",
+    "predict_step": "a prediction calls predict_batch",
+    "configure_optimizers": "the optimizer is Trainer(optimizer=..., scheduler=...)",
+    "prediction_step": "an evaluation calls compute_loss and update_metrics for each batch",
+    "create_optimizer": "the optimizer is Trainer(optimizer=...)",
+    "create_scheduler": "the schedule is Trainer(scheduler=...)",
+}
+# Hooks of Lightning, Keras and Hugging Face, and what does their work here.
+IN_STEP = "what happens inside a step is a Trainer's: override train_step or compute_loss."
+HOOKS = {
+    "on_train_batch_end": "on_step_end(trainer) is called after each step.",
+    "on_batch_end": "on_step_end(trainer) is called after each step.",
+    "on_train_batch_start": IN_STEP,
+    "on_batch_start": IN_STEP,
+    "on_step_begin": IN_STEP,
+    "on_substep_end": IN_STEP,
+    "on_before_backward": IN_STEP,
+    "on_after_backward": IN_STEP,
+    "on_before_optimizer_step": IN_STEP,
+    "on_before_zero_grad": IN_STEP,
+    "on_train_start": "on_fit_start(trainer) is called before the first step.",
+    "on_train_begin": "on_fit_start(trainer) is called before the first step.",
+    "on_train_end": "on_fit_end(trainer) is called after the last step.",
+    "on_train_epoch_end": "on_epoch_end(trainer) is called after each epoch.",
+    "on_validation_start": "on_eval_start(trainer) is called before an evaluation.",
+    "on_validation_epoch_start": "on_eval_start(trainer) is called before an evaluation.",
+    "on_test_start": "on_eval_start(trainer) is called before an evaluation.",
+    "on_validation_end": "on_eval_end(trainer) is called after it, and on_log with its numbers.",
+    "on_validation_epoch_end": "on_eval_end(trainer) is called after it, and on_log with its "
+    "numbers.",
+    "on_test_end": "on_eval_end(trainer) is called after an evaluation.",
+    "on_evaluate": "on_eval_end(trainer) is called after it, and on_log with its numbers.",
+    "on_save_checkpoint": "state_dict() returns what a checkpoint holds of the callback.",
+    "on_load_checkpoint": "load_state_dict(state) takes what a checkpoint holds of the callback.",
+    "on_exception": "on_fit_end(trainer) is called, and trainer.failed is True.",
+}
+# Wrappers of a module, each with the name of what is inside, and the setting that does its work.
+WRAPPERS = {
+    "DataParallel": ("module", "strategy='dp'"),
+    "DistributedDataParallel": ("module", "strategy='ddp'"),
+    "FullyShardedDataParallel": ("module", "strategy='fsdp'"),
+    "OptimizedModule": ("_orig_mod", "compile=True"),
+}
 # Functions that call a method of the Trainer, by the file and name that a traceback shows, and what
 # that method has to return. Where they fail by themselves, it returned something else.
 LOSS_AND_OUTPUTS = (
@@ -41,21 +88,25 @@ CALLERS = {
 
 
 def check_parts(
-    model: Any, loss: Any, optimizer: Any, scheduler: Any, metrics: Any, callbacks: Any
+    trainer: "Trainer",
+    model: Any,
+    loss: Any,
+    optimizer: Any,
+    scheduler: Any,
+    metrics: Any,
+    callbacks: Any,
+    decay_all: bool,
 ) -> None:
     """Raise UserError for a part of a Trainer that is a name, a class or another kind of object."""
-    if not isinstance(model, torch.nn.Module):
-        raise UserError(f"model: give a torch.nn.Module{instead_of(model)}.")
+    check_methods(trainer)
+    check_model(model)
     check_loss_function(loss)
-    if optimizer is not None and not callable(optimizer):
-        raise UserError(
-            "optimizer: give a factory, such as functools.partial(torch.optim.AdamW, lr=1e-3); "
-            "the Trainer calls it with the parameters."
-        )
+    check_optimizer(trainer, optimizer, decay_all)
     if scheduler is not None and not callable(scheduler):
         raise UserError(
             "scheduler: give a factory, such as functools.partial(stoker.trainer.schedules.cosine, "
-            "warmup=0.1); the Trainer calls it with the optimizer."
+            f"warmup=0.1){instead_of(scheduler)}.\n"
+            "Each fit calls it with the optimizer; one of torch's counts optimizer steps here."
         )
     if metrics is not None and not hasattr(metrics, "keys"):
         raise UserError("metrics: give them by their names, as in metrics={'acc': Accuracy()}.")
@@ -68,6 +119,75 @@ def check_parts(
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UserError(f"callbacks: {callback!r} is not a stoker.trainer.callbacks.Callback.")
+        check_hooks(callback)
+
+
+def check_methods(trainer: "Trainer") -> None:
+    """Raise UserError for a subclass with a method that nobody would call."""
+    kind = type(trainer)
+    for name, instead in METHODS.items():
+        if hasattr(kind, name):
+            raise UserError(
+                f"{kind.__name__}.{name}: the Trainer has no such method, and would not call it.\n"
+                f"Here {instead}; {HOW}."
+            )
+    for name in dir(kind):
+        if name.startswith("on_") and callable(getattr(kind, name)):
+            raise UserError(
+                f"{kind.__name__}.{name}: the Trainer would not call it. Hooks are methods of a "
+                f"callback; {HOW}."
+            )
+
+
+def check_hooks(callback: Callback) -> None:
+    """Raise UserError for a callback with a hook that nobody would call."""
+    kind = type(callback)
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(kind):
+        if not name.startswith("on_") or name in hooks or not callable(getattr(kind, name)):
+            continue
+        instead = HOOKS.get(name)
+        if instead is None:
+            instead = f"the hooks are {', '.join(hooks)}.{did_you_mean(name, hooks)}"
+        raise UserError(
+            f"callbacks: {kind.__name__}.{name} is not a hook, and would not be called.\n"
+            f"Here {instead}"
+        )
+
+
+def check_model(model: Any) -> None:
+    """Raise UserError for what is not a module, or is one in a wrapper of torch's."""
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"model: give a torch.nn.Module{instead_of(model)}.")
+    for kind in type(model).__mro__:
+        if kind.__name__ in WRAPPERS:
+            inner, setting = WRAPPERS[kind.__name__]
+            raise UserError(
+                f"model: give the module itself, and not in {kind.__name__}, which renames all "
+                f"weights.\nTrainer(model.{inner}, {setting}) does the same."
+            )
+
+
+def check_optimizer(trainer: "Trainer", optimizer: Any, decay_all: bool) -> None:
+    """Raise UserError for what is not an optimizer, or one that leaves a setting without effect."""
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise UserError(
+                "optimizer: give one, such as torch.optim.SGD(model.parameters(), lr=0.01), or a "
+                "factory, such as functools.partial(torch.optim.AdamW, lr=1e-3)."
+            )
+        return
+    setting = "decay_all=True" if decay_all else None
+    if not is_usual(trainer, "parameter_groups"):
+        setting = f"{type(trainer).__name__}.parameter_groups"
+    if setting is not None:
+        name = type(optimizer).__name__
+        raise UserError(
+            f"optimizer: this {name} has its parameter groups, and {setting} cannot change them.\n"
+            f"Give a factory: optimizer=functools.partial({name}, lr=...)."
+        )
 
 
 def check_loss_function(loss: Any) -> None:
@@ -264,6 +384,28 @@ def warn_of_untrained(trainer: "Trainer") -> None:
             "name a second optimizer in stateful().",
             first_few(names, 3),
         )
+
+
+def warn_of_epochs(trainer: "Trainer") -> None:
+    """Warn of a schedule of torch's with numbers that take no effect, or that look like epochs."""
+    total = trainer.total_steps
+    per_epoch = trainer.steps_per_epoch
+    kind = type(trainer.scheduler).__name__
+    for name, counts in schedules.counts(trainer.scheduler).items():
+        if max(counts) > total:
+            warn(f"scheduler: {kind}'s {name}={max(counts)} is after the last step, {total:,}.")
+        elif per_epoch < total and min(counts) < per_epoch and name in schedules.OFTEN_EPOCHS:
+            warn(
+                f"scheduler: {kind} counts optimizer steps here, {per_epoch:,} per epoch: "
+                f"{name}={min(counts)} is {min(counts) / per_epoch:.2g} epochs. "
+                f"For {min(counts)} epochs, give {min(counts) * per_epoch}."
+            )
+
+
+def warn(text: str) -> None:
+    """Log a warning, on one of several processes."""
+    if launch.is_first():
+        log.warning(text)
 
 
 def form(batch: Any) -> str:

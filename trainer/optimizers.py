@@ -22,6 +22,7 @@ NAMES = {"learning": "lr", "epsilon": "eps", "beta": "betas"}  # in torch's mess
 NORM = re.compile(r"Norm([123]d)?$")
 
 Groups = list[dict[str, Any]]
+Given = Callable[..., Any] | torch.optim.Optimizer  # what a Trainer takes: a factory or its work
 
 
 def groups(module: torch.nn.Module, decay_all: bool) -> Groups:
@@ -57,12 +58,14 @@ def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:
 
 
 def build(
-    factory: Callable[..., Any],
+    factory: Given,
     groups: Groups,
     device: torch.device,
     module: torch.nn.Module | None = None,
 ) -> Any:
     """Return `factory(groups)`, in its fused form if there is one and you did not choose another.
+
+    A ready-made optimizer of the module's parameters is returned as it is.
 
     Fused forms are for dense floating-point parameters on some devices. If the two groups have
     equal settings in the end, they become one, since each costs a step of its own.
@@ -70,6 +73,10 @@ def build(
     Raises:
         UserError: The factory refuses a value, or the optimizer does not work in this Trainer.
     """
+    if isinstance(factory, torch.optim.Optimizer):
+        assert module is not None
+        check_ready(factory, module)
+        return factory
     settings = inspect.signature(factory).parameters
     parameters = [parameter for group in groups for parameter in group["params"]]
     is_sharded = any(map(parallel.is_shard, parameters))
@@ -90,6 +97,46 @@ def build(
     if isinstance(optimizer, torch.optim.SGD):
         begin_momentum(optimizer, is_sharded)
     return optimizer
+
+
+def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> None:
+    """Raise UserError for an optimizer, made before the Trainer, that would not train the module.
+
+    It may have a part of the parameters only. Its rates are as they are now,
+    whatever another scheduler began with.
+    """
+    kind = type(optimizer).__name__
+    factory = f"optimizer=functools.partial({kind}, lr=...)"
+    if any(map(parallel.is_shard, module.parameters())):
+        raise UserError(
+            f"strategy=fsdp replaces the parameters that this {kind} has. "
+            f"Give a factory instead: {factory}."
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = set(module.parameters())
+    foreign = sum(parameter not in trained for parameter in parameters)
+    if foreign:
+        raise UserError(
+            f"optimizer: {foreign} of the {len(parameters)} parameters of this {kind} are not the "
+            f"model's.\nMake it of the model that the Trainer gets, {kind}(model.parameters(), "
+            f"...), or give a factory: {factory}."
+        )
+    if len(set(parameters)) < len(parameters):
+        raise UserError(f"optimizer: this {kind} has a parameter twice. Give it each one once.")
+    for parameter, moments in optimizer.state.items():
+        for moment in moments.values():
+            is_tensor = isinstance(moment, torch.Tensor) and moment.shape == parameter.shape
+            if is_tensor and moment.device != parameter.device:
+                raise UserError(
+                    f"optimizer: the state of this {kind} is on {moment.device}, and the model on "
+                    f"{parameter.device}.\nMove the model there before its first step, or give a "
+                    f"factory: {factory}."
+                )
+    check(optimizer, is_sharded=False)
+    for group in optimizer.param_groups:
+        group.pop("initial_lr", None)
+    if isinstance(optimizer, torch.optim.SGD) and not optimizer.state:
+        begin_momentum(optimizer, is_sharded=False)
 
 
 def is_choice_open(settings: Mapping[str, inspect.Parameter]) -> bool:

@@ -9,13 +9,18 @@ import torch
 
 from stoker.trainer.errors import UserError, check_number
 
+# What torch's schedulers call a number of their steps, and which of them are often meant as epochs.
+COUNTS = ("step_size", "milestones", "_milestones", "T_max", "T_0", "total_iters")
+OFTEN_EPOCHS = ("step_size", "milestones", "T_max", "T_0")
+
 Shape = Callable[[float], float]  # from progress (0 to 1) to a factor
 
 
 class Schedule:
     """Sets each group's rate to its `initial_lr` times `factor(step)`.
 
-    What torch's LambdaLR does, in a tenth of its time. `description` is shown in the plan.
+    What torch's LambdaLR does, in a tenth of its time, and a rate that you set by hand is not lost.
+    `description` is shown in the plan.
     """
 
     def __init__(
@@ -24,12 +29,14 @@ class Schedule:
         self.optimizer = optimizer
         self.factor = factor
         self.description = description
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", float(group["lr"]))
+        self.has_begun: bool = False
         self.steps: int = 0
         self.set_rates()
+        # A resumed fit has to begin with them too.
+        self.given: list[float] = [group["initial_lr"] for group in optimizer.param_groups]
 
     def step(self) -> None:
+        self.has_begun = True
         self.steps += 1
         self.set_rates()
 
@@ -37,20 +44,55 @@ class Schedule:
         """Set the rates of the current step."""
         factor = self.factor(self.steps)
         self.rates: list[float] = []
+        self.in_groups: list[Any] = []  # the same, or the tensors that a captured step reads
         for group in self.optimizer.param_groups:
-            rate = group["initial_lr"] * factor
+            rate = group.setdefault("initial_lr", float(group["lr"])) * factor
             self.rates.append(rate)
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)  # a captured step reads this tensor
+                group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+            self.in_groups.append(group["lr"])
+
+    def take_over(self) -> None:
+        """Multiply a rate that was set by hand, `param_groups[0]["lr"] = 0.1`, from now on.
+
+        Raises:
+            UserError: It is not clear whether the schedule should multiply it.
+        """
+        groups = self.optimizer.param_groups
+        is_as_set = len(groups) == len(self.in_groups)
+        for i, (group, last) in enumerate(zip(groups, self.in_groups, strict=False)):
+            rate = group["lr"]
+            if rate is last:
+                continue
+            is_as_set = False
+            if isinstance(last, torch.Tensor):
+                group["lr"] = last
+            if float(rate) != self.rates[i]:
+                self.check_unscaled(i, float(rate))
+                group["initial_lr"] = float(rate)
+        if not is_as_set:
+            self.set_rates()
+
+    def check_unscaled(self, i: int, rate: float) -> None:
+        """Raise UserError unless a rate is the same before and after the schedule multiplies it."""
+        factor = self.factor(self.steps)
+        if self.has_begun and factor != 1:
+            raise UserError(
+                f"param_groups[{i}]['lr'] was set to {rate:g}, and the schedule "
+                f"({self.description}) changes the rate at each step.\n"
+                f"Call trainer.set_lr({rate:g}): the schedule multiplies this rate, by {factor:.3g} "
+                "at this step."
+            )
 
     def get_last_lr(self) -> list[float]:
         """Return the rate of each group, a number even if the group holds a tensor."""
+        self.take_over()
         return self.rates
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps}
+        return {"steps": self.steps, "given": self.given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state. The initial rates come from the optimizer, loaded before."""
@@ -91,19 +133,26 @@ def schedule(
     return Schedule(optimizer, factor, name)
 
 
-def build(factory: Callable[..., Any], optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
+def build(
+    factory: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    previous: Any = None,
+) -> Any:
     """Return the scheduler of a factory, called with (optimizer, total_steps=...).
 
     A factory without that argument, such as torch's StepLR, is called with the optimizer alone.
-    The scheduler begins with the optimizer's initial rates, even if another one has changed them.
+    The scheduler begins with the optimizer's initial rates, even if another one has changed them,
+    or with those that were set by hand since the `previous` one.
 
     Raises:
         UserError: The factory needs more arguments, or its scheduler needs a number at each step.
     """
-    for group in optimizer.param_groups:
-        rate = group.get("initial_lr", group["lr"])
-        is_tensor = isinstance(group["lr"], torch.Tensor)
-        group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate
+    if previous is not None:
+        for group, rate in zip(optimizer.param_groups, last_rates(previous), strict=False):
+            if not isinstance(group["lr"], torch.Tensor) and group["lr"] != rate:
+                set_rate(group, group["lr"])
+    reset(optimizer)
     arguments = inspect.signature(factory).parameters
     length = {"total_steps": total_steps} if "total_steps" in arguments else {}
     for name in required(arguments.values())[1:]:
@@ -123,6 +172,76 @@ def build(factory: Callable[..., Any], optimizer: torch.optim.Optimizer, total_s
             "a callback, such as examples.own_callback.Plateau."
         )
     return scheduler
+
+
+def counts(scheduler: Any) -> dict[str, list[int]]:
+    """Return the numbers of steps that one of torch's schedulers was given, by name."""
+    is_torchs = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+    return counts_in(scheduler.state_dict()) if is_torchs else {}
+
+
+def counts_in(state: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the numbers of steps in a scheduler's state, and in those of the ones inside it."""
+    result: dict[str, list[int]] = {}
+    for name in COUNTS:
+        value = state.get(name)
+        numbers = list(value) if isinstance(value, Iterable) else [value]
+        if numbers and all(isinstance(number, int) for number in numbers):
+            result[name.lstrip("_")] = numbers
+    for inner in state.get("_schedulers", ()):
+        result = {**counts_in(inner), **result}
+    return result
+
+
+def describe(scheduler: Any) -> str:
+    """Return a scheduler in a few words, for the plan: "StepLR, step_size=30 steps"."""
+    if isinstance(scheduler, Schedule):
+        return scheduler.description
+    parts = [type(scheduler).__name__]
+    for name, numbers in counts(scheduler).items():
+        parts.append(f"{name}={','.join(map(str, numbers))} steps")
+    return ", ".join(parts)
+
+
+def last_rates(scheduler: Any) -> list[float]:
+    """Return the rates that a scheduler has set last."""
+    rates: list[float]
+    rates = scheduler.rates if isinstance(scheduler, Schedule) else scheduler.get_last_lr()
+    return rates
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Make this the rate of a parameter group, and the one that a schedule begins with."""
+    is_tensor = isinstance(group["lr"], torch.Tensor)
+    group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate
+    group.pop("initial_lr", None)
+
+
+def reset(optimizer: torch.optim.Optimizer) -> None:
+    """Undo what a scheduler has done to the rates."""
+    for group in optimizer.param_groups:
+        set_rate(group, group.get("initial_lr", group["lr"]))
+
+
+def set_lr(optimizer: torch.optim.Optimizer, rate: float | Sequence[float], scheduler: Any) -> None:
+    """Do the work of `Trainer.set_lr`; the scheduler is that of a fit that goes on, or None."""
+    groups = optimizer.param_groups
+    rates = list(rate) if isinstance(rate, Sequence) else [rate] * len(groups)
+    if len(rates) != len(groups):
+        raise UserError(f"set_lr: {len(rates)} rates for {len(groups)} parameter groups.")
+    if not isinstance(scheduler, Schedule | None):
+        raise UserError(
+            f"set_lr: {type(scheduler).__name__} keeps its own rates in a fit. "
+            "Give one of stoker.trainer.schedules, or call set_lr before the fit."
+        )
+    for group, value in zip(groups, rates, strict=True):
+        check_number("set_lr", value, least=0)
+        if scheduler is None:
+            set_rate(group, value)
+        else:
+            group["initial_lr"] = float(value)
+    if scheduler is not None:
+        scheduler.set_rates()
 
 
 def required(arguments: Iterable[inspect.Parameter]) -> list[str]:

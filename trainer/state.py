@@ -120,6 +120,8 @@ def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
     """Raise UserError for the state of another scheduler, or of torch's with other settings."""
     like = scheduler.state_dict()
     kind = type(scheduler).__name__
+    if isinstance(state, dict) and "given" in like:
+        state = {"given": like["given"], **state}  # older checkpoints do not have it
     if isinstance(state, dict) and set(state) != set(like):
         raise UserError(f"The checkpoint was written with another scheduler than {kind}.")
     check_like(state, like, name)
@@ -131,6 +133,15 @@ def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
                 f"The checkpoint's {kind} has {key}={state[key]}, and this one {like[key]}: "
                 "torch's schedules keep what they began with.\nType the settings and epochs of "
                 "then, or begin with scheduler=cosine, which can be made longer."
+            )
+    for key in ("given", "base_lrs"):  # of a Schedule, and of torch's
+        if state.get(key) != like.get(key):
+            before = ", ".join(f"{rate:g}" for rate in state[key])
+            now = ", ".join(f"{rate:g}" for rate in like[key])
+            raise UserError(
+                f"The checkpoint's fit began with the learning rate {before}, and this one with "
+                f"{now}.\nGive it {before} to go on. To change the rate from here on, call "
+                f"trainer.set_lr({now}) in a callback's on_fit_start."
             )
 
 

@@ -1,11 +1,12 @@
 """What a checkpoint holds of a Trainer, and how a Trainer goes on from it."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from stoker.trainer import checkpoint
+from stoker.trainer import checkpoint, schedules
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.micro_batch import MicroBatch
@@ -25,6 +26,7 @@ class Stateful:
     window: Window
     micro_batch: MicroBatch
     callbacks: list[Callback]
+    train_loader: Any  # None outside of a fit
     step: int = 0  # the only clock: optimizer steps done
     total_steps: int = 0
     steps_per_epoch: int = 0
@@ -45,6 +47,18 @@ class Stateful:
         """What earlier fits add to the seed of a step; nothing for the first fit."""
         return ("after", self.epochs_before) if self.epochs_before else ()
 
+    def set_lr(self, rate: float | Sequence[float]) -> None:
+        """Change the learning rate that the schedule multiplies, from the next step on.
+
+        For use before a fit, between fits and in callbacks; checkpoints hold it.
+
+        Args:
+            rate: One number for all parameter groups, or one for each of them.
+        """
+        schedules.set_lr(
+            self.optimizer, rate, None if self.train_loader is None else self.scheduler
+        )
+
     def stateful(self) -> dict[str, Any]:
         """Return {name: object with a state_dict} for checkpoints; add a second optimizer here."""
         parts = {
@@ -61,6 +75,8 @@ class Stateful:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the training depends on besides the settings, with the live tensors."""
+        if isinstance(self.scheduler, schedules.Schedule):
+            self.scheduler.take_over()
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
         state["evaluation_due"] = self.evaluation_due
         for name, part in self.stateful().items():
@@ -91,6 +107,8 @@ class Stateful:
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 reason = str(error).splitlines()[-1].strip()
                 raise UserError(f"The checkpoint does not fit this {name}: {reason}") from None
+        if self.optimizer is not None and self.scheduler is None:
+            schedules.reset(self.optimizer)
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])

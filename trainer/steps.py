@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from stoker.trainer import graph, losses, misuse, optimizers, parallel
+from stoker.trainer import graph, losses, misuse, optimizers, parallel, schedules
 from stoker.trainer.errors import NotFinite
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ class GraphStep:
     def begin(self, trainer: "Trainer") -> None:
         # After a checkpoint was loaded: its rates are numbers, and the optimizer's tensors are new.
         optimizers.make_capturable(trainer.optimizer, trainer.device)
+        if isinstance(trainer.scheduler, schedules.Schedule):
+            trainer.scheduler.set_rates()  # in the tensors
         self.captured = graph.Captured(trainer.optimizer, trainer.device)
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
-from stoker.trainer import parallel
+from stoker.trainer import parallel, schedules
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -33,7 +33,7 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     optimizer = trainer.optimizer
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     rate = optimizer.param_groups[0].get("initial_lr", 0)
-    schedule = getattr(trainer.scheduler, "description", type(trainer.scheduler).__name__)
+    schedule = schedules.describe(trainer.scheduler)
     line = (
         f"plan     {length(trainer)}, batch {batch_size or 'as the loader gives it'}"
         f"{parallel.description(trainer)}{trainer.micro_batch.description()}, "

@@ -42,8 +42,8 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
     Args:
         model: The module to train. It is moved to the device, in place.
         loss: Function of (outputs, targets) that returns their mean; None if `compute_loss` has it.
-        optimizer: Factory that is called with parameter groups, such as
-            `functools.partial(torch.optim.AdamW, lr=1e-3)`. Only `fit` needs one.
+        optimizer: Optimizer of the model's parameters, or a factory that is called with parameter
+            groups, such as `functools.partial(torch.optim.AdamW, lr=1e-3)`. Only `fit` needs one.
         scheduler: Factory that is called with (optimizer, total_steps=...); it advances every step.
         metrics: {name: metric} for evaluations; a metric has `update`, `compute` and `reset`.
         callbacks: List of `Callback`; their hooks are called in this order.
@@ -70,7 +70,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
 
     def __init__(
         self, model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None = None,
-        optimizer: Callable[..., Any] | None = None, scheduler: Callable[..., Any] | None = None,
+        optimizer: optimizers.Given | None = None, scheduler: Callable[..., Any] | None = None,
         metrics: Mapping[str, Any] | None = None, callbacks: Sequence[Callback] = (), *,
         epochs: int | None = 1, max_steps: int | None = None, device: str | torch.device = "auto",
         strategy: str = "auto", precision: str = "auto", compile: bool | str = False,
@@ -78,7 +78,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
         micro_batch: int | str | None = None, max_grad_norm: float | None = None,
         log_every: int = 50, eval_every: int | None = None, decay_all: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        misuse.check_parts(model, loss, optimizer, scheduler, metrics, callbacks)
+        misuse.check_parts(self, model, loss, optimizer, scheduler, metrics, callbacks, decay_all)
         self.epochs: int | None = settings.check("epochs", epochs, optional=max_steps is not None)
         self.max_steps: int | None = settings.check("max_steps", max_steps)
         self.max_grad_norm: float | None = settings.check("max_grad_norm", max_grad_norm)

@@ -1,0 +1,141 @@
+"""A learning rate that is changed: before a fit, in it, after it, by the Trainer or by hand."""
+
+import functools
+
+import pytest
+import torch
+from conftest import assert_same, make_model, make_trainer
+
+from stoker.trainer import checkpoint, schedules
+from stoker.trainer.callbacks import Callback, Checkpoint
+from stoker.trainer.errors import UserError
+
+
+def changed(when, how, schedule, tmp_path, resume=None, steps=8):
+    """The weights after a fit of `steps` in which the rate becomes 0.02 at a time, in one way."""
+
+    def change(trainer):
+        if how == "set_lr":
+            trainer.set_lr(0.02)
+        else:
+            trainer.optimizer.param_groups[0]["lr"] = 0.02
+
+    class Change(Callback):
+        def on_fit_start(self, trainer):
+            if when == "at the start":
+                change(trainer)
+
+        def on_step_end(self, trainer):
+            if when == trainer.step:
+                change(trainer)
+
+    saver = Checkpoint(tmp_path, every=1, keep=99, overwrite=True)
+    trainer = make_trainer(
+        make_model(dtype=torch.float64),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9),
+        scheduler=schedule,
+        decay_all=True,
+        callbacks=[Change(), saver],
+        max_steps=steps,
+    )
+    if when == "before":
+        change(trainer)
+    trainer.fit(make_batches(), resume=resume)
+    return trainer
+
+
+def make_batches():
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(4, 8, 6, generator=generator, dtype=torch.float64)
+    return [(batch, batch[:, :3].argmax(1)) for batch in inputs]
+
+
+def in_plain_torch(when, schedule, steps=8):
+    model = make_model(dtype=torch.float64)
+    rate = 0.02 if when in ("before", "at the start") else 0.5
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    factor = schedule(torch.optim.SGD([torch.zeros(1)], lr=1.0), steps).factor
+    for step in range(steps):
+        inputs, targets = make_batches()[step % 4]
+        if when == step:
+            rate = 0.02
+        optimizer.param_groups[0]["lr"] = rate * factor(step)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+WARM = functools.partial(schedules.cosine, warmup=2)
+
+
+@pytest.mark.parametrize("how", ["set_lr", "by hand"])
+@pytest.mark.parametrize("schedule", [schedules.constant, schedules.cosine, WARM])
+@pytest.mark.parametrize("when", ["before", "at the start", 3])
+def test_a_rate_that_is_changed_is_the_one_that_the_schedule_multiplies(
+    tmp_path, when, schedule, how
+):
+    if how == "by hand" and when == 3 and schedule is not schedules.constant:
+        with pytest.raises(UserError, match=r"Call trainer\.set_lr\(0\.02\)"):
+            changed(when, how, schedule, tmp_path)
+        return
+    whole = changed(when, how, schedule, tmp_path)
+    expected = in_plain_torch(when, schedule)
+    for name, weight in whole.module.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+    for step in (2, 3, 5):
+        again = changed(when, how, schedule, tmp_path, checkpoint.path_of(tmp_path, step), steps=8)
+        assert_same(again.state_dict()["model"], whole.state_dict()["model"])
+        assert_same(again.state_dict()["optimizer"], whole.state_dict()["optimizer"])
+
+
+@pytest.mark.parametrize("how", ["set_lr", "by hand"])
+@pytest.mark.parametrize("schedule", [schedules.constant, schedules.cosine, WARM, "torch"])
+def test_a_rate_that_is_changed_between_two_fits(tmp_path, schedule, how):
+    """The second fit begins with it: as a first one that has it, from the same weights."""
+    if schedule == "torch":
+        schedule = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)
+    trainer = changed(None, how, schedule, tmp_path)
+    rates = []
+    begin_step = trainer.begin_step
+    trainer.begin_step = lambda batch: [begin_step(batch), rates.append(trainer.lr)]
+    for rate in (0.02, 0.03):
+        if how == "set_lr":
+            trainer.set_lr(rate)
+        else:
+            trainer.optimizer.param_groups[0]["lr"] = rate
+        rates.clear()
+        trainer.fit(make_batches())
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
+        expected = schedules.build(schedule, optimizer, 8)
+        for found in rates:
+            assert found == pytest.approx(expected.get_last_lr()[0], rel=1e-12)
+            expected.step()
+    assert len(rates) == 8
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [schedules.cosine, functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3)],
+)
+def test_a_resume_with_another_rate_is_refused_with_the_way_to_change_it(tmp_path, schedule):
+    changed(None, "set_lr", schedule, tmp_path)
+    with pytest.raises(UserError, match=r"learning rate 0\.5, and this one with 0\.02\.\nGive it"):
+        changed("before", "by hand", schedule, tmp_path, checkpoint.path_of(tmp_path, 3))
+    again = changed(None, "set_lr", schedule, tmp_path, checkpoint.path_of(tmp_path, 3))
+    assert again.step == 8
+
+
+def test_groups_have_rates_of_their_own(tmp_path):
+    trainer = make_trainer(scheduler=schedules.constant)
+    trainer.set_lr([0.1, 0.2])
+    trainer.fit(make_batches_float())
+    assert [group["lr"] for group in trainer.optimizer.param_groups] == [0.1, 0.2]
+    with pytest.raises(UserError, match="3 rates for 2 parameter groups"):
+        trainer.set_lr([0.1, 0.2, 0.3])
+    with pytest.raises(UserError, match="set_lr"):
+        trainer.set_lr(-1)
+
+
+def make_batches_float():
+    return [(inputs.float(), targets) for inputs, targets in make_batches()]
