@@ -3,6 +3,7 @@ deviation of the pixels.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import io
@@ -87,6 +88,8 @@ def image_folder(
     description of a run's data, for an evaluation. One class is enough then, and where `size` is
     null, images of another size are resized to the run's, if that is square.
     """
+    import PIL
+
     check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
     check_number("dataset.size", size, whole=True, least=1, most=MOST_SIZE, optional=True)
     if check_number("dataset.channels", channels, whole=True) not in (1, 3):
@@ -103,15 +106,15 @@ def image_folder(
         test_fraction=0 if "test" in listed else test_fraction,
     )
     shape, resize = _choose_shape(listed["train"][0], size, trained, skip)
-    count = sum(len(files) for files, _ in listed.values())
-    pixels, place = _open_cache(
-        cache,
-        root,
-        [channels, *shape],
-        resize,
-        count,
-        state,
-    )
+    images = sum(len(files) for files, _ in listed.values())
+    about = {
+        "root": os.path.realpath(root),
+        "images": images,
+        "shape": [channels, *shape],
+        "resized": resize,
+    }
+    state.update(f"{[channels, *shape]} {resize} {images} {VERSION} {PIL.__version__}".encode())
+    pixels, place = open_cache(cache, state.hexdigest(), about)
     splits = {}
     used = 0
     for name, (files, targets) in listed.items():
@@ -120,16 +123,7 @@ def image_folder(
             # Files come class by class. Neighbours in the cache are strangers, so that a block is a fair sample.
             generator = torch.Generator().manual_seed(mix_seed("slots"))
             slots = torch.randperm(len(files), generator=generator)
-        splits[name] = ImageSplit(
-            files,
-            targets,
-            shape,
-            channels,
-            resize,
-            pixels,
-            slots,
-            place,
-        )
+        splits[name] = ImageSplit(files, targets, shape, channels, resize, pixels, slots, place)
         used += len(files)
     if skip:
         splits = _without_broken(splits, classes)
@@ -349,38 +343,17 @@ def _choose_shape(
 
 def _first_size(files: "Paths", skip: bool) -> tuple[int, int]:
     """Return (height, width) of the first image, or with `skip` of the first that can be opened."""
-    from PIL import ExifTags
+    from PIL import ImageOps
 
     for i in range(len(files)):
         try:
             with open_image(files[i]) as image:
-                turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
-                return (image.width, image.height) if turned else (image.height, image.width)
+                turned = ImageOps.exif_transpose(image)
+                return turned.height, turned.width
         except BrokenImage:
             if not skip:
                 raise
     raise UserError(f"{printable(files.root)}: none of its {len(files)} images can be read.")
-
-
-def _open_cache(
-    setting: str | bool,
-    root: str,
-    shape: list[int],
-    resized: bool,
-    images: int,
-    state: "hashlib.blake2b",
-) -> tuple[PixelCache | None, str]:
-    """Open the cache of these images: its key is `state` and all else that the pixels depend on."""
-    import PIL
-
-    about = {
-        "root": os.path.realpath(root),
-        "images": images,
-        "shape": shape,
-        "resized": resized,
-    }
-    state.update(f"{shape} {resized} {images} {VERSION} {PIL.__version__}".encode())
-    return open_cache(setting, state.hexdigest(), about)
 
 
 def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dict[str, ImageSplit]":
@@ -435,6 +408,7 @@ def _mean_and_std(split: "ImageSplit", seed: int) -> tuple[list[float], list[flo
     return mean.tolist(), std.clamp_min(1 / 255).tolist()
 
 
+@dataclasses.dataclass(eq=False)
 class Paths:
     """File paths below a root, and the sizes of the files.
 
@@ -442,10 +416,13 @@ class Paths:
     look at a string would copy the memory page that holds its reference count.
     """
 
-    def __init__(self, root: str, names: Any, sizes: Any) -> None:
-        self.root = root
-        self.names = numpy.asarray(names, dtype=numpy.bytes_)
-        self.sizes = numpy.asarray(sizes, dtype=numpy.int64)
+    root: str
+    names: Any
+    sizes: Any
+
+    def __post_init__(self) -> None:
+        self.names = numpy.asarray(self.names, dtype=numpy.bytes_)
+        self.sizes = numpy.asarray(self.sizes, dtype=numpy.int64)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -469,6 +446,7 @@ class Paths:
 Files = tuple[Paths, Tensor]
 
 
+@dataclasses.dataclass(eq=False)
 class ImageSplit:
     """Image files as uint8 (channels, H, W), read from `cache` if they are in it, else decoded and
     put there.
@@ -479,36 +457,29 @@ class ImageSplit:
 
     dtype = torch.uint8
 
-    def __init__(
-        self,
-        files: Paths,
-        targets: Tensor,
-        size: tuple[int, int],
-        channels: int,
-        resize: bool = False,
-        cache: PixelCache | None = None,
-        slots: Tensor | None = None,
-        place: str = "",
-    ) -> None:
-        self.files = files
-        self.targets = targets
-        self.size = size
-        self.channels = channels
-        self.resize = resize
-        self.cache = cache
-        self.slots = torch.arange(len(files)) if slots is None else slots
-        self.place = place
-        self.shape = (channels, *size)
-        self.nbytes = len(files) * math.prod(self.shape)
+    files: Paths
+    targets: Tensor
+    size: tuple[int, int]
+    channels: int
+    resize: bool = False
+    cache: PixelCache | None = None
+    slots: Any = None
+    place: str = ""
+
+    def __post_init__(self) -> None:
+        if self.slots is None:
+            self.slots = torch.arange(len(self.files))
+        self.shape = (self.channels, *self.size)
+        self.nbytes = len(self) * math.prod(self.shape)
         # Small images are decoded faster than threads can hand the GIL over:
         # of 32x32 one thread does 8,600 a second, two do 5,600.
-        large = resize or math.prod(size) >= 256 * 256
+        large = self.resize or math.prod(self.size) >= 256 * 256
         self.threads = min(os.cpu_count() or 1, 16) if large else 1
         # How many neighbours in the cache stay together in the order of an epoch: a function of the data alone, so
         # that no weight depends on the machine, its memory, or whether there is a cache.
         self.block = 1
         if self.nbytes > LARGE:
-            self.block = max(1, BLOCK * len(files) // self.nbytes)
+            self.block = max(1, BLOCK * len(self) // self.nbytes)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -520,16 +491,10 @@ class ImageSplit:
 
     def take(self, indices: Tensor) -> "ImageSplit":
         """Return the ImageSplit of these samples."""
-        return ImageSplit(
-            self.files.take(indices),
-            self.targets[indices],
-            self.size,
-            self.channels,
-            self.resize,
-            self.cache,
-            self.slots[indices],
-            self.place,
-        )
+        files = self.files.take(indices)
+        targets = self.targets[indices]
+        slots = self.slots[indices]
+        return dataclasses.replace(self, files=files, targets=targets, slots=slots)
 
     def feed(self, state: "hashlib.blake2b") -> None:
         """Feed the shape, and the names and sizes of the files, to a fingerprint."""
@@ -582,7 +547,8 @@ class ImageSplit:
 
     def neighbours(self) -> Tensor:
         """Return the indices in the order of the slots."""
-        return self.slots.argsort()
+        order: Tensor = self.slots.argsort()
+        return order
 
     def read(self, indices: list[int], map: Callable[..., Iterator[Any]] = map) -> Tensor:
         """Return the pixels of these samples, (N, channels, H, W); `map` is used to decode them."""
@@ -605,12 +571,7 @@ class ImageSplit:
         return pixels
 
     def _decode(self, index: int) -> Tensor:
-        return decode_image(
-            self.files[index],
-            self.size,
-            self.channels,
-            self.resize,
-        )
+        return decode_image(self.files[index], self.size, self.channels, self.resize)
 
 
 class BrokenImage(UserError):
