@@ -320,7 +320,7 @@ def test_make_loaders_chooses_and_says_why(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch_size": 51}, "batch_size=51.* only 50 "),
+        ({"batch_size": 51, "drop_last": True}, "batch_size=51.* only 50 "),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 5, "eval_batch_size": -1}, "eval_batch_size=-1"),
         ({"batch_size": 5, "resident": "yes"}, "dataset.resident=yes"),
