@@ -11,9 +11,9 @@ from stoker.trainer.errors import UserError
 
 LARGEST = 1e38  # number in a table: float32 has none above 3.4e38
 DIGITS = 15  # of a whole number that a float holds
-NEARLY_ALL = 0.95  # of the values of a column
+FEW = 0.05  # of the values of a column, where nearly all others are numbers
 # A number with what stands before and after it, as in $1,234.50 or 12 kg.
-IN_UNITS = re.compile(r"(\D*?)([-+]?\d(?:[\d.,\s]*\d)?)(\D*)")
+IN_UNITS = re.compile(r"([^\d\w]*)([-+]?\d(?:[\d.,\s]*\d)?)(\D*)")
 # By decimal sign: a number whose thousands are grouped.
 GROUPED = {
     ".": re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?"),
@@ -65,10 +65,14 @@ class Notation:
         numbers = []
         odd = []
         for i, value in enumerate(values):
-            number = None if value is None else self.number(value)
-            if number is None and value is not None:
-                odd.append(i)
-            numbers.append(math.nan if number is None else number)
+            number = math.nan
+            if value is not None:
+                known = self.number(value)
+                if known is None:
+                    odd.append(i)
+                else:
+                    number = known
+            numbers.append(number)
         return numbers, odd
 
     def amount(self, text: str) -> float | str:
@@ -76,7 +80,9 @@ class Notation:
         else lower case.
         """
         number = self.number(text)
-        return text.lower() if number is None or abs(number) >= 10**DIGITS else number
+        if number is None or abs(number) >= 10**DIGITS:
+            return text.lower()
+        return number
 
     def settings(self) -> str:
         """Return what to type for this notation."""
@@ -96,23 +102,29 @@ class Notation:
         """
         texts = [value for value in values if value is not None]
         units: Counter[str] = Counter()
-        numbers = []
+        marks = set(self.marks)
         for text in texts:
             match = IN_UNITS.fullmatch(text)
-            if match is not None and not any(map(str.isalpha, match[1])):
-                units[match[1].strip("+-") + match[3].strip()] += 1
-                numbers.append(match[2])
-        del units[""]
-        unit = units.most_common(1)[0][0] if units else ""
-        has_letters = any(map(str.isalpha, unit))
-        if not all(map(_is_unit, unit)) or (has_letters and len(set(texts)) <= few):
-            return None
-        needed = NEARLY_ALL * len(texts)
-        marks = set(self.marks).union(unit, *numbers) - set("+-0123456789")
+            if match is None:
+                continue
+            before, number, after = match.groups()
+            marks.update(number)
+            unit = before.strip("+-") + after.strip()
+            if unit:
+                units[unit] += 1
+        for unit, _ in units.most_common(1):
+            has_letters = any(map(str.isalpha, unit))
+            if has_letters and len(set(texts)) <= few:
+                return None
+            if not all(map(_is_unit, unit)):
+                return None
+            marks.update(unit)
+        marks -= set("+-0123456789")
         for decimal in (".", ","):
-            notation = Notation(decimal, "".join(sorted(marks - {decimal})))
-            readable = [text for text in texts if notation.number(text) is not None]
-            if len(readable) >= needed:
+            others = sorted(marks - {decimal})
+            notation = Notation(decimal, "".join(others))
+            _, odd = notation.parse(texts)
+            if len(odd) <= FEW * len(texts):
                 return notation
         return None
 
@@ -128,4 +140,5 @@ def is_code(text: str | None) -> bool:
     """
     if text is None or not text.isdecimal():
         return False
-    return len(text) > DIGITS or (len(text) > 1 and text[0] == "0")
+    has_leading_zero = text[0] == "0" and len(text) > 1
+    return has_leading_zero or len(text) > DIGITS

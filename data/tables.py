@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.data.description import Column, Description, is_description, names_of
-from stoker.data.notation import Notation, is_code
+from stoker.data.notation import FEW, Notation, is_code
 from stoker.data.record import Data, unknown_class
 from stoker.data.splits import check_fractions, cut, split_indices
 from stoker.trainer.errors import UserError, check_choice, did_you_mean, first_few, log, printable
@@ -77,7 +77,7 @@ def csv(
         names = [column["name"] for column in check_table(trained)["columns"]]
         for name in names:
             check_column(path, name, texts)
-    columns = {name: _gaps(texts[name]) for name in texts if name in names or name == target}
+    columns = {name: _gaps(texts[name]) for name in texts if name in {*names, target}}
     columns[target] = _gaps_of_target(target, texts[target], kind, notation, trained)
     rows = len(lines)
     columns, lines = _without_missing(path, columns, lines, target, missing)
@@ -274,12 +274,15 @@ def read_batches(
             f"Type {key}=FILE.csv."
         )
     reading = {"decimal": ".", "marks": "", **table}
-    reading.update({name: value for name, value in typed.items() if value is not None})
+    for name, value in typed.items():
+        if value is not None:
+            reading[name] = value
     missing = check_choice("dataset.missing", reading["missing"], ("error", "mean", "drop"))
     notation = Notation(reading["decimal"], reading["marks"])
     columns: list[Column] = table["columns"]
     names = [column["name"] for column in columns]
-    rows = read_rows(path, reading["delimiter"], key, alone=names[0] if len(names) == 1 else None)
+    alone = names[0] if len(names) == 1 else None
+    rows = read_rows(path, reading["delimiter"], key, alone)
     _, header = next(rows)
     for name in names:
         check_column(path, name, header)
@@ -401,7 +404,7 @@ def _gaps_of_target(
     if kind == "regression":
         return values
     if trained is not None:
-        known = trained["classes"]
+        known = trained["classes"] or ()
         pairs = zip(texts, values, strict=True)
         return [text if value is None and text in known else value for text, value in pairs]
     _, odd = notation.parse(values)
@@ -425,18 +428,20 @@ def _without_missing(
     path: str, columns: dict[str, Values], lines: list[int], target: str | None, missing: str
 ) -> tuple[dict[str, Values], list[int]]:
     """Return the columns and the rows' lines, with "drop" without the rows that lack a value."""
-    counts = {name: values.count(None) for name, values in columns.items() if None in values}
+    counts = {}
+    for name, values in columns.items():
+        if None in values:
+            counts[name] = values.count(None)
     if not counts:
         return columns, lines
     if missing == "error" or (missing == "mean" and target in counts):
         name = target if target in counts else next(iter(counts))
-        shown = ", ".join(f"{name!r} in {count}" for name, count in list(counts.items())[:3])
-        if len(counts) > 3:
-            shown += f" and {len(counts) - 3} more"
+        line = lines[columns[name].index(None)]
+        shown = [f"{gappy!r} in {count}" for gappy, count in counts.items()]
         fill = "" if target in counts else "dataset.missing=mean to fill them in, or "
         raise UserError(
-            f"{printable(path)}, line {lines[columns[name].index(None)]}: the column {name!r} has "
-            f"no value. Values are missing: {shown} of {len(lines)} rows.\n"
+            f"{printable(path)}, line {line}: the column {name!r} has no value.\n"
+            f"Values are missing: {first_few(shown, 3)} of {len(lines)} rows.\n"
             f"Type {fill}dataset.missing=drop to leave those rows out."
         )
     if missing == "mean":
@@ -456,8 +461,14 @@ def _is_numeric(values: Values, odd: list[int]) -> bool:
     """Tell whether a column is one of numbers but for the odd values: few, or among too many for
     categories.
     """
-    few = len(odd) <= max(1, len(values) / 20) or len(set(values)) > FEW_KINDS
-    return few and len(odd) < len(values) / 2
+    if len(odd) >= len(values) / 2:
+        return False
+    return _are_few(odd, values) or len(set(values)) > FEW_KINDS
+
+
+def _are_few(odd: list[int], values: Values) -> bool:
+    """Tell whether so few values are not numbers that they are mistakes."""
+    return len(odd) <= max(1, FEW * len(values))
 
 
 def _describe_odd(values: Values, lines: list[int], odd: list[int]) -> str:
@@ -465,9 +476,10 @@ def _describe_odd(values: Values, lines: list[int], odd: list[int]) -> str:
 
     One may also be infinite, or too large to be used.
     """
+    place = odd[0]
+    first = str(values[place])[:50]
     count = "is not a number," if len(odd) == 1 else "are not numbers, the first"
-    first = str(values[odd[0]])[:50]
-    return f"{len(odd)} of {len(values)} values {count} {first!r} in line {lines[odd[0]]}"
+    return f"{len(odd)} of {len(values)} values {count} {first!r} in line {lines[place]}"
 
 
 def _check_notation(
@@ -482,7 +494,7 @@ def _check_notation(
     notation.
     """
     fitting = notation.that_reads(values, few=FEW_KINDS)
-    if fitting is None or len(odd) <= max(1, len(values) / 20):
+    if fitting is None or _are_few(odd, values):
         return
     readable = [i for i in odd if fitting.number(str(values[i])) is not None]
     place = readable[0]
@@ -533,9 +545,10 @@ def _read_target(
             reason += f", and {_describe_odd(values, lines, odd)}"
             advice = f"{CORRECT}, or choose another."
         raise UserError(f"dataset.target={name}: {reason}.\n{advice}")
-    # By number, or if one is not a number all by their text.
-    order = {value: "" if odd else number for value, number in zip(values, numbers, strict=True)}
-    names = sorted(distinct, key=lambda value: (order[value], value))
+    names = sorted(distinct)
+    if not odd:
+        order = dict(zip(values, numbers, strict=True))
+        names.sort(key=order.__getitem__)
     labels = {value: label for label, value in enumerate(names)}
     _warn_of_alike(name, names, notation)
     return kind, names, torch.tensor([labels[value] for value in values])
@@ -646,9 +659,11 @@ def _encode(
         if odd:
             where = f"{printable(path)}: the column {column['name']!r}"
             _check_notation(where, values, lines, odd, notation)
+            place = odd[0]
+            first = str(values[place])[:50]
             raise UserError(
-                f"{printable(path)}, line {lines[odd[0]]}: {str(values[odd[0]])[:50]!r} in the "
-                f"column {column['name']!r} is not a number, and the run was trained on numbers.\n"
+                f"{printable(path)}, line {lines[place]}: {first!r} in the column "
+                f"{column['name']!r} is not a number, and the run was trained on numbers.\n"
                 f"{CORRECT}."
             )
         return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)

@@ -202,11 +202,13 @@ def test_words_for_nothing_are_classes_of_a_text_and_gaps_among_numbers(table, c
     first = caplog.records[0].getMessage()
     assert first.startswith("dataset.target=y: 'none' in 20 rows is a class like the others. ")
     with_gap = "x,y\n" + "\n".join([*lines, "1,", "1,?"])
-    with pytest.raises(UserError, match=r"line 82: the column 'y' has no value.*'y' in 2 of 82"):
+    with pytest.raises(
+        UserError, match=r"(?s)line 82: the column 'y' has no value.*'y' in 2 of 82"
+    ):
         table(with_gap, target="y")
     numbers = [f"{i},{['none', '1', '0', '1'][i % 4]}" for i in range(80)]
     for kind in ("auto", "classification"):
-        with pytest.raises(UserError, match=r"line 2: .*'y' in 20 of 80"):
+        with pytest.raises(UserError, match=r"(?s)line 2: .*'y' in 20 of 80"):
             table("x,y\n" + "\n".join(numbers), target="y", kind=kind)
     caplog.clear()
     data = table("x,y\n" + "\n".join(numbers), target="y", missing="drop")
@@ -412,7 +414,7 @@ def test_csv_missing_values(table):
     with pytest.raises(UserError, match=r"'kind' in 1 of 100 rows.\nType dataset.missing=drop"):
         table(HEADER + "\n".join(lines), target="kind")
     with pytest.raises(
-        UserError, match=r"line 22: .*'kind' in 1 of 100 rows.\nType dataset.missing=drop"
+        UserError, match=r"(?s)line 22: .*'kind' in 1 of 100 rows.\nType dataset.missing=drop"
     ):
         table(HEADER + "\n".join(lines), target="kind", missing="mean")
 
