@@ -6,12 +6,13 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from stoker.runs.page import render
 from stoker.trainer import checkpoint, graph, schedules, summary
 from stoker.trainer import device as devices
 from stoker.trainer.batch import entries
@@ -235,56 +236,29 @@ def lines(
     saves: int,
     keep: int,
     minutes: float | None = None,
-) -> Iterator[str]:
-    """Yield the lines of the plan after the opening lines of a run.
+) -> list[str]:
+    """Return the lines of the plan after the opening lines of a run.
 
     `started`: seconds until the first step; `evaluations` and `saves`: how many the run has;
     `keep`: how many checkpoints stay; `minutes`: the time limit.
     """
-    if estimate.rates:
-        values = list(estimate.rates.values())
-        last = max(estimate.rates)
-        top = max(estimate.rates, key=estimate.rates.__getitem__)
-        named = [f"{estimate.rates[step]:.3g} at step {step:,}" for step in sorted({1, top, last})]
-        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        yield f"schedule {picture(values, encoding=encoding)}"
-        yield f"         lr {', '.join(named)}"
+    rates = estimate.rates
     parts = {name: size for name, size in estimate.memory.items() if name != "peak"}
     peak = estimate.memory["peak"]
-    if math.isnan(peak):
-        peak = sum(parts.values())
-    sizes = ", ".join(f"{name} {size:,.1f}" for name, size in parts.items())
-    yield f"memory   {peak:,.0f} MiB at the peak: {sizes} MiB; the rest is Python and PyTorch"
-    each = f"{estimate.checkpoint:,.1f} MiB per checkpoint"
-    weights = f"{estimate.memory['parameters']:,.1f} MiB of weights"
-    yield f"disk     {each}, of which the last {keep} and the best are kept; {weights}"
-    yield from time_lines(estimate, started, evaluations, saves, minutes)
-
-
-def time_lines(
-    estimate: Estimate, started: float, evaluations: int, saves: int, minutes: float | None
-) -> Iterable[str]:
-    """Yield the lines on the total time and its parts."""
-    steps = f"{counted(estimate.steps, 'step')} ({duration(estimate.step)} each)"
-    parts = {
-        "to the first step": started,
-        "more for that one": estimate.first,
-        f"of {steps}": estimate.steps * estimate.step,
-        f"of {counted(evaluations, 'evaluation')}": evaluations * estimate.evaluation,
-        f"of {counted(saves, 'checkpoint')}": saves * estimate.copy,
-        "of the test": estimate.test,
-    }
-    total = sum(parts.values())
-    training = total - started - estimate.test
-    limit = 60 * (minutes or math.inf)
-    total -= max(0.0, training - limit)
-    yield f"time     about {seconds(total)}, by {counted(estimate.timed, 'step')} of it:"
-    shown = [f"{seconds(value)} {text}" for text, value in parts.items() if value >= 0.05]
-    yield f"         {', '.join(shown) or 'next to nothing'}"
-    if training > limit:
-        last = estimate.steps * limit / training
-        yield f"         max_minutes={minutes:g} ends it at about step {last:,.0f}"
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    text = render(
+        "plan.txt.jinja",
+        run=estimate,
+        picture=picture(list(rates.values()), encoding=encoding) if rates else None,
+        named=sorted({1, max(rates, key=rates.__getitem__), max(rates)}) if rates else [],
+        parts=parts,
+        peak=sum(parts.values()) if math.isnan(peak) else peak,
+        started=started,
+        evaluations=evaluations,
+        saves=saves,
+        keep=keep,
+        minutes=minutes,
+        seconds=seconds,
+        duration=duration,
+    )
+    return text.splitlines()
