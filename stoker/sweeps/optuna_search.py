@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class OptunaSearch(Sweeper):
         **_: Any,
     ) -> None:
         self.sampler = sampler
-        self.keys = params or {}  # the search space in Hydra's own settings
+        self.keys: Mapping[str, Any] = params or {}  # the search space in Hydra's own settings
         self.extend: Callable[[DictConfig, optuna.Trial], None] | None = None
         if custom_search_space:
             self.extend = instantiate({"_target_": custom_search_space, "_partial_": True})
@@ -150,11 +150,12 @@ class OptunaSearch(Sweeper):
             self.launcher.launch(batch, initial_job_idx=numbers[0])
         for number in trials:
             state, best = outcome(self.folder / str(number)) or (TrialState.FAIL, None)
+            value = None  # that of a pruned trial is the last that it reported
             if best is not None:
                 check_mode(self.maximize, best.name, best.mode)
-            # The value of a pruned trial is the last that it reported.
-            is_complete = best is not None and state == TrialState.COMPLETE
-            self.study.tell(number, best.value if is_complete else None, state=state)
+                if state == TrialState.COMPLETE:
+                    value = best.value
+            self.study.tell(number, value, state=state)
 
     def ask(self, study: optuna.Study, number: int) -> optuna.Trial:
         """Return the trial of this number and draw its values."""
