@@ -281,7 +281,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     data = make_data()
     data.train.inputs[:] = math.inf
     trainer = make_trainer(callbacks=[NaNGuard(), Checkpoint(tmp_path)], log_every=5)
-    with pytest.raises(TrainingError, match="train/loss is nan in steps 1 to 5 .* being 0.weight"):
+    with pytest.raises(TrainingError, match="train/loss is nan in steps 1 to 5: in step 1, batch"):
         trainer.fit(DeviceLoader(data, "train", 8, shuffle=True))
     assert not checkpoint.files(tmp_path)
 
@@ -306,29 +306,11 @@ def test_a_gradient_that_overflows_where_the_loss_is_finite_is_seen():
     )
     before = trainer.module.layer.weight.detach().clone()
     with pytest.raises(
-        TrainingError, match=r"train/grad_norm is inf in steps 1 to 3 \(.*all weights are finite"
+        TrainingError,
+        match=r"is inf in steps 1 to 3: in step 1, the gradient of layer.bias has the",
     ):
         trainer.fit(*loaders())
     assert torch.equal(trainer.module.layer.weight, before)
-
-
-def test_a_gradient_that_is_not_finite_shows_in_the_next_window_and_the_first_layer_is_named():
-    class Breaks(Callback):
-        def on_step_end(self, trainer):
-            if trainer.step == 6:
-                trainer.module[3].weight.data[0, 0] = math.nan
-
-    trainer = make_trainer(callbacks=[NaNGuard(), Breaks()], log_every=5, optimizer=torch.optim.SGD)
-    for parameter in trainer.module[0].parameters():
-        parameter.requires_grad_(False)
-    with pytest.raises(TrainingError) as caught:
-        trainer.fit(*loaders())
-    first, second = str(caught.value).splitlines()
-    assert first.startswith(
-        "train/loss is nan in steps 6 to 8 (learning rate 0.000913); 2 of 4 tensors of the model"
-    )
-    assert first.endswith("are not finite, the first being 3.weight.")
-    assert second == "Type a lower optimizer.lr or max_grad_norm=1."
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run():
@@ -345,7 +327,7 @@ def test_an_overflow_in_fp16_says_bf16():
         trainer.module[3].bias.fill_(1e5)
     with pytest.raises(
         TrainingError,
-        match="train/loss is nan at step 1 .*\n.*Type a lower optimizer.lr or precision=bf16",
+        match="train/loss is nan at step 1: in step 1, the loss is nan .*\n.*Type a lower optimizer.lr or precision=bf16",
     ):
         trainer.fit(*loaders())
 

@@ -612,7 +612,9 @@ def test_a_step_does_not_wait_for_the_device():
         train_loader, _ = loaders(batch_size=3, data=make_data(60))
         with Syncs() as syncs:
             trainer.fit(train_loader)
-        assert syncs.count == 2  # the row at the end: its loss, and the norm that is there by then
+        assert (
+            syncs.count == 3
+        )  # the row at the end: its loss and norm; whether all weights are finite
 
 
 # Strategies, compilation, memory

@@ -325,10 +325,11 @@ class Checkpoint(Monitor):
         self.last_time = trainer.agreement.now()
         name = checkpoint.first_nonfinite(trainer.module)
         if name is not None:
+            symptom = f"The weights of {name} are not finite at step {trainer.step}"
             raise NotFinite(
-                f"The weights of {name} are not finite at step {trainer.step}: "
-                "no checkpoint is written of them.\n"
-                "Type a lower optimizer.lr, or max_grad_norm=1."
+                f"{symptom}: no checkpoint is written of them.\n"
+                "Type a lower optimizer.lr, or max_grad_norm=1.",
+                symptom,
             )
         state = checkpoint.copy({**trainer.state_dict(), "about": self.about})
         if launch.is_first():
@@ -593,21 +594,41 @@ class TimeLimit(Callback):
 
 
 class NaNGuard(Callback):
-    """Raise NotFinite at the first logged loss or gradient norm that is not finite."""
+    """Raise NotFinite at the first logged loss or gradient norm that is not finite.
+
+    `fit` then replays the steps since the last good row or checkpoint, and says which step was the
+    first, and whether its batch, its loss or its gradients were. `folder` gets that batch, and a
+    checkpoint of the state before the step. From the start of a fit on, a copy of the state is kept
+    in the memory of the CPU.
+    """
 
     finite_until: int  # the step of the last row whose training numbers were finite
+    first_step: int  # when the fit began
+    first_state: State  # of the Trainer at that step, on the CPU
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = None if folder is None else Path(folder)
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         self.finite_until = trainer.step
+        self.first_step = trainer.step
+        self.first_state = checkpoint.copy(trainer.state_dict())
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        self.first_state = {}
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         for name, value in row.items():
             is_watched = name.endswith("/loss") or name == "train/grad_norm"
             if is_watched and not math.isfinite(value):
+                symptom = f"{name} is {value} {self.where(trainer, name)}"
+                of_training = name.startswith("train/")
+                if not of_training:
+                    of_training = checkpoint.first_nonfinite(trainer.module) is not None
                 raise NotFinite(
-                    f"{name} is {value} {self.where(trainer, name)} "
-                    f"(learning rate {trainer.lr:.3g}); {summary.not_finite(trainer)}.\n"
-                    f"Type {self.advice(trainer)}."
+                    f"{symptom} (learning rate {trainer.lr:.3g}); {summary.not_finite(trainer)}.\n"
+                    f"Type {self.advice(trainer)}.",
+                    symptom if of_training else "",
                 )
         if "train/loss" in row:
             self.finite_until = trainer.step

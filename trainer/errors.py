@@ -6,6 +6,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 log = logging.getLogger("stoker")
@@ -30,7 +31,17 @@ class TrainingError(RuntimeError):
 
 
 class NotFinite(TrainingError):
-    """A loss, gradient or weight is not finite. The same command fails at the same step again."""
+    """A loss, gradient or weight is not finite. The same command fails at the same step again.
+
+    Attributes:
+        symptom: What was noticed, and when; "" if a replay would not explain it.
+        replay: The checkpoint before the step that was the first; None if none was kept.
+    """
+
+    def __init__(self, text: str, symptom: str = "", replay: Path | None = None) -> None:
+        super().__init__(text)
+        self.symptom = symptom
+        self.replay = replay
 
 
 def did_you_mean(name: Any, choices: Iterable[Any], whole: Callable[[str], str] = str) -> str:

@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from stoker.trainer import checkpoint, losses, misuse, optimizers, schedules
+from stoker.trainer import checkpoint, launch, losses, misuse, optimizers, schedules
 from stoker.trainer import device as devices
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, log
 from stoker.trainer.loading import Seekable, resident_bytes, seekable
 from stoker.trainer.state import freeze, frozen
 
@@ -64,8 +64,23 @@ def cleaned_up(trainer: "Trainer") -> Iterator[None]:
     outside = devices.random_states(trainer.device)
     try:
         yield
+        warn_of_weights(trainer)
     finally:
         devices.set_random_states(outside)
         if trainer.optimizer is not None:  # the Trainer may have been closed
             optimizers.zero_grad(trainer.optimizer)
         devices.release(trainer.device)
+
+
+def warn_of_weights(trainer: "Trainer") -> None:
+    """Warn, at the end of a fit, of weights that are not finite."""
+    if trainer.module is None:  # the Trainer was closed
+        return
+    name = checkpoint.first_nonfinite(trainer.module)
+    if name is not None and launch.is_first():
+        log.warning(
+            "The weights of %s are not finite after step %d. A NaNGuard() among the callbacks stops "
+            "earlier, and names the first such step and its cause.",
+            name,
+            trainer.step,
+        )

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import device as devices
-from stoker.trainer import launch, losses, parallel, schedules
+from stoker.trainer import launch, losses, nonfinite, parallel, schedules
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import UserError, did_you_mean, first_few, log
+from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, log
 from stoker.trainer.loading import Seekable
 
 if TYPE_CHECKING:
@@ -430,6 +430,8 @@ def raise_explained(
     """Raise the error as the user should see it, if it is a known mistake or too little memory."""
     if not isinstance(error, Exception) or isinstance(error, UserError):
         return
+    if isinstance(error, NotFinite):
+        raise nonfinite.explained(trainer, error) from None
     if devices.is_out_of_memory(error):
         samples = None if batch is None else trainer.samples(batch)
         raise micro_batch.explain(samples, trainer.module) from error

@@ -21,6 +21,7 @@ from stoker.tasks.finish import efficiency, finish
 from stoker.tasks.parts import Parts, building
 from stoker.tasks.report import draw_report, draws_report, report_command
 from stoker.trainer import launch, stopping
+from stoker.trainer.errors import NotFinite
 
 if TYPE_CHECKING:
     from stoker.runs.loggers import Logger
@@ -197,7 +198,7 @@ def fit(cfg: DictConfig, parts: Parts, state: dict[str, Any] | None) -> None:
 
     trainer = parts.trainer
     train_loader, val_loader, _ = parts.loaders
-    with stopping.gently(trainer.interrupt), parts.threads(cfg):
+    with stopping.gently(trainer.interrupt), parts.threads(cfg), offering_replay():
         trainer.fit(train_loader, val_loader, resume=state)
     if parallel.add_up(int(stopping.received is not None)):
         if stopping.received is None:  # it came to another process
@@ -215,6 +216,21 @@ def ended_after_failure(loggers: list["Logger"]) -> Iterator[None]:
         for logger in loggers:
             logger.end_as("stopped" if stopped else "failed")
         raise
+
+
+@contextlib.contextmanager
+def offering_replay() -> Iterator[None]:
+    """Give an error for numbers that are not finite the command that replays its step."""
+    try:
+        yield
+    except NotFinite as error:
+        if error.replay is None:
+            raise
+        typed = [one for one in arguments.typed() if not one.startswith("run_dir=")]
+        resumed = shell.setting("resume", error.replay)
+        command = shell.command(typed, "log_every=1", start=[*launch.program(), resumed])
+        text = str(error).rpartition("\n")[0]
+        raise NotFinite(f"{text}\nTo replay that step: {command}") from error
 
 
 @contextlib.contextmanager

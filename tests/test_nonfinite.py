@@ -1,0 +1,194 @@
+"""Numbers that are not finite: which step was the first, what in it, and how it is replayed."""
+
+import functools
+import math
+
+import pytest
+import torch
+from conftest import assert_same, make_data, make_model, make_trainer
+
+from stoker import Trainer
+from stoker.data.loader import DeviceLoader
+from stoker.trainer import checkpoint
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint, Lookahead, NaNGuard
+from stoker.trainer.errors import NotFinite
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def train_loader(data=None, batch_size=8):
+    return DeviceLoader(data or make_data(), "train", batch_size, shuffle=True)
+
+
+def failure(trainer, loader=None, **options):
+    """The lines of the error that ends a fit."""
+    with pytest.raises(NotFinite) as caught:
+        trainer.fit(train_loader() if loader is None else loader, **options)
+    return str(caught.value).splitlines()
+
+
+class StopAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer):
+        if trainer.step == self.step:
+            trainer.stop("far enough")
+
+
+class BreaksAt(Trainer):
+    """Multiplies the loss of a step, or its gradient alone, by infinity."""
+
+    bad_step, only_gradient = 7, False
+
+    def compute_loss(self, batch):
+        loss, outputs = super().compute_loss(batch)
+        if self.step + 1 == self.bad_step:
+            value = loss.detach() if self.only_gradient else 0.0
+            loss = value + math.inf * (loss - value)
+        return loss, outputs
+
+
+class GradientBreaksAt(BreaksAt):
+    only_gradient = True
+
+    def compute_loss(self, batch):
+        loss, outputs = Trainer.compute_loss(self, batch)
+        if self.step + 1 == self.bad_step:
+            loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss, outputs
+
+
+@pytest.mark.parametrize("sample", [3, 17, 40])
+@pytest.mark.parametrize("settings", [{"log_every": 5}, {"log_every": 1000, "max_grad_norm": 1.0}])
+def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, settings):
+    def trainer(*more):
+        model = make_model(dropout=0.5)
+        shadows = [Lookahead(every=2), EMA(0.9)]
+        return make_trainer(model, callbacks=[*shadows, *more], **settings)
+
+    data = make_data()
+    data.train.inputs[sample, 2] = math.nan
+    loader = train_loader(data)
+    batches = list(loader)  # of the first epoch
+    (step,) = [i for i, (inputs, _) in enumerate(batches, 1) if inputs.isnan().any()]
+    inputs, targets = batches[step - 1]
+    row = inputs.isnan().any(1).nonzero().item()
+
+    guard = NaNGuard(tmp_path / "bad")
+    first, second, third = failure(trainer(guard, Checkpoint(tmp_path / "run", every=2)), loader)
+    assert first.endswith(
+        f": in step {step}, batch[0] has values that are not finite, in 1 of {len(inputs)} rows, "
+        f"the first being {row}."
+    )
+    assert second == "Look at these samples, or leave them out."
+    path = checkpoint.path_of(tmp_path / "bad", step - 1)
+    assert (
+        third == f"Its batch is in {tmp_path / 'bad'}; fit(..., resume={str(path)!r}) replays it."
+    )
+    kept = torch.load(tmp_path / "bad" / f"batch_{step:08d}.pt", weights_only=True)
+    assert kept["batch[0]"].isnan().equal(inputs.isnan())
+    assert kept["batch[0]"].nan_to_num().equal(inputs.nan_to_num())
+    assert kept["batch[1]"].equal(targets)
+
+    # The state is that of a fit which ended before the step; its next step fails in the same way.
+    state = checkpoint.load(path)
+    if step > 1:
+        whole = trainer(StopAt(step - 1))
+        whole.fit(loader)
+        for part in ("model", "optimizer", "scheduler"):
+            assert_same(state[part], checkpoint.copy(whole.state_dict()[part]))
+        assert_same(state["callbacks"]["EMA"], whole.state_dict()["callbacks"]["EMA"])
+    again = trainer(NaNGuard(), Checkpoint(tmp_path / "again"))
+    again.log_every = 1
+    assert failure(again, loader, resume=path)[0] == (
+        f"train/loss is nan at step {step}: {first.partition(': ')[2]}"
+    )
+
+
+@pytest.mark.parametrize("log_every", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (BreaksAt, "in step 7, the loss is inf with a finite batch (learning rate"),
+        (GradientBreaksAt, "in step 7, the gradient of 3."),
+    ],
+)
+def test_the_loss_and_a_gradient_are_told_apart(kind, said, log_every):
+    trainer = make_trainer(kind=kind, callbacks=[NaNGuard()], log_every=log_every)
+    first, second, _ = failure(trainer)
+    assert f": {said}" in first
+    assert second == "Type a lower optimizer.lr or max_grad_norm=1."
+    # The Trainer is left before the step.
+    assert trainer.step == 6
+    whole = make_trainer(callbacks=[StopAt(6)])
+    whole.fit(train_loader())
+    assert_same(dict(trainer.module.state_dict()), dict(whole.module.state_dict()))
+
+
+def test_an_update_that_overflows_is_told_from_its_gradient(tmp_path):
+    optimizer = functools.partial(torch.optim.SGD, lr=1e39)
+    callbacks = [NaNGuard(), Checkpoint(tmp_path, every=1)]
+    trainer = make_trainer(optimizer=optimizer, scheduler=None, callbacks=callbacks)
+    first, *_ = failure(trainer)
+    assert first == (
+        "The weights of 0.weight are not finite at step 1: in step 1, the update of 0.weight is not "
+        "finite (learning rate 1e+39)."
+    )
+
+
+class Masked(Trainer):
+    def compute_loss(self, batch):
+        inputs, targets, mask = batch
+        outputs = self.model(inputs) + mask
+        return self.loss(outputs, targets) * (math.inf if self.step == 6 else 1), outputs
+
+
+def test_entries_that_were_not_finite_in_good_steps_are_not_blamed():
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([0.0, 0.0, -math.inf])
+    batches = [
+        (torch.randn(4, 6, generator=generator), torch.arange(4) % 2, mask) for _ in range(9)
+    ]
+    trainer = make_trainer(kind=Masked, callbacks=[NaNGuard()], epochs=1)
+    assert ": in step 7, the loss is inf with a finite batch" in failure(trainer, batches)[0]
+
+
+def test_fp16_names_the_batch_and_not_the_steps_that_it_skipped():
+    data = make_data()
+    data.train.inputs[11] = math.inf
+    loader = train_loader(data)
+    batches = list(loader)
+    (step,) = [i for i, (inputs, _) in enumerate(batches, 1) if not inputs.isfinite().all()]
+    trainer = make_trainer(callbacks=[NaNGuard()], precision="fp16")
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)  # the first are skipped
+    first, *_ = failure(trainer, loader)
+    assert f": in step {step}, batch[0] has values that are not finite, in 1 of " in first
+
+
+def test_a_callback_that_breaks_a_weight_is_told_from_a_step():
+    class Breaks(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 6:
+                trainer.module[3].weight.data[0, 0] = math.nan
+
+    trainer = make_trainer(callbacks=[NaNGuard(), Breaks()], log_every=5, optimizer=SGD)
+    first, second, _ = failure(trainer)
+    assert first == (
+        "train/loss is nan in steps 6 to 8: 3.weight is not finite before step 7, and no step has "
+        "made it so."
+    )
+    assert second.startswith("Look at your callbacks")
+
+
+def test_a_fit_without_callbacks_says_that_its_weights_are_not_finite(caplog):
+    data = make_data()
+    data.train.inputs[11] = math.nan
+    trainer = make_trainer()
+    trainer.fit(train_loader(data))
+    assert [message.partition(". ")[0] for message in caplog.messages] == [
+        "The weights of 0.weight are not finite after step 24"
+    ]
+    caplog.clear()
+    make_trainer().fit(train_loader())
+    assert not caplog.messages

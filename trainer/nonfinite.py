@@ -1,0 +1,232 @@
+"""Find the first step, and what in it, whose numbers are not finite: by replaying the training.
+
+A step is a function of the state before it and the seed, so nothing has to be recorded meanwhile.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stoker.trainer import batch as batches
+from stoker.trainer import checkpoint, launch, parallel
+from stoker.trainer import device as devices
+from stoker.trainer.callbacks import Callback, Checkpoint, Monitor, NaNGuard, TimeLimit
+from stoker.trainer.errors import NotFinite, log
+
+if TYPE_CHECKING:
+    from stoker.trainer.trainer import Trainer
+
+SILENT = (Monitor, NaNGuard, TimeLimit)  # they stop a training, or write
+
+
+@dataclass
+class FirstStep:
+    """The first step with a number that is not finite, and the state before it."""
+
+    step: int
+    text: str  # what in it was the first not to be finite
+    advice: str
+    batch: Any
+    state: dict[str, Any]
+
+
+def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
+    """Return the error with the step and the cause, if a replay finds them; else the error itself.
+
+    The Trainer is left in the state before that step. The NaNGuard's folder gets this state, as a
+    checkpoint, and the batch.
+    """
+    guard = next((one for one in trainer.callbacks if isinstance(one, NaNGuard)), None)
+    if guard is None or not error.symptom:
+        return error
+    first = find(trainer, guard)
+    if first is None:
+        return error
+    trainer.load_state_dict(first.state)
+    text = f"{error.symptom}: {first.text}.\n{first.advice}"
+    if guard.folder is None:
+        return NotFinite(f"{text}\nNaNGuard(folder=DIR) keeps its batch, and the state before it.")
+    replay = keep(trainer, first, guard.folder)
+    again = f"Its batch is in {guard.folder}; fit(..., resume={str(replay)!r}) replays it."
+    return NotFinite(f"{text}\n{again}", replay=replay)
+
+
+def find(trainer: "Trainer", guard: NaNGuard) -> FirstStep | None:
+    """Replay the steps since the last finite row; None if all of their numbers are finite now."""
+    last = trainer.step
+    trainer.load_state_dict(good_state(trainer, guard))
+    if launch.is_first():
+        log.warning(
+            "Replaying the training from step %d on, to find the first number that is not finite.",
+            trainer.step + 1,
+        )
+    special_step = trainer.special_step
+    if special_step is not None and special_step.captures:
+        trainer.special_step = None  # the same numbers, and gradients that can be looked at
+    for callback in replaying_callbacks(trainer):
+        callback.on_fit_start(trainer)
+    trainer.model.train()
+    harmless: set[str] = set()
+    try:
+        for batch in replayed(trainer, last):
+            first = None
+            # The loss of that step was finite, but its gradient may not have been.
+            if trainer.step + 1 < guard.finite_until:
+                take_step(trainer, batch)
+            else:
+                first = examine(trainer, batch, harmless)
+            if first is not None or trainer.interruption is not None:
+                return first
+            call_back(trainer)
+        return None
+    finally:
+        trainer.special_step = special_step
+
+
+def good_state(trainer: "Trainer", guard: NaNGuard) -> dict[str, Any]:
+    """Return the last state that was saved before the last finite row, or the first of the fit."""
+    for saver in trainer.callbacks:
+        if isinstance(saver, Checkpoint):
+            saver.wait()
+            paths = checkpoint.files(saver.folder)
+            good = [step for step in paths if guard.first_step < step <= guard.finite_until]
+            if good:
+                return checkpoint.to_resume(paths[max(good)])
+    return guard.first_state
+
+
+def replayed(trainer: "Trainer", last: int) -> Iterator[Any]:
+    """Yield the batches of the steps up to `last`, each of which is taken before the next."""
+    while trainer.step < last:
+        epoch, position = divmod(trainer.step, trainer.steps_per_epoch)
+        trainer.train_loader.seek(trainer.epochs_before + epoch, position)
+        for batch in trainer.train_loader:
+            yield devices.move(batch, trainer.device)
+            if trainer.step == last:
+                return
+
+
+def take_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
+    """Take a step as `fit` does, without a row or an evaluation; return the loss."""
+    trainer.begin_step(batch)
+    loss = trainer.train_step(batch)
+    trainer.step += 1
+    return loss
+
+
+def replaying_callbacks(trainer: "Trainer") -> list[Callback]:
+    """Return the callbacks that may change a weight. Those of one rank only print or write."""
+    callbacks = []
+    for callback in trainer.callbacks:
+        if not callback.first_rank_only and not isinstance(callback, SILENT):
+            callbacks.append(callback)
+    return callbacks
+
+
+def call_back(trainer: "Trainer") -> None:
+    """Call what callbacks do at the end of a step."""
+    callbacks = replaying_callbacks(trainer)
+    if trainer.step % trainer.steps_per_epoch == 0:
+        for callback in callbacks:
+            callback.on_epoch_end(trainer)
+    for callback in callbacks:
+        callback.on_step_end(trainer)
+
+
+def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | None:
+    """Take a step; return what in it was the first not to be finite, None if all of it was.
+
+    Entries of a batch that were not finite in a good step, such as masks, are `harmless`.
+    """
+    trainer.window.clear()
+    state = checkpoint.copy(trainer.state_dict())
+    first = partial(FirstStep, trainer.step + 1, batch=batch, state=state)
+    place = f"in step {trainer.step + 1:,}"
+    name = checkpoint.first_nonfinite(trainer.module)
+    if name is not None:
+        return first(
+            f"{name} is not finite before step {trainer.step + 1:,}, and no step has made it so",
+            "Look at your callbacks, and at the weights that the training began with.",
+        )
+    norms, loss = norms_and_loss(trainer, batch)
+    overflows = [name for name, norm in norms.items() if not norm.isfinite()]
+    if trainer.scaler.is_enabled():  # it skips such a step
+        overflows = []
+    name = checkpoint.first_nonfinite(trainer.module)
+    strange = strange_entries(batch)
+    loss_is_wrong = any_rank(not loss.isfinite())
+    if name is None and not loss_is_wrong and not any_rank(bool(overflows)):
+        harmless.update(strange)
+        return None
+    advice = f"Type {NaNGuard.advice(trainer)}."
+    texts = [text for entry, text in strange.items() if entry not in harmless]
+    if any_rank(bool(texts)):
+        text = texts[0] if texts else "the batch of another process has values that are not finite"
+        return first(f"{place}, {text}", "Look at these samples, or leave them out.")
+    rate = f"(learning rate {trainer.lr:.3g})"
+    if loss_is_wrong:
+        return first(f"{place}, the loss is {float(loss)} with a finite batch {rate}", advice)
+    if overflows:
+        norm = float(norms[overflows[0]])
+        text = f"the gradient of {overflows[0]} has the norm {norm}, with a loss of {loss:.4g}"
+        return first(f"{place}, {text} {rate}", advice)
+    return first(f"{place}, the update of {name} is not finite {rate}", advice)
+
+
+def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Take a step; return the norm of each gradient, the first computed first, and the loss."""
+    norms: dict[str, torch.Tensor] = {}
+
+    def note(name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            (gradient,) = parallel.local([parameter.grad])
+            if gradient.is_sparse:
+                gradient = gradient.coalesce().values()
+            norms[name] = torch.linalg.vector_norm(gradient)
+
+    hooks = []
+    for name, parameter in trainer.module.named_parameters():
+        if parameter.requires_grad:
+            hooks.append(parameter.register_post_accumulate_grad_hook(partial(note, name)))
+    try:
+        return norms, take_step(trainer, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def any_rank(condition: bool | torch.Tensor) -> bool:
+    """Return whether this holds in any process; all have to call this."""
+    return parallel.add_up(int(condition)) > 0
+
+
+def strange_entries(batch: Any) -> dict[str, str]:
+    """Return {name: description} of the tensors of a batch with values that are not finite."""
+    texts = {}
+    for name, tensor in batches.entries(batch):
+        if not tensor.is_floating_point() or tensor.isfinite().all():
+            continue
+        texts[name] = f"{name} has values that are not finite"
+        if tensor.ndim:
+            rows = (~tensor.isfinite()).reshape(len(tensor), -1).any(1)
+            numbers = rows.nonzero().flatten().tolist()
+            texts[name] += f", in {len(numbers)} of {len(rows)} rows, the first being {numbers[0]}"
+    return texts
+
+
+def keep(trainer: "Trainer", first: FirstStep, folder: Path) -> Path:
+    """Write the state before the step and its batch, {name: tensor}; return the state's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = checkpoint.path_of(folder, first.step - 1)
+    tensors = {name: tensor.detach().cpu() for name, tensor in batches.entries(first.batch)}
+    rank = "" if launch.is_first() else f".rank{launch.rank()}"
+    torch.save(tensors, folder / f"batch_{first.step:08d}{rank}.pt")
+    if launch.is_first():
+        savers = [one for one in trainer.callbacks if isinstance(one, Checkpoint)]
+        about = savers[0].about if savers else {}
+        checkpoint.save(path, {**first.state, "about": about})
+    return path
