@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -351,6 +352,24 @@ def test_a_reason_is_left_once_and_takes_no_results_place(tmp_path):
     assert finished(tmp_path) == RunResult(overrides=[], seconds=1.0)
     (tmp_path / "file").touch()
     assert not write_failure(tmp_path / "file", TrainingError("nowhere"), 3)
+
+
+def test_a_step_that_is_not_finite_is_replayed_by_the_command_that_is_printed(forks, tmp_path):
+    typed = ["dataset=synthetic", "optimizer.lr=1e30", "report=false", "run_dir=a b"]
+    failed = forks.run(tmp_path, *typed)
+    first, _, third = failed.err.splitlines()[-3:]
+    found = first.partition(": in step ")[2]
+    command = third.partition("To replay that step: ")[2]
+    assert failed.code == 3 and found.endswith(
+        "the loss is nan with a finite batch (learning rate 3.17e+28)."
+    )
+    again = forks.run(tmp_path, *shlex.split(command)[2:])
+    assert again.code == 3 and again.err.splitlines()[-3].endswith(f": in step {found}")
+    (state,) = checkpoint.files(tmp_path / "a b" / "not_finite")
+    kept = f"batch_{state + 1:08d}.pt"
+    whole = torch.load(tmp_path / "a b" / "not_finite" / kept, weights_only=True)
+    (folder,) = (tmp_path / "runs").glob("*/not_finite")
+    assert same(whole, torch.load(folder / kept, weights_only=True))
 
 
 def test_a_command_that_would_fail_again_is_not_offered(tmp_path):
