@@ -98,7 +98,7 @@ def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor 
     trainer.scaler.update()
     is_skipped = scale < before
     trainer.window.skipped.update(is_skipped.float())
-    return None if norm is None else torch.where(is_skipped, 0.0, norm)
+    return None if norm is None else torch.where(is_skipped, 0.0, parallel.whole(norm))
 
 
 def check_scale(trainer: "Trainer") -> None:
