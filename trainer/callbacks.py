@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,12 @@ from stoker.trainer.errors import (
     as_typed,
     check_number,
     did_you_mean,
+    is_one_slip,
     log,
 )
 from stoker.trainer.readable import number
 from stoker.trainer.state import ANYTHING, check_like, frozen, refuse
+from stoker.trainer.window import NUMBERS
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -83,11 +86,15 @@ class Monitor(Callback):
     `monitor="auto"` is the first validation metric that says which end of it is good, or the
     validation loss, or the training loss. Rows hold the training loss of a part of an epoch: what
     counts is the mean over the epoch, at its end.
+
+    With `mode` "max" or "min", it may also be a number that is given to `trainer.log`. Each row that
+    has it counts.
     """
 
     name: str  # of the number, from `on_fit_start` on
     sign: int  # 1 if high is good, -1 if low is good
     warned: bool  # of a number that is not finite
+    is_missing: bool = False  # a number of your own that has not been logged
 
     def __init__(self, monitor: str = "auto", mode: str = "auto") -> None:
         self.monitor = monitor
@@ -116,11 +123,13 @@ class Monitor(Callback):
         self.name = self.monitor
         if self.monitor == "auto":
             self.name = next(n for n, higher in higher_is_better.items() if higher is not None)
-        if self.name not in higher_is_better:
+        is_usual = self.name in higher_is_better
+        if not is_usual and not self.may_be_logged(higher_is_better):
             raise UserError(
                 f"monitor={as_typed(self.name)}: no such number is logged."
                 f"{did_you_mean(self.name, higher_is_better)}\n"
-                f"Type monitor= one of: {', '.join(higher_is_better)}."
+                f"Type monitor= one of: {', '.join(higher_is_better)}.\n"
+                "For a number of your own, such as my/number, type monitor_mode=max or min as well."
             )
         higher = higher_is_better[self.name] if self.mode == "auto" else self.mode == "max"
         if higher is None:
@@ -130,6 +139,28 @@ class Monitor(Callback):
             )
         self.sign = 1 if higher else -1
         self.warned = False
+        self.is_missing = not is_usual and self.best is None
+
+    def may_be_logged(self, usual: Iterable[str]) -> bool:
+        """Return whether this can be the name of a number that is given to `trainer.log`."""
+        is_typo = any(is_one_slip(self.name, name) for name in usual)
+        return self.mode != "auto" and "/" in self.name and not is_typo
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        """Warn if a number of your own was never logged."""
+        if not trainer.failed:
+            self.warn_if_missing("in this fit")
+
+    def warn_if_missing(self, when: str) -> None:
+        """Warn, once in a fit, if the monitored number has not been logged."""
+        if launch.is_first() and self.is_missing:
+            log.warning(
+                "%s: monitor=%s was not logged %s, so nothing counts as the best.",
+                type(self).__name__,
+                self.name,
+                when,
+            )
+        self.is_missing = False
 
     def improved(self, trainer: "Trainer", row: Row, min_delta: float = 0.0) -> bool | None:
         """Return whether the row's number beats the best by more than `min_delta`; then keep it.
@@ -138,10 +169,15 @@ class Monitor(Callback):
         not have the number, or holds only a part of its epoch.
         """
         if self.name not in row:
+            if trainer.step > trainer.steps_per_epoch:
+                self.warn_if_missing("in the first epoch")
             return None
+        self.is_missing = False
         value = row[self.name] if self.name != "train/loss" else self.over_epoch(trainer, row)
         if value is None:
             return None
+        if isinstance(value, list):
+            raise UserError(f"monitor={self.name}: this is a list. Monitor a single number.")
         if not math.isfinite(value):
             self.warn(trainer, value)
             return False
@@ -309,6 +345,7 @@ class Checkpoint(Monitor):
         if self.writer is not None:
             self.writer.shutdown()
             self.wait()
+        super().on_fit_end(trainer)
 
     def save(self, trainer: "Trainer") -> None:
         """Copy the state and have it written, one copy at a time.
@@ -651,7 +688,7 @@ class NaNGuard(Callback):
 
 
 class Progress(Callback):
-    """Print a line per epoch with loss, validation metrics and speed.
+    """Print a line per epoch with loss, metrics, speed and what is given to `trainer.log`.
 
     On a terminal there is a bar as well, elsewhere a line now and then in long epochs.
     """
@@ -680,7 +717,7 @@ class Progress(Callback):
         self.loss: float = 0.0  # the sum over the samples
         self.samples: int = 0
         self.seconds: float = 0.0
-        self.validation: dict[str, float] = {}  # since the last line
+        self.numbers: dict[str, float] = {}  # since the last line
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         if "train/samples" in row:
@@ -688,22 +725,29 @@ class Progress(Callback):
             self.samples += row["train/samples"]
             self.seconds += row["train/seconds"]
         for name, value in row.items():
-            if name.startswith("val/") and isinstance(value, float):
-                self.validation[name] = value
-        if self.validation and trainer.step % trainer.steps_per_epoch:
+            if isinstance(value, float) and not self.is_usual(name):
+                self.numbers[name] = value
+        is_evaluation = any(name.startswith("val/") for name in row)
+        if is_evaluation and trainer.step % trainer.steps_per_epoch:
             self.line(self.epoch(trainer))
 
-    def on_epoch_end(self, trainer: "Trainer") -> None:
-        self.line(self.epoch(trainer))
-        self.start_epoch()
+    @staticmethod
+    def is_usual(name: str) -> bool:
+        """Return whether a line shows this number in another way, or not at all."""
+        return name in (*NUMBERS, "epoch") or name.startswith("train/lr/")
 
     def on_step_end(self, trainer: "Trainer") -> None:
+        if trainer.step % trainer.steps_per_epoch == 0:  # with what was logged in `on_epoch_end`
+            self.line(self.epoch(trainer))
+            self.start_epoch()
         if self.bar is not None:
             self.bar.update(trainer.step - self.bar.n)
         elif time.monotonic() > self.last_line + SILENCE:
             self.line(f"step {trainer.step:,}/{trainer.total_steps:,}")
 
     def on_fit_end(self, trainer: "Trainer") -> None:
+        if not trainer.failed and self.numbers:  # logged after the last line
+            self.line(self.epoch(trainer))
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -724,10 +768,10 @@ class Progress(Callback):
         parts = [where]
         if self.samples:
             parts.append(f"loss {number(self.loss / self.samples)}")
-        parts += [f"{name} {number(value)}" for name, value in self.validation.items()]
+        parts += [f"{name} {number(value)}" for name, value in self.numbers.items()]
         if self.seconds:
             parts.append(f"{self.samples / self.seconds:,.0f} samples/s")
-        self.validation = {}
+        self.numbers = {}
         self.write("  ".join(parts))
 
     def write(self, text: str) -> None:

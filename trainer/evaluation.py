@@ -59,10 +59,17 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     loss_mean = loss_mean.over_ranks()
     if not loss_mean.samples:
         raise UserError(f"The {split} loader gives no samples.")
-    values = {f"{split}/loss": loss_mean.compute()}
+    name = f"{split}/loss"
+    return {name: misuse.number(name, loss_mean.compute()), **metric_values(trainer, split)}
+
+
+def metric_values(trainer: "Trainer", split: str) -> dict[str, Any]:
+    """Return {"val/acc": ...}, what the metrics have come to."""
+    values = {}
     for name, metric in trainer.metrics.items():
-        values[f"{split}/{name}"] = metric.compute()
-    return {name: misuse.number(name, value) for name, value in values.items()}
+        full_name = f"{split}/{name}"
+        values[full_name] = misuse.number(full_name, metric.compute())
+    return values
 
 
 def reset(trainer: "Trainer") -> None:

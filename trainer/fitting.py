@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.trainer import checkpoint, launch, losses, misuse, optimizers, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError, log
+from stoker.trainer.history import History
 from stoker.trainer.loading import Seekable, resident_bytes, seekable
 from stoker.trainer.state import freeze, frozen
 
@@ -50,7 +51,8 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
         trainer.special_step.begin(trainer)
     misuse.warn_of_untrained(trainer)
     misuse.warn_of_epochs(trainer)
-    trainer.lr = trainer.scheduler.get_last_lr()[0]
+    trainer.rates = trainer.scheduler.get_last_lr()
+    trainer.history = History()
     if isinstance(loader, Seekable):
         loader.spans = trainer.spans
     trainer.train_loader = loader

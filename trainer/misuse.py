@@ -355,6 +355,8 @@ def joined(outputs: list[torch.Tensor]) -> torch.Tensor:
 
 def number(name: str, value: Any) -> Any:
     """Return one number as a float, which loggers look for, and several as a nested list."""
+    if isinstance(value, (int, float)):
+        return float(value)
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):

@@ -1,14 +1,13 @@
 """What a Trainer tells others: hooks and rows for its callbacks, and where its tensors are."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-import torch
-
 from stoker.trainer import misuse, parallel, steps, summary
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.window import Window
+from stoker.trainer.history import History
+from stoker.trainer.window import NUMBERS, Window
 
 
 class Reporting:
@@ -19,7 +18,8 @@ class Reporting:
     window: Window
     step: int
     steps_per_epoch: int
-    lr: float
+    history: History  # of the last fit
+    rates: Sequence[float] = (0.0,)  # of the parameter groups, in the last step
     batch_layout: str = "nothing yet"  # of the last batch that was logged
     data_bytes: int = 0  # of the data that the loaders hold on the device
     untrained: AbstractSet[str] = frozenset()  # what no optimizer has, as far as it was said
@@ -29,12 +29,30 @@ class Reporting:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *args)
 
+    @property
+    def lr(self) -> float:
+        """The rate of the first parameter group, in the last step."""
+        return self.rates[0]
+
     def log(self, numbers: Mapping[str, Any]) -> None:
-        """Give a row of numbers to the callbacks."""
+        """Log a row of numbers at this step; your own have names such as "my/number".
+
+        Loggers write them and `Progress` shows them. `EarlyStopping` and `Checkpoint` can monitor
+        them, and read them here and now. With several processes, log the same numbers on each.
+
+        Raises:
+            UserError: A value is neither a number nor a tensor.
+        """
         row: dict[str, Any] = {"step": self.step, "epoch": self.step / self.steps_per_epoch}
         for name, value in numbers.items():
-            row[name] = misuse.number(name, value) if isinstance(value, torch.Tensor) else value
+            is_count = name in NUMBERS and isinstance(value, int)
+            row[name] = value if is_count or isinstance(value, list) else misuse.number(name, value)
+        self.history.add(row)
         self.call("on_log", row)
+
+    def training_numbers(self) -> dict[str, Any]:
+        """Return the numbers of the steps since the last row, and forget these steps."""
+        return dict(self.window.row(self.rates))
 
     def log_training(self, batch: Any) -> None:
         """Log the steps since the last row, of which this is the last batch."""
@@ -43,7 +61,7 @@ class Reporting:
         parallel.check_same_weights(self.model)
         misuse.warn_of_untrained(trainer)
         self.batch_layout = summary.layout_of(batch)
-        self.log(self.window.row(self.lr))
+        self.log(self.training_numbers())
         steps.check_scale(trainer)
         self.window.restart()
 

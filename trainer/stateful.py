@@ -21,7 +21,7 @@ class Stateful:
 
     module: Any
     optimizer: Any
-    scheduler: Any
+    scheduler: Any = None  # needs the number of steps, which `fit` knows
     scaler: torch.amp.GradScaler
     window: Window
     micro_batch: MicroBatch

@@ -21,6 +21,7 @@ from stoker.trainer import (
 )
 from stoker.trainer.batching import Batching
 from stoker.trainer.callbacks import Callback
+from stoker.trainer.history import History
 from stoker.trainer.metrics import check_over_ranks
 from stoker.trainer.micro_batch import MicroBatch
 from stoker.trainer.reporting import Reporting
@@ -119,16 +120,14 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
             self.optimizer = optimizers.build(optimizer, groups, self.device, self.module)
             self.optimizer_step = optimizers.lean_step(self.optimizer, compile is True)
         self.make_scheduler = scheduler or schedules.constant
-        self.scheduler: Any = None  # needs the number of steps, which `fit` knows
 
-        self.lr: float = 0.0  # of the first parameter group, in the last step
         self.train_loader: Any = None
         self.val_loader: Any = None
         self.window = Window()
         self.spans: Spans = silent_spans()
 
-    def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> None:
-        """Train until `epochs` or `max_steps` are done or a callback stops it.
+    def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
+        """Train until the end or until a callback stops it; return the rows that were logged.
 
         Args:
             train_loader: Iterable of batches with a length.
@@ -177,6 +176,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
             finally:
                 batch = None
                 self.end_fit()
+        return self.history
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Take one optimizer step, and one of the schedule; return the mean loss of the batch."""
@@ -260,8 +260,8 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
         self.close()
 
     def begin_step(self, batch: Any) -> None:
-        """Note the rate of a step and seed it: a step is a function of (seed, step)."""
-        self.lr = self.scheduler.get_last_lr()[0]
+        """Note the rates of a step and seed it: a step is a function of (seed, step)."""
+        self.rates = self.scheduler.get_last_lr()
         self.weigh(batch)
         self.seed_generators("step")
 

@@ -1,11 +1,22 @@
 """The window of steps since the last logged row: mean loss, gradients, and time."""
 
 import time
+from collections.abc import Sequence
 
 import torch
 
 from stoker.trainer import launch, parallel
 from stoker.trainer.metrics import Mean
+
+# The names of a window's numbers. Rates of more groups are train/lr/1, train/lr/2, ...
+NUMBERS = (
+    "train/loss",
+    "train/lr",
+    "train/samples",
+    "train/seconds",
+    "train/skipped_steps",
+    "train/grad_norm",
+)
 
 
 class Window:
@@ -41,8 +52,10 @@ class Window:
         if launch.is_first():
             self.grad_norm.update(norm)
 
-    def row(self, lr: float) -> dict[str, float]:
+    def row(self, rates: Sequence[float]) -> dict[str, float]:
         """Return the numbers of the window, over all processes, and forget its steps.
+
+        `rates` are those of the parameter groups. The others follow the first one if they differ.
 
         This reads the loss from the device, and so waits for it: only then is the clock right.
         """
@@ -50,10 +63,13 @@ class Window:
         grad_norm = self.grad_norm.over_ranks()
         row = {
             "train/loss": loss.compute().item(),
-            "train/lr": lr,
+            "train/lr": float(rates[0]),
             "train/samples": loss.samples,
             "train/seconds": time.perf_counter() - self.start,
         }
+        if any(rate != rates[0] for rate in rates):
+            for i, rate in enumerate(rates[1:], 1):
+                row[f"train/lr/{i}"] = float(rate)
         done = 1.0  # share of the steps that were not skipped
         if self.skipped.samples:
             skipped = self.skipped.over_ranks().compute().item()

@@ -1,0 +1,60 @@
+"""A Trainer that computes its metrics on the training batches as well."""
+
+import copy
+from typing import Any
+
+import torch
+
+from stoker.trainer import evaluation
+from stoker.trainer.errors import UserError
+from stoker.trainer.history import History
+from stoker.trainer.trainer import Trainer
+
+
+class TrainMetrics(Trainer):
+    """A Trainer whose training rows have its metrics too: "train/acc" beside "train/loss".
+
+    They are over the steps since the last row, of the outputs that the loss was computed from: with
+    dropout, and with the weights of each step. A resumed fit counts from where it begins.
+    `evaluate(train_loader, "train")` computes them with the weights as they are.
+
+    Raises:
+        UserError: With micro_batch="auto" a batch may be computed twice, and with compile="graph"
+            no Python code of a step runs.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        if self.micro_batch.adapts:
+            raise UserError(f"{type(self).__name__}: give micro_batch a number, and not 'auto'.")
+        if self.special_step is not None and self.special_step.captures:
+            raise UserError(f"{type(self).__name__}: leave out compile='graph'.")
+
+    def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
+        """Train as `Trainer.fit` does."""
+        evaluation.reset(self)
+        return super().fit(train_loader, val_loader, resume)
+
+    def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        """Return the mean loss of the batch, and the outputs."""
+        loss, outputs = super().compute_loss(batch)
+        if self.module.training:
+            with torch.no_grad():
+                self.update_metrics(outputs, batch)
+        return loss, outputs
+
+    def evaluate(self, loader: Any, split: str = "val") -> dict[str, Any]:
+        """Return {"val/loss": ..., "val/acc": ...}, computed by copies of the metrics."""
+        of_training = self.metrics
+        self.metrics = copy.deepcopy(of_training)
+        try:
+            return super().evaluate(loader, split)
+        finally:
+            self.metrics = of_training
+
+    def training_numbers(self) -> dict[str, Any]:
+        """Return the numbers of the steps since the last row, with the metrics."""
+        row = super().training_numbers()
+        row.update(evaluation.metric_values(self, "train"))
+        evaluation.reset(self)
+        return row
