@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from stoker.trainer.readable import number
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_NAMES = 40  # classes of a matrix that shows their names
@@ -37,38 +36,25 @@ def of(evaluation: Evaluation) -> dict[str, Any]:
 
 def confusion(counts: list[list[int]], classes: list[str]) -> Any:
     """Draw a row for each true class, as shares of it: dark is all of it."""
+    import numpy
     from matplotlib.figure import Figure
 
     size = len(counts)
     side = min(3 + 0.4 * size, 12)
     figure = Figure((side, side), layout="constrained")
     axes = figure.add_subplot(xlabel="predicted", ylabel="true")
-    shares = [shares_of(row) for row in counts]
+    cells = numpy.array(counts)
+    shares = cells / cells.sum(1, keepdims=True).clip(1)
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     if size <= MOST_NAMES:
         axes.set_xticks(range(size), classes, rotation=90)
         axes.set_yticks(range(size), classes)
     if size <= MOST_NUMBERS:
-        for true, row in enumerate(counts):
-            write_counts(axes, true, row)
+        for true, predicted in numpy.argwhere(cells):
+            color = "white" if shares[true, predicted] > 0.5 else "black"
+            text = f"{cells[true, predicted]:,}"
+            axes.text(predicted, true, text, ha="center", va="center", color=color)
     return drawn(figure)
-
-
-def shares_of(row: list[int]) -> list[float]:
-    """Return the counts as shares of their sum."""
-    total = max(1, sum(row))
-    return [count / total for count in row]
-
-
-def write_counts(axes: "Axes", true: int, row: list[int]) -> None:
-    """Write the counts of a true class into its cells; 0 is left out."""
-    shares = shares_of(row)
-    for predicted, count in enumerate(row):
-        if count == 0:
-            continue
-        color = "white" if shares[predicted] > 0.5 else "black"
-        text = f"{count:,}"
-        axes.text(predicted, true, text, ha="center", va="center", color=color)
 
 
 def samples(shown: list[dict[str, Any]], classes: list[str]) -> Any:
