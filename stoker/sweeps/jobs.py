@@ -65,23 +65,14 @@ class SweepRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "SweepRecord":
-        record = read_json(folder / SWEEP) or {}
-        jobs = record.get("jobs")
-        return cls(
-            texts(record.get("typed")),
-            jobs if isinstance(jobs, int) else None,
-            texts(record.get("searched")),
-        )
+        try:
+            record: SweepRecord = results.typed(read_json(folder / SWEEP) or {}, cls)
+        except TypeError:
+            return cls()
+        return record
 
     def write(self, folder: Path) -> None:
         write_json(folder / SWEEP, vars(self))
-
-
-def texts(value: object) -> list[str] | None:
-    """Return `value` if it is a list of strings, else None."""
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return value
-    return None
 
 
 def announce(folder: Path, record: SweepRecord) -> None:
