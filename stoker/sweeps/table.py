@@ -66,7 +66,8 @@ class Sweep:
             group.append(job)
         self.groups = sorted(groups.values(), key=self.rank)
         self.is_grouped = any(len(group) > 1 for group in self.groups)
-        self.group_keys = [key for key in self.keys if key != "seed" or not self.is_grouped]
+        self.left_out = "seed" if self.is_grouped else ""
+        self.group_keys = [key for key in self.keys if key != self.left_out]
 
     def of(self, status: str) -> list[Job]:
         return [job for job in self.jobs if job.status == status]
@@ -166,19 +167,40 @@ def lines(sweep: Sweep) -> list[str]:
     The table shows the settings that differ, or all of them if none does.
     """
     test = test_name(sweep)
-    rows = [["jobs", "n", sweep.name or "best", test or "test", "seconds", "settings"]]
-    keys = sweep.group_keys or [key for key in sweep.jobs[0].settings if key != "seed"]
+    keys = sweep.group_keys
+    if not keys:
+        keys = [key for key in sweep.jobs[0].settings if key != sweep.left_out]
+    rows = [
+        [
+            "jobs",
+            "n",
+            sweep.name or "best",
+            test or "test",
+            "seconds",
+            "settings",
+        ]
+    ]
     for group in sweep.groups:
-        count = str(len(group))
-        numbers = [value_of(sweep, group), test_of(group, test), seconds_of(group)]
-        rows.append([ranges(group), count, *numbers, " ".join(typed_for(group[0], keys))])
+        typed = typed_for(group[0], keys)
+        rows.append(
+            [
+                ranges(group),
+                str(len(group)),
+                value_of(sweep, group),
+                test_of(group, test),
+                seconds_of(group),
+                " ".join(typed),
+            ]
+        )
     others = [job for status in STATUSES[1:] for job in sweep.of(status)]
     for job in others:
-        rows.append([job.name, "", job.status, "", "", with_note(job, sweep.keys)])
+        note = with_note(job, sweep.keys)
+        rows.append([job.name, "", job.status, "", "", note])
     hidden = len(rows) - 1 - MOST_ROWS
     if hidden > 0:  # keep the best and some of the unfinished ones
         first = 1 + max(MOST_ROWS - len(others), MOST_ROWS // 2)
-        rows[first : first + hidden] = [["...", "", "", "", "", f"{hidden} more: see sweep.csv"]]
+        more = ["...", "", "", "", "", f"{hidden} more: see sweep.csv"]
+        rows[first : first + hidden] = [more]
     if not sweep.is_grouped:
         rows[0][0] = "job"
         for row in rows:
