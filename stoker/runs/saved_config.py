@@ -256,14 +256,16 @@ class Resolver:
             return value
         if re.fullmatch(KEY_PATH, value):
             return self.resolve(name, self.target(name, value), depth + 1)
-        pieces = re.split(f"({KEY_PATH})", value)
-        for i in range(1, len(pieces), 2):  # text and ${key.path} take turns
-            part = self.resolve(name, self.target(name, pieces[i]), depth + 1)
+
+        def replaced(match: re.Match[str]) -> str:
+            part = self.resolve(name, self.target(name, match[0]), depth + 1)
             if isinstance(part, (dict, list)):
                 raise self.refusal(name, value)
-            pieces[i] = str(part)
-            self.spend(len(pieces[i]) // 100, name, depth)  # before they are put together
-        text = "".join(pieces)
+            text = str(part)
+            self.spend(len(text) // 100, name, depth)  # before they are put together
+            return text
+
+        text = re.sub(KEY_PATH, replaced, value)
         # Also if "$" and "{" come from two keys: whoever reads the text next would look it up.
         if "${" in text:
             raise self.refusal(name, value)

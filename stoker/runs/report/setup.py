@@ -21,7 +21,9 @@ def settings(run: Run) -> dict[str, Any]:
         if value == default and re.fullmatch(r"\$\{\w+\}", str(value)):
             continue  # it repeats another key, which has its own line
         is_changed = bool(defaults) and key != "run_dir" and value != default
-        rows.append((key, value, "(none)" if default == "???" else default, is_changed))
+        if default == "???":
+            default = "(none)"
+        rows.append((key, value, default, is_changed))
     return {
         "rows": rows,
         "has_defaults": bool(defaults),
