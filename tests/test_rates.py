@@ -1,5 +1,6 @@
 """A learning rate that is changed: before a fit, in it, after it, by the Trainer or by hand."""
 
+import copy
 import functools
 
 import pytest
@@ -124,6 +125,18 @@ def test_a_resume_with_another_rate_is_refused_with_the_way_to_change_it(tmp_pat
         changed("before", "by hand", schedule, tmp_path, checkpoint.path_of(tmp_path, 3))
     again = changed(None, "set_lr", schedule, tmp_path, checkpoint.path_of(tmp_path, 3))
     assert again.step == 8
+
+
+@pytest.mark.parametrize("schedule", [schedules.constant, schedules.cosine])
+def test_a_fit_is_made_longer_with_another_rate(tmp_path, schedule):
+    trainer = changed(None, "set_lr", schedule, tmp_path)
+    before = copy.deepcopy(trainer.module.state_dict())
+    trainer.set_lr(0.02)
+    trainer.max_steps = 9
+    trainer.fit(make_batches(), resume=trainer.state_dict())
+    assert trainer.step == 9
+    assert trainer.lr == pytest.approx(0.02 * trainer.scheduler.factor(8), rel=1e-12)
+    assert not torch.equal(trainer.module[0].weight, before["0.weight"])
 
 
 def test_groups_have_rates_of_their_own(tmp_path):

@@ -378,7 +378,7 @@ def warn_of_untrained(trainer: "Trainer") -> None:
     for name, parameter in trainer.module.named_parameters():
         if parameter.requires_grad and id(parameter) not in trained:
             names.append(name)
-    is_news = not trainer.untrained.issuperset(names)
+    is_news = not trainer.untrained >= set(names)
     trainer.untrained = set(names)
     if is_news and launch.is_first():
         log.warning(

@@ -185,8 +185,9 @@ def counts_in(state: dict[str, Any]) -> dict[str, list[int]]:
     result: dict[str, list[int]] = {}
     for name in COUNTS:
         value = state.get(name)
-        numbers = list(value) if isinstance(value, Iterable) else [value]
-        if numbers and all(isinstance(number, int) for number in numbers):
+        values = value if isinstance(value, Iterable) else [value]
+        numbers = [number for number in values if isinstance(number, int)]
+        if numbers:
             result[name.lstrip("_")] = numbers
     for inner in state.get("_schedulers", ()):
         result = {**counts_in(inner), **result}
@@ -223,25 +224,35 @@ def reset(optimizer: torch.optim.Optimizer) -> None:
         set_rate(group, group.get("initial_lr", group["lr"]))
 
 
-def set_lr(optimizer: torch.optim.Optimizer, rate: float | Sequence[float], scheduler: Any) -> None:
-    """Do the work of `Trainer.set_lr`; the scheduler is that of a fit that goes on, or None."""
+def set_lr(
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    rate: float | Sequence[float],
+    in_fit: bool,
+) -> None:
+    """Do the work of `Trainer.set_lr`; outside of a fit, the scheduler is that of the last one."""
+    if optimizer is None:
+        raise UserError("set_lr: this Trainer has no optimizer, or is closed.")
     groups = optimizer.param_groups
     rates = list(rate) if isinstance(rate, Sequence) else [rate] * len(groups)
     if len(rates) != len(groups):
         raise UserError(f"set_lr: {len(rates)} rates for {len(groups)} parameter groups.")
-    if not isinstance(scheduler, Schedule | None):
+    for value in rates:
+        check_number("set_lr", value, least=0)
+    if in_fit and not isinstance(scheduler, Schedule):
         raise UserError(
             f"set_lr: {type(scheduler).__name__} keeps its own rates in a fit. "
             "Give one of stoker.trainer.schedules, or call set_lr before the fit."
         )
     for group, value in zip(groups, rates, strict=True):
-        check_number("set_lr", value, least=0)
-        if scheduler is None:
-            set_rate(group, value)
-        else:
+        if isinstance(scheduler, Schedule):
             group["initial_lr"] = float(value)
-    if scheduler is not None:
+        else:
+            set_rate(group, float(value))
+    if isinstance(scheduler, Schedule):
         scheduler.set_rates()
+        if not in_fit:
+            scheduler.given = [float(value) for value in rates]
 
 
 def required(arguments: Iterable[inspect.Parameter]) -> list[str]:

@@ -55,9 +55,8 @@ class Stateful:
         Args:
             rate: One number for all parameter groups, or one for each of them.
         """
-        schedules.set_lr(
-            self.optimizer, rate, None if self.train_loader is None else self.scheduler
-        )
+        in_fit = self.train_loader is not None
+        schedules.set_lr(self.optimizer, self.scheduler, rate, in_fit)
 
     def stateful(self) -> dict[str, Any]:
         """Return {name: object with a state_dict} for checkpoints; add a second optimizer here."""
