@@ -3,50 +3,15 @@
 import functools
 import itertools
 
-import hydra
 import pytest
 import torch
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import open_dict
 
-from stoker.command import arguments, dotted, retarget, trust
-from stoker.tasks import main, parts
+from stoker.command import dotted, retarget
+from stoker.tasks import parts
 from stoker.trainer import schedules, summary
 from stoker.trainer.callbacks import EarlyStopping
 
 SMALL = ("dataset=synthetic", "dataset.n=640", "device=cpu", "max_steps=8", "model.hidden=[8]")
-
-
-@pytest.fixture
-def processed():
-    """A function from overrides to the config, as the tasks get it."""
-
-    def process(*overrides):
-        with hydra.initialize_config_module("stoker.configs"):
-            typed = arguments.for_hydra(overrides)
-            cfg = hydra.compose("train", typed, return_hydra_config=True)
-            HydraConfig.instance().set_config(cfg)
-            with open_dict(cfg):
-                del cfg["hydra"]
-            main.prepare(cfg)
-        return cfg
-
-    with hydra.utils.execution_whitelist(trust.patterns(trust.TRUSTED, [])):
-        yield process
-    HydraConfig.instance().cfg = None
-
-
-@pytest.fixture
-def project(tmp_path, monkeypatch):
-    """A function that writes one of the project's own configs, in the working directory."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(name, text):
-        path = tmp_path / "configs" / f"{name}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-    return write
 
 
 def trained(cfg):

@@ -8,9 +8,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from stoker.command import arguments, settings
-from stoker.command.defaults import defaults
+from stoker.command.defaults import chosen, defaults
 from stoker.command.dotted import flat, is_interpolation, plain
 from stoker.command.messages import no_such_key
+from stoker.command.references import explain_broken, reason
 from stoker.trainer.errors import UserError, as_typed
 from stoker.trainer.settings import Checked, Choice, Number
 
@@ -19,10 +20,11 @@ def keep_texts(cfg: DictConfig) -> None:
     """Keep string settings exactly as typed: run_dir=1e3 names a folder."""
     for override in arguments.typed():
         key, _, value = override.partition("=")
-        is_text = isinstance(settings.record(key).limit, settings.Text | Checked)
-        number = cfg.get(key) if is_text else None
+        record = settings.record(key)
+        is_text = record.path or isinstance(record.limit, settings.Text | Checked)
+        number = settings.value_of(plain(cfg), key) if is_text else None
         if isinstance(number, (int, float)) and not isinstance(number, bool):
-            cfg[key] = value
+            OmegaConf.update(cfg, key, value)
 
 
 def check_config(cfg: DictConfig) -> None:
@@ -45,11 +47,12 @@ def check_config(cfg: DictConfig) -> None:
             raise UserError(
                 f"{key}: its file holds a {kind}, not keys. Write _target_: mypackage.NAME into it."
             )
-    check_types("", given, usual)
+    check_types("", given, usual, usual)
+    check_keys(given, usual)
     check_length(given)
     resolved = resolve(cfg)
     try:
-        check_types("", resolved, usual)
+        check_types("", resolved, usual, usual)
         settings.check_all(resolved)
         settings.check_task(resolved)
     except UserError as error:
@@ -76,13 +79,8 @@ def resolve(cfg: DictConfig) -> dict[str, Any]:
         for key in sorted(OmegaConf.missing_keys(cfg)):
             raise UserError(f"{key}: this has no default. Type {key}=...")
         return plain(cfg, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-    except RecursionError:
-        values = flat(cfg).items()
-        circular = [key for key, value in values if isinstance(value, str) and "${" in value]
-        key = circular[0] if circular else "a key"
-        raise UserError(f"{key}: its ${{...}} refers back to itself. Type a value.") from None
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise UserError(explain_broken(cfg, chosen()) or reason(error)) from None
 
 
 def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, Any]) -> str:
@@ -93,29 +91,51 @@ def without_secrets(text: str, given: Mapping[str, Any], resolved: Mapping[str, 
     return text
 
 
-def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+def check_keys(given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """Raise UserError for an unknown key of a group that no constructor checks."""
+    for group in ("checkpoint", "sweep"):
+        for key in given[group]:
+            if key not in usual[group]:
+                raise UserError(no_such_key(f"{group}.{key}", usual))
+
+
+def check_types(
+    prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any], root: Mapping[str, Any]
+) -> None:
     """Raise UserError for a value of another type than its default.
 
-    A default of null or auto allows any type; its limit or its constructor checks the value.
+    A default of null or auto allows any type; its limit or its constructor checks the value. A
+    default that follows another key, in the `root`, allows what that key allows.
     """
     for key, default in usual.items():
         name = f"{prefix}{key}"
         value = given.get(key, default)
-        if default is None or default in ("auto", "???"):
-            continue
-        if is_interpolation(value) or is_interpolation(default):
+        if is_interpolation(value):
             continue  # the key that it follows is checked itself
+        if value is None and is_interpolation(default):
+            continue  # it follows nothing, and may be off
         limit = settings.record(name).limit
-        if isinstance(limit, Choice) and limit.has(
-            value
-        ):  # a choice may have another type than the default
+        followed = re.fullmatch(r"\$\{([\w.]+)\}", str(default))
+        if followed is not None:
+            limit = settings.record(followed[1]).limit
+            default = settings.value_of(root, followed[1])
+            if limit is not None:
+                limit.check(name, value)
+                continue
+        if default is None or default == "???":
+            continue
+        if isinstance(limit, Choice) and limit.has(value):
+            continue  # it may have another type than the default
+        if default == "auto":
+            if isinstance(value, dict):
+                raise UserError(f"{name}={as_typed(value)}: give auto, or one value.")
             continue
         if value is None:
             check_null(name, default)
         elif isinstance(default, dict) and isinstance(value, dict):
             # Another target has its own keys and types.
             if value.get("_target_") == default.get("_target_"):
-                check_types(f"{name}.", value, default)
+                check_types(f"{name}.", value, default, root)
         elif isinstance(default, dict):
             example = f"{name}.{next(iter(default), 'KEY')}=..."
             raise UserError(
@@ -127,6 +147,8 @@ def check_types(prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any])
                 f"{name}={as_typed(value)}: give {KINDS[type(default)]}, "
                 f"as in {name}={as_typed(default)}."
             )
+        elif value == "" and default:
+            raise UserError(f"{name}=: give a string after the =, or leave it out.")
 
 
 KINDS: dict[type, str] = {

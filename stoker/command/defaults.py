@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -22,7 +23,7 @@ from stoker.command.dotted import plain, put
 class Layer:
     """One of the files that a config is merged from, with its keys where they go."""
 
-    file: str
+    file: Path
     config: dict[str, Any]
 
 
@@ -53,13 +54,17 @@ def composed(*overrides: str) -> dict[str, Any]:
         return plain(hydra.compose("train", list(overrides)))
 
 
-@functools.cache
-def layers(*choices: str) -> tuple[Layer, ...]:
+def layers(choices: Sequence[str]) -> tuple[Layer, ...]:
     """Return the files of these options in the order in which Hydra merges them."""
+    return files_of(*choices, *arguments.search_path())
+
+
+@functools.cache
+def files_of(*overrides: str) -> tuple[Layer, ...]:
+    """Read the files that Hydra merges for these overrides."""
     with hydra_is_ready():
         loader = GlobalHydra.instance().config_loader()
-        overrides = [*choices, *arguments.search_path()]
-        listed = loader.compute_defaults_list("train", overrides, RunMode.RUN).defaults
+        listed = loader.compute_defaults_list("train", list(overrides), RunMode.RUN).defaults
     result = []
     for default in listed:
         path = configs.file_of(str(default.config_path))
@@ -67,7 +72,7 @@ def layers(*choices: str) -> tuple[Layer, ...]:
             keys = plain(OmegaConf.load(path))
             config: dict[str, Any] = {}
             put(config, {default.package: keys} if default.package else keys)
-            result.append(Layer(str(path), config))
+            result.append(Layer(path, config))
     return tuple(result)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from stoker.command import arguments, processes
 from stoker.command.help import help_text
@@ -107,8 +107,8 @@ def with_message(error: Exception) -> Exception:
         )
     if isinstance(error, UnicodeDecodeError) and not HydraConfig.initialized():
         return UserError("A file in your configs/ folder is not UTF-8 text. Save it as UTF-8.")
-    ours = isinstance(error, UserError)
-    if isinstance(error, WITHOUT_MESSAGE) and not ours and not HydraConfig.initialized():
+    explained = isinstance(error, (UserError, InterpolationResolutionError))
+    if isinstance(error, WITHOUT_MESSAGE) and not explained and not HydraConfig.initialized():
         # Hydra lets a few mistakes through to the libraries below it, such as a key inside a list.
         lines = str(error).splitlines() or [type(error).__name__]
         return UserError(

@@ -7,10 +7,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
+
 from stoker import configs
 from stoker.command import arguments, settings
 from stoker.command.defaults import of_choices
 from stoker.command.dotted import flat
+from stoker.command.references import explain_broken, reason
 from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, did_you_mean, nearest, printable
 
@@ -50,12 +54,30 @@ def explanation(error: BaseException) -> str:
         place = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
         reason = (error.strerror or str(error)).lower()
         return f"{place}{reason}.\n{WHAT_TO_DO.get(error.errno, '')}"
-    for explain in (no_such_option, key_mistake, several_values, not_understood, hydra_key):
+    for explain in (
+        broken_reference,
+        no_such_option,
+        key_mistake,
+        several_values,
+        not_understood,
+        hydra_key,
+    ):
         text = explain(error)
         if text is not None:
             return text
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return "\n".join(lines[:3])
+
+
+def broken_reference(error: BaseException) -> str | None:
+    """Explain a ${...} that Hydra needs before the config is checked."""
+    if not isinstance(error.__cause__ or error, InterpolationResolutionError):
+        return None
+    choices = arguments.choices(sys.argv[1:])
+    typed = [one for one in sys.argv[1:] if "${" in one and not one.startswith("-")]
+    keys = [one for one in typed if not one.startswith("hydra")]
+    text = explain_broken(OmegaConf.create(of_choices([*choices, *keys])), choices)
+    return text or f"{' '.join(typed)}: {reason(error)}."
 
 
 def no_such_option(error: BaseException) -> str | None:

@@ -22,7 +22,7 @@ def retarget(cfg: DictConfig) -> None:
     is_typed = any("_target_" in override for override in arguments.typed())
     if not is_typed and len(configs.folders()) == 1:
         return  # our own files give a target once
-    files = layers(*chosen())
+    files = layers(chosen())
     typed = arguments.typed_keys()
     for name, target in targets(plain(cfg)):
         if not isinstance(target, str):

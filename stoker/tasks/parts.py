@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from stoker.command import settings
-from stoker.command.build import build, check_size, is_on
+from stoker.command.build import build, check_node, check_size, is_on
 from stoker.command.dotted import plain
 from stoker.command.trust import locate
 from stoker.sweeps import launchers
@@ -207,8 +207,12 @@ def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callba
     """Return the callbacks that are on, then the others, then Timing, which measures the others."""
     from stoker.diagnostics.timing import Timing
 
-    callbacks = [
-        build(f"callbacks.{name}", node) for name, node in cfg.callbacks.items() if is_on(node)
-    ]
+    callbacks = []
+    for name, node in cfg.callbacks.items():
+        key = f"callbacks.{name}"
+        if is_on(node):
+            callbacks.append(build(key, node))
+        elif node is not None:
+            check_node(key, plain(node))  # a misspelt key may be why it is off
     callbacks += more
     return sorted(callbacks, key=lambda callback: isinstance(callback, Timing))

@@ -1,0 +1,56 @@
+"""Explain a `${...}` that cannot be replaced: its key, the file that it stands in, and why."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from stoker.command import settings
+from stoker.command.defaults import layers
+from stoker.command.dotted import flat, is_interpolation
+from stoker.trainer.errors import as_typed
+
+REASONS = {
+    "Environment variable '(.*)' not found": "the environment variable {} is not set",
+    "Interpolation key '(.*)' not found": "there is no key {} to follow",
+    "Unsupported interpolation type (.*)": "there is no resolver {}",
+    "Recursive interpolation|Interpolation to parent node": "it refers back to itself",
+}
+
+
+def explain_broken(cfg: DictConfig, choices: list[str]) -> str | None:
+    """Return what is wrong with the first value that cannot be replaced; None if all can be."""
+    for key, value in flat(cfg).items():
+        if not is_interpolation(as_typed(value)):
+            continue
+        try:
+            node = OmegaConf.select(cfg, key)
+            if OmegaConf.is_config(node):
+                OmegaConf.to_container(node, resolve=True)
+        except (OmegaConfBaseException, RecursionError) as error:
+            place = place_of(key, value, choices)
+            return f"{key}={as_typed(value)}{place}: {reason(error)}.\nType {key}=VALUE."
+    return None
+
+
+def place_of(key: str, value: Any, choices: list[str]) -> str:
+    """Return " in FILE" for a value that stands in one of the config files, else ""."""
+    for layer in reversed(layers(choices)):
+        if settings.value_of(layer.config, key) == value:
+            near = layer.file.is_relative_to(Path.cwd())
+            return f" in {os.path.relpath(layer.file) if near else layer.file}"
+    return ""
+
+
+def reason(error: BaseException) -> str:
+    """Return in plain words why OmegaConf cannot replace a value."""
+    if isinstance(error, RecursionError):
+        return "it refers back to itself"
+    for pattern, text in REASONS.items():
+        match = re.search(pattern, str(error))
+        if match is not None:
+            return text.format(*match.groups())
+    return str(error).splitlines()[0]

@@ -1,0 +1,83 @@
+"""Keys, types and ${...} of a config: what is refused, and which key and file the message names."""
+
+import pytest
+
+from stoker.tasks import parts
+from stoker.trainer.errors import UserError
+
+SMALL = ("dataset=synthetic", "dataset.n=640", "device=cpu", "max_steps=8", "model.hidden=[8]")
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (
+            "++sweep.att_once=1",
+            "sweep.att_once: there is no such key. Did you mean 'sweep.at_once'",
+        ),
+        ("++checkpoint.folder=x", "checkpoint.folder: there is no such key"),
+        (
+            "callbacks.early_stopping.mode={a:1}",
+            r"early_stopping.mode=\{a:1\}: there is no such choice",
+        ),
+        ("callbacks.early_stopping.monitor=[a]", r"early_stopping.monitor=\[a\]: give a string"),
+        ("callbacks.early_stopping.patience=0", "early_stopping.patience=0: give a whole number"),
+        ("trainer.decay_all={a:1}", r"trainer.decay_all=\{a:1\}: give true or false"),
+        ("callbacks.jsonl.path=", "callbacks.jsonl.path=: give a string after the ="),
+        ("callbacks.jsonl.path={a:1}", r"callbacks.jsonl.path=\{a:1\}: give a string"),
+        ("model.activation=", "model.activation=: give a string after the ="),
+        ("channels_last={a:1}", r"channels_last=\{a:1\}"),
+    ],
+)
+def test_a_key_or_a_type_that_nothing_has_is_refused(processed, typed, message):
+    with pytest.raises(UserError, match=message):
+        processed(*SMALL, typed)
+
+
+def test_what_switches_a_callback_off_is_allowed(processed):
+    cfg = processed(*SMALL, "callbacks.jsonl.path=null", "callbacks.early_stopping.patience=null")
+    assert cfg.callbacks.jsonl.path is None
+
+
+def test_the_keys_of_a_callback_that_is_off_are_checked(processed):
+    cfg = processed(*SMALL, "+callbacks.time_limit.minute=1")
+    message = "callbacks.time_limit.minute: .* no such argument. Did you mean 'minutes'"
+    with pytest.raises(UserError, match=message), parts.building(cfg):
+        pass
+
+
+def test_a_path_of_digits_is_text(processed):
+    assert processed("dataset=mnist", "dataset.root=2024").dataset.root == "2024"
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("${oc.env:STOKER_NOT_SET}", "the environment variable STOKER_NOT_SET is not set"),
+        ("${model.dropout}", "it refers back to itself"),
+        ("${models.dropout}", "there is no key models.dropout to follow"),
+        ("${nothing:1}", "there is no resolver nothing"),
+    ],
+)
+def test_a_broken_reference_names_its_key_and_its_file(processed, project, value, reason):
+    with pytest.raises(UserError) as caught:
+        processed(f"model.dropout={value}")
+    assert str(caught.value) == f"model.dropout={value}: {reason}.\nType model.dropout=VALUE."
+    project("experiment/mine", f"# @package _global_\nmodel: {{dropout: '{value}'}}\n")
+    with pytest.raises(UserError) as caught:
+        processed("experiment=mine")
+    place = "configs/experiment/mine.yaml"
+    assert str(caught.value).startswith(f"model.dropout={value} in {place}: {reason}.\n")
+
+
+def test_a_reference_that_is_needed_before_the_check_names_its_key(processed, monkeypatch):
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from stoker.command import messages
+
+    monkeypatch.setattr("sys.argv", ["train.py", "device=${oc.env:STOKER_NOT_SET}", "-m"])
+    with pytest.raises(OmegaConfBaseException) as caught:
+        OmegaConf.select(OmegaConf.create({"device": "${oc.env:STOKER_NOT_SET}"}), "device")
+    place = "device=${oc.env:STOKER_NOT_SET}: the environment variable STOKER_NOT_SET is not set."
+    assert messages.message(caught.value).splitlines()[0] == f"error: {place}"
