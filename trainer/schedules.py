@@ -121,7 +121,14 @@ def schedule(
             f"scheduler.start={start} is where a warmup begins, and there is none. "
             "Type scheduler.warmup=0.1."
         )
-    warmup_steps = round(warmup * total_steps) if warmup < 1 else round(warmup)
+    warmup_steps = round(warmup)
+    if warmup < 1:
+        warmup_steps = min(round(warmup * total_steps), total_steps - 1)
+    if warmup_steps >= total_steps:
+        raise UserError(
+            f"scheduler.warmup={warmup}: the training has {total_steps} steps, and would never "
+            "reach the rate. Type a share of them, as in scheduler.warmup=0.1, or train longer."
+        )
 
     def factor(step: int) -> float:
         if step < warmup_steps:

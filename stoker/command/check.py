@@ -55,18 +55,44 @@ def check_config(cfg: DictConfig) -> None:
         check_types("", resolved, usual, usual)
         settings.check_all(resolved)
         settings.check_task(resolved)
+        check_callbacks(given, resolved)
     except UserError as error:
         raise UserError(without_secrets(str(error), flat(given), flat(resolved))) from None
 
 
 def check_length(given: Mapping[str, Any]) -> None:
-    """Raise UserError if both `epochs` and `max_steps` were typed."""
-    both = {"epochs", "max_steps"} <= arguments.typed_keys()
-    if both and None not in (given["epochs"], given["max_steps"]):
+    """Raise UserError if `epochs` was typed, but `max_steps` sets the length."""
+    typed = arguments.typed_keys()
+    if "epochs" in typed and None not in (given["epochs"], given["max_steps"]):
+        advice = "Type one of them." if "max_steps" in typed else "Type max_steps=null as well."
         raise UserError(
             f"max_steps={as_typed(given['max_steps'])} and epochs={as_typed(given['epochs'])} "
-            "both set the length. Type one of them."
+            f"both set the length. {advice}"
         )
+
+
+def check_callbacks(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> None:
+    """Raise UserError for a typed argument of a callback that is off, unless that is typed too."""
+    typed = arguments.typed_keys()
+    for name, node in resolved["callbacks"].items():
+        empty = [key for key, value in (node or {}).items() if value is None]
+        for key, value in (node or {}).items():
+            full = f"callbacks.{name}.{key}"
+            if not empty or full not in typed or value is None or key == "_target_":
+                continue
+            switch = f"callbacks.{name}.{empty[0]}"
+            followed = followed_key(given["callbacks"][name][empty[0]])
+            if not typed & {switch, followed}:
+                raise UserError(
+                    f"{full}={as_typed(value)}: this callback is off. "
+                    f"Type {followed or switch}=... as well, or leave it out."
+                )
+
+
+def followed_key(value: Any) -> str | None:
+    """Return the key that a value such as ${patience} follows; None for any other value."""
+    match = re.fullmatch(r"\$\{([\w.]+)\}", str(value))
+    return None if match is None else match[1]
 
 
 def resolve(cfg: DictConfig) -> dict[str, Any]:
@@ -115,10 +141,10 @@ def check_types(
         if value is None and is_interpolation(default):
             continue  # it follows nothing, and may be off
         limit = settings.record(name).limit
-        followed = re.fullmatch(r"\$\{([\w.]+)\}", str(default))
+        followed = followed_key(default)
         if followed is not None:
-            limit = settings.record(followed[1]).limit
-            default = settings.value_of(root, followed[1])
+            limit = settings.record(followed).limit
+            default = settings.value_of(root, followed)
             if limit is not None:
                 limit.check(name, value)
                 continue

@@ -21,8 +21,11 @@ LOSSES_OF_LOGITS = (
 REFUSALS = (RuntimeError, ValueError, TypeError)  # how a forward refuses its inputs
 
 
-def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
-    """Raise UserError if the loss or the model does not suit the data."""
+def check_fit(model: nn.Module, loss: Any, data: Data, mixes: bool = False) -> None:
+    """Raise UserError if the loss or the model does not suit the data.
+
+    `mixes`: the augmentation mixes samples, and makes each class target a vector of shares.
+    """
     name = type(loss).__name__
     if isinstance(loss, LOSSES_OF_NUMBERS) and data.kind == "classification":
         advice = "Type loss=cross_entropy."
@@ -51,6 +54,14 @@ def check_fit(model: nn.Module, loss: Any, data: Data) -> None:
         loss(outputs, targets)
     except REFUSALS as error:
         raise UserError(f"loss={name}: {str(error).splitlines()[0]}") from error
+    if mixes and data.kind == "classification":
+        try:
+            loss(outputs, nn.functional.one_hot(targets, data.num_classes).float())
+        except REFUSALS as error:
+            raise UserError(
+                f"dataset.augment: mixup and cutmix need a loss of shares of classes, "
+                f"and {name} takes classes. Leave them out, or type loss=cross_entropy."
+            ) from error
 
 
 def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tensor]:

@@ -184,13 +184,16 @@ def build_metrics(
 ) -> dict[str, Any]:
     """Return the usual metrics, if they make sense, and those of the config."""
     from stoker.command.compatible import check_fit, has_usual_outputs
+    from stoker.data.augment import MIXING
     from stoker.trainer.metrics import default_metrics
     from stoker.trainer.trainer import Trainer
 
     # A Trainer may override the meaning of the loss and the metrics.
     kind = locate("trainer", cfg.trainer._target_)
     if getattr(kind, "compute_loss", None) is Trainer.compute_loss:
-        check_fit(model, loss, data)
+        augment = plain(cfg.dataset, resolve=True).get("augment") or []
+        mixes = any(name in item for item in augment for name in MIXING)
+        check_fit(model, loss, data, mixes)
     metrics: dict[str, Any] = {}
     counts_as_usual = getattr(kind, "update_metrics", None) is Trainer.update_metrics
     if counts_as_usual and has_usual_outputs(model, loss, data):

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from stoker.command import dotted, shell
 from stoker.command.retarget import not_default
 from stoker.runs import resume, saved_config
+from stoker.tasks.effects import check_effects
 from stoker.tasks.job import names_of, started_at, typed_for_run
 from stoker.tasks.parts import building
 from stoker.trainer.errors import as_typed
@@ -24,6 +25,7 @@ def plan(cfg: DictConfig) -> None:
         resume.check_same(f"run_dir={folder}", saved_config.load_config("run_dir", folder), cfg)
     begins = newest_step(folder)
     with building(cfg, resumes=begins > 0) as parts:
+        check_effects(cfg, parts)
         startup = time.perf_counter() - began
         per_epoch = len(parts.loaders[0])
         evaluates = parts.loaders[1] is not None

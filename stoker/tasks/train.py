@@ -17,6 +17,7 @@ from stoker.command.trust import own_packages
 from stoker.runs import directory, json_files, lock, provenance, resume, saved_config
 from stoker.runs.result import RunResult, closing_lines
 from stoker.tasks import job
+from stoker.tasks.effects import check_effects
 from stoker.tasks.finish import efficiency, finish
 from stoker.tasks.parts import Parts, building
 from stoker.tasks.report import draw_report, draws_report, report_command
@@ -77,6 +78,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     saver = build_saver(cfg, folder)
     callbacks = [*pruning(cfg), saver, config_file(cfg, folder)]
     with building(cfg, callbacks, resumes=state is not None) as parts:
+        check_effects(cfg, parts)
         git = revision()  # git has ended long ago, and would stay a zombie process
         saver.about = describe(cfg, parts, origin)
         add_profile(cfg, parts, folder)

@@ -1,0 +1,69 @@
+"""Refuse typed settings that cannot take effect in the training at hand."""
+
+import math
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, OmegaConf
+
+from stoker.command import arguments
+from stoker.trainer.errors import UserError
+from stoker.trainer.metrics import TopK
+
+if TYPE_CHECKING:
+    from stoker.tasks.parts import Parts
+
+# Settings that do something after so many of a unit, and nothing if the training has fewer.
+AFTER = {
+    "patience": "evaluation",
+    "checkpoint.every": "step",
+    "callbacks.lookahead.every": "step",
+    "callbacks.tensorboard.histograms": "epoch",
+}
+
+
+def check_effects(cfg: DictConfig, parts: "Parts") -> None:
+    """Raise UserError for the first typed setting that would change nothing."""
+    typed = arguments.typed_keys()
+    check_length(cfg, parts, typed)
+    if "eval_every" in typed and cfg.eval_every is not None and parts.loaders[1] is None:
+        raise UserError(
+            f"eval_every={cfg.eval_every}: there is no validation part to evaluate. Leave it out, "
+            "or type dataset.val_fraction=0.1."
+        )
+    groups = parts.trainer.optimizer.param_groups
+    if "decay_all" in typed and cfg.decay_all and not any(g.get("weight_decay") for g in groups):
+        raise UserError(
+            "decay_all=true: the optimizer has no weight decay. Leave it out, "
+            "or type optimizer.weight_decay=0.01."
+        )
+    for name, metric in parts.trainer.metrics.items():
+        if isinstance(metric, TopK) and metric.k >= parts.data.num_classes:
+            raise UserError(
+                f"metrics.{name}.k={metric.k}: one of {parts.data.num_classes} classes is always "
+                f"among them. Type metrics.{name}.k={parts.data.num_classes - 1} or less."
+            )
+
+
+def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
+    """Raise UserError for a typed setting that waits for longer than the training takes."""
+    per_epoch = len(parts.loaders[0])
+    steps = cfg.max_steps or cfg.epochs * per_epoch
+    every = per_epoch
+    if parts.loaders[1] is not None and cfg.eval_every is not None:
+        every = cfg.eval_every
+    lengths = {
+        "step": steps,
+        "epoch": math.ceil(steps / per_epoch),
+        "evaluation": math.ceil(steps / every),
+    }
+    for key, unit in AFTER.items():
+        value = OmegaConf.select(cfg, key)
+        length = lengths[unit]
+        # Patience runs out one evaluation after the best one at the earliest.
+        most = length - 1 if key == "patience" else length
+        if key in typed and value is not None and value > most:
+            units = unit if length == 1 else f"{unit}s"
+            raise UserError(
+                f"{key}={value}: this training has {length:,} {units}, so it would change "
+                "nothing. Lower it, train longer, or leave it out."
+            )

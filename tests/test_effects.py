@@ -1,0 +1,80 @@
+"""Settings that cannot take effect are refused, by a run and by its plan."""
+
+import pytest
+import torch
+
+from stoker.command import compatible
+from stoker.data.datasets import Data, TensorSplit
+from stoker.tasks import parts
+from stoker.tasks.effects import check_effects
+from stoker.trainer import schedules
+from stoker.trainer.errors import UserError
+
+SMALL = ("dataset=synthetic", "dataset.n=100", "device=cpu", "batch_size=20", "epochs=5")
+# 80 samples to train on: 5 epochs of 4 steps
+
+
+def check(cfg):
+    with parts.building(cfg) as built:
+        check_effects(cfg, built)
+
+
+def rates(total_steps, **settings):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = schedules.constant(optimizer, total_steps, **settings)
+    return [schedule.factor(step) for step in range(total_steps)]
+
+
+def test_a_warmup_is_shorter_than_the_training():
+    for warmup in (20, 500):
+        with pytest.raises(UserError, match=f"warmup={warmup}: the training has 20 steps"):
+            rates(20, warmup=warmup)
+    assert rates(20, warmup=19) == [step / 20 for step in range(1, 20)] + [1.0]
+    assert rates(20, warmup=0.99) == rates(20, warmup=19)  # a share leaves one step
+    assert rates(1, warmup=0.9) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("patience=5", "patience=5: this training has 5 evaluations"),
+        ("checkpoint.every=21", "checkpoint.every=21: this training has 20 steps"),
+        ("callbacks.lookahead.every=30", "callbacks.lookahead.every=30: this training has 20"),
+        ("eval_every=3 dataset.val_fraction=0", "eval_every=3: there is no validation part"),
+        ("decay_all=true optimizer.weight_decay=0", "decay_all=true: the optimizer has no weight"),
+        (
+            "+metrics.top._target_=stoker.trainer.metrics.TopK +metrics.top.k=10",
+            "metrics.top.k=10: one of 10 classes is always",
+        ),
+        ("callbacks.lookahead.decay=0.3", "decay=0.3: .* off. Type callbacks.lookahead.every="),
+        ("callbacks.early_stopping.min_delta=0.1", "min_delta=0.1: .* off. Type patience="),
+    ],
+)
+def test_what_would_change_nothing_is_refused(processed, typed, message):
+    with pytest.raises(UserError, match=message):
+        check(processed(*SMALL, "dataset.num_classes=10", *typed.split()))
+
+
+def test_what_changes_something_is_allowed(processed):
+    typed = ("patience=4", "checkpoint.every=20", "decay_all=true", "log_every=1000")
+    off = ("callbacks.lookahead.every=null", "callbacks.lookahead.decay=0.3")
+    check(processed(*SMALL, *typed, *off, "eval_every=4"))
+
+
+def test_what_a_file_gives_is_not_refused(processed, project):
+    project("experiment/mine", "# @package _global_\npatience: 100\nmax_steps: 100\n")
+    check(processed(*SMALL[:-1], "experiment=mine", "max_steps=3"))
+    with pytest.raises(UserError, match="epochs=5 both set the length. Type max_steps=null"):
+        processed(*SMALL, "experiment=mine")
+
+
+def test_mixing_needs_a_loss_of_shares():
+    inputs, targets = torch.randn(8, 4), torch.arange(8) % 3
+    split = TensorSplit(inputs, targets)
+    data = Data("small", split, split, None, (4,), 3)
+    model = torch.nn.Linear(4, 3)
+    for loss in (torch.nn.NLLLoss(), torch.nn.MultiMarginLoss()):
+        compatible.check_fit(model, loss, data)
+        with pytest.raises(UserError, match=f"dataset.augment: mixup .* {type(loss).__name__}"):
+            compatible.check_fit(model, loss, data, mixes=True)
+    compatible.check_fit(model, torch.nn.CrossEntropyLoss(), data, mixes=True)
