@@ -195,7 +195,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "one of: basic",
     ),
     ("model", "error: model: this is not understood.", "key=value, as in epochs=3"),
-    ("epochs=${nope}", "error: epochs:", "'nope' not found"),
+    ("epochs=${nope}", "error: epochs=${nope}: there is no key nope", ""),
     ("~model", "error: model: every run needs this key.", "Leave out ~model."),
     ("~seed", "error: seed: every run needs this key.", "Leave out ~seed."),
     ("--bogus", "error: --bogus: there is no such option.", "type bogus=..."),

@@ -52,7 +52,7 @@ def check_config(cfg: DictConfig) -> None:
     check_length(given)
     resolved = resolve(cfg)
     try:
-        check_types("", resolved, usual, usual)
+        check_types("", resolved, usual)
         settings.check_all(resolved)
         settings.check_task(resolved)
         check_callbacks(given, resolved)
@@ -126,12 +126,16 @@ def check_keys(given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
 
 
 def check_types(
-    prefix: str, given: Mapping[str, Any], usual: Mapping[str, Any], root: Mapping[str, Any]
+    prefix: str,
+    given: Mapping[str, Any],
+    usual: Mapping[str, Any],
+    root: Mapping[str, Any] | None = None,
 ) -> None:
     """Raise UserError for a value of another type than its default.
 
     A default of null or auto allows any type; its limit or its constructor checks the value. A
-    default that follows another key, in the `root`, allows what that key allows.
+    default that follows another key, one of the `root`, allows what that key allows; without a root
+    it is not checked.
     """
     for key, default in usual.items():
         name = f"{prefix}{key}"
@@ -143,6 +147,8 @@ def check_types(
         limit = settings.record(name).limit
         followed = followed_key(default)
         if followed is not None:
+            if root is None:
+                continue
             limit = settings.record(followed).limit
             default = settings.value_of(root, followed)
             if limit is not None:

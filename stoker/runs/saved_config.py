@@ -54,8 +54,7 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
     check_typed(cfg.task, saved)
     try:
         config = resolved("run", cfg.run, merged(cfg, saved))
-        usual = resolved("run", cfg.run, defaults.defaults())
-        check.check_types("", config, usual, usual)
+        check.check_types("", config, resolved("run", cfg.run, defaults.defaults()))
         adapt_dataset(config["dataset"])
         check_parts(config)
     except UserError as error:

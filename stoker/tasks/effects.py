@@ -7,7 +7,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import arguments
 from stoker.trainer.errors import UserError
-from stoker.trainer.metrics import TopK
 
 if TYPE_CHECKING:
     from stoker.tasks.parts import Parts
@@ -23,6 +22,8 @@ AFTER = {
 
 def check_effects(cfg: DictConfig, parts: "Parts") -> None:
     """Raise UserError for the first typed setting that would change nothing."""
+    from stoker.trainer.metrics import TopK
+
     typed = arguments.typed_keys()
     check_length(cfg, parts, typed)
     if "eval_every" in typed and cfg.eval_every is not None and parts.loaders[1] is None:
