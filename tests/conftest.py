@@ -48,7 +48,7 @@ def make_trainer(model=None, kind=Trainer, **settings):
     defaults = {
         "loss": torch.nn.CrossEntropyLoss(),
         "optimizer": functools.partial(torch.optim.AdamW, lr=1e-2),
-        "scheduler": functools.partial(schedules.cosine, warmup=3),
+        "scheduler": functools.partial(schedules.cosine, warmup=0.125),
         "device": "cpu",
         "epochs": 3,
     }
