@@ -1,9 +1,12 @@
 """The same numbers for any cut of the batches, also where a loss is no mean over samples: plain torch says which."""
 
 import functools
+import os
+from pathlib import Path
 
 import pytest
 import torch
+from forks import Forks
 from torch import nn
 from torch.nn import functional
 
@@ -122,10 +125,10 @@ def by_hand(loss, targets):
     return sum(1.0 if weights is None else weights[target].item() for target in counted)
 
 
-def fitted(loss, batches, kind=Trainer, **settings):
+def fitted(loss, batches, kind=Trainer, model=Tagger, **settings):
     rows = Rows()
     trainer = kind(
-        Tagger(),
+        model(),
         loss,
         functools.partial(torch.optim.SGD, lr=0.5),
         epochs=2,
@@ -341,3 +344,29 @@ def test_without_it_they_are_evaluated_by_the_targets_and_not_cut():
     assert results["val/loss"] == pytest.approx(torch.cat(each).mean().item(), abs=CLOSE)
     with pytest.raises(UserError, match=r"batch\[0\] has 9, batch\[1\] has 8"):
         trainer.fit(texts())
+
+
+# several processes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_three_processes_train_and_evaluate_as_one_does(tmp_path, strategy):
+    from weighed import OTHERS
+
+    forks = Forks(Path(__file__).parent, distributed=True)
+    try:
+        script = Path(__file__).with_name("weighed.py")
+        ranks = forks.ranks(tmp_path, 3, strategy, str(tmp_path), script=script)
+    finally:
+        forks.close()
+    assert ranks.codes == [0] * 3, (ranks.codes, ranks.late, ranks.errs)
+    several = torch.load(tmp_path / "done", weights_only=False)
+    for name, (loss, make, *settings) in {**CASES, **OTHERS}.items():
+        trainer, rows = fitted(loss, make(), **(settings[0] if settings else {}))
+        assert_close(several[name]["state"], trainer.module.state_dict())
+        assert several[name]["results"] == pytest.approx(trainer.evaluate(make()), abs=CLOSE), name
+        for key in ("train/loss", "train/samples"):
+            expected = [row[key] for row in rows]
+            assert [row[key] for row in several[name]["rows"]] == pytest.approx(expected, abs=CLOSE)
