@@ -194,7 +194,7 @@ def test_the_device_is_asked_for_a_number_only_when_a_row_is_logged():
 
         with Operators() as operators:
             trainer(optimizer, callbacks=[Rows(), EMA(0.9)], log_every=25, max_grad_norm=1.0).fit(
-                batches(100)
+                Uniform(batches(100))
             )
         assert len(rows) == 4
         # the loss and the norm; at the end, whether the weights are finite

@@ -56,6 +56,7 @@ class Small(torch.nn.Module):
         dtype=torch.float32,
     ):
         super().__init__()
+        self.kind = {"norm": norm, "random": random, "dtype": dtype}
         torch.manual_seed(0)
         self.most, self.most_evaluated, self.in_backward = most, most_evaluated, in_backward
         norm = torch.nn.BatchNorm1d(16) if norm else torch.nn.Tanh()
@@ -133,6 +134,26 @@ def test_with_fp16_too():
     assert_same(fitted(Small(3), "auto", precision="fp16"), fitted(Small(), 2, precision="fp16"))
 
 
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            Small(3),
+            "other results, since each micro-batch goes through BatchNorm1d and Dropout alone",
+        ),
+        (Small(3, random=False), "through BatchNorm1d alone"),
+        (Small(3, norm=False, random=False), "4 samples, same result."),
+    ],
+)
+def test_it_says_whether_the_result_is_the_same_and_so_it_is(caplog, model, says):
+    whole = fitted(Small(**model.kind), None)[0]["model"]
+    caplog.clear()
+    parts = fitted(model, "auto")[0]["model"]
+    assert says in caplog.records[0].getMessage()
+    error = max((parts[name] - whole[name]).abs().max().item() for name in whole)
+    assert (error < 1e-6) == ("same result" in says), error
+
+
 def test_where_all_fits_nothing_changes():
     auto, whole = fitted(Small(), "auto"), fitted(Small(), None)
     assert_same(auto, whole)
@@ -203,7 +224,7 @@ def refusal(work, *args):
 @pytest.mark.parametrize(
     ("most", "settings", "says", "advice"),
     [
-        (3, {}, "with a batch of 8, in the training", "micro_batch=auto (the same result in less memory), or a lower"),
+        (3, {}, "with a batch of 8, in the training", "micro_batch=auto (less memory, with other results, since each"),
         (3, {"micro_batch": 4}, "with a batch of 8 in micro-batches of 4", "a lower micro_batch or batch_size"),
         (3, {"grad_accum_steps": 2}, "with a batch of 8 in 2 parts", "micro_batch=auto"),
         (0, {"micro_batch": "auto"}, "with a batch of 8 in micro-batches of 1", "a smaller model"),

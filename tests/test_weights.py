@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from stoker import Trainer
 from stoker.trainer import losses
-from stoker.trainer.callbacks import Callback
+from stoker.trainer.callbacks import Callback, NaNGuard
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import Accuracy, Confusion, TopK
 
@@ -157,6 +157,21 @@ def test_any_number_of_micro_batches_trains_as_plain_torch_does(case):
         assert_close(trainer.module.state_dict(), expected)
         assert rows[-1]["train/loss"] == pytest.approx(mean, abs=CLOSE), cut
         assert rows[-1]["train/samples"] == sum(SAMPLES)
+
+
+def test_steps_whose_targets_are_all_ignored_have_no_loss_and_stop_nothing():
+    loss, make = CASES["ignore_index"]
+    _, mean = plain(loss, make(), epochs=1)
+    rows = Rows()
+    optimizer = functools.partial(torch.optim.SGD, lr=0.5)
+    settings = {"log_every": 1, "device": "cpu"}
+    trainer = Trainer(Tagger(), loss, optimizer, callbacks=[NaNGuard(), rows], **settings)
+    trainer.fit(make())
+    assert ["train/loss" in row for row in rows.rows] == [True, False, True, True]
+    weights = [by_hand(loss, targets) for _, targets in make()]
+    assert [row["train/weight"] for row in rows.rows] == weights
+    total = sum(row["train/loss"] * row["train/weight"] for row in rows.rows if row["train/weight"])
+    assert total / sum(weights) == pytest.approx(mean, abs=CLOSE)
 
 
 @pytest.mark.parametrize("case", CASES)

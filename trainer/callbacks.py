@@ -104,7 +104,7 @@ class Monitor(Callback):
     def forget(self) -> None:
         self.best: dict[str, float] | None = None  # {"step", "value"}
         self.epoch_loss: float = 0.0  # the sum over the samples of this epoch
-        self.epoch_samples: int = 0
+        self.epoch_weight: float = 0
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Find the number to watch.
@@ -203,28 +203,28 @@ class Monitor(Callback):
 
         A training of less than one epoch counts as one.
         """
-        samples = row.get("train/samples", 1)
-        self.epoch_loss += samples * row["train/loss"]
-        self.epoch_samples += samples
+        weight = row.get("train/weight", row.get("train/samples", 1))
+        self.epoch_loss += weight * row["train/loss"]
+        self.epoch_weight += weight
         ends_fit = trainer.step >= trainer.total_steps
         if trainer.step % trainer.steps_per_epoch and not (ends_fit and self.best is None):
             return None
-        mean = self.epoch_loss / self.epoch_samples
+        mean = self.epoch_loss / self.epoch_weight
         self.epoch_loss = 0.0
-        self.epoch_samples = 0
+        self.epoch_weight = 0
         return mean
 
     def state_dict(self) -> State:
         state: State = {"best": self.best}
-        if self.epoch_samples:
-            state["epoch"] = {"loss": self.epoch_loss, "samples": self.epoch_samples}
+        if self.epoch_weight:
+            state["epoch"] = {"loss": self.epoch_loss, "samples": self.epoch_weight}
         return state
 
     def load_state_dict(self, state: State) -> None:
         epoch = state.get("epoch", {"loss": 0.0, "samples": 0})
         self.best = state["best"]
         self.epoch_loss = epoch["loss"]
-        self.epoch_samples = epoch["samples"]
+        self.epoch_weight = epoch["samples"]
 
     def check_state(self, trainer: "Trainer", state: Any, name: str) -> None:
         like = self.state_dict()
@@ -714,14 +714,17 @@ class Progress(Callback):
         self.start_epoch()
 
     def start_epoch(self) -> None:
-        self.loss: float = 0.0  # the sum over the samples
+        self.loss: float = 0.0  # a sum, as is its weight
+        self.weight: float = 0.0
         self.samples: int = 0
         self.seconds: float = 0.0
         self.numbers: dict[str, float] = {}  # since the last line
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         if "train/samples" in row:
-            self.loss += row["train/loss"] * row["train/samples"]
+            weight = row.get("train/weight", row["train/samples"])
+            self.loss += row.get("train/loss", 0.0) * weight
+            self.weight += weight
             self.samples += row["train/samples"]
             self.seconds += row["train/seconds"]
         for name, value in row.items():
@@ -766,8 +769,8 @@ class Progress(Callback):
     def line(self, where: str) -> None:
         """Print a line with the numbers so far."""
         parts = [where]
-        if self.samples:
-            parts.append(f"loss {number(self.loss / self.samples)}")
+        if self.weight:
+            parts.append(f"loss {number(self.loss / self.weight)}")
         parts += [f"{name} {number(value)}" for name, value in self.numbers.items()]
         if self.seconds:
             parts.append(f"{self.samples / self.seconds:,.0f} samples/s")

@@ -172,7 +172,7 @@ def effect(module: torch.nn.Module | None) -> str:
             kinds[type(child).__name__] = None
     if not kinds:
         return "same result"
-    return f"with other results, as {' and '.join(kinds)} work on each micro-batch by itself"
+    return f"with other results, since each micro-batch goes through {' and '.join(kinds)} alone"
 
 
 def depends_on_batch(module: torch.nn.Module) -> bool:

@@ -38,7 +38,8 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
     To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or
     `fit`, in this order of preference. For what happens between steps, add a callback. One batch of
     the loader is one optimizer step, and a training is a function of the model, the data, these
-    arguments and the seed.
+    arguments and the seed. `sample_dim` says where the samples of a batch are, if not in the first
+    dimension, and `loss_weight` what your loss divides by, if not by samples.
 
     Args:
         model: The module to train. It is moved to the device, in place.

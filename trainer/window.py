@@ -58,15 +58,17 @@ class Window:
         `rates` are those of the parameter groups. The others follow the first one if they differ.
 
         This reads the loss from the device, and so waits for it: only then is the clock right.
+        Steps whose targets were all ignored have no loss.
         """
         loss = self.loss.over_ranks()
         grad_norm = self.grad_norm.over_ranks()
-        row = {
-            "train/loss": loss.compute().item(),
-            "train/lr": float(rates[0]),
-            "train/samples": loss.samples,
-            "train/seconds": time.perf_counter() - self.start,
-        }
+        weight = float(loss.weight)
+        row = {"train/loss": loss.compute().item()} if weight else {}
+        row["train/lr"] = float(rates[0])
+        row["train/samples"] = loss.samples
+        if weight != loss.samples:
+            row["train/weight"] = weight  # of the loss, for means over rows
+        row["train/seconds"] = time.perf_counter() - self.start
         if any(rate != rates[0] for rate in rates):
             for i, rate in enumerate(rates[1:], 1):
                 row[f"train/lr/{i}"] = float(rate)

@@ -91,4 +91,4 @@ def pooled(rows: list[Row], name: str) -> Points:
 
 
 def samples_in(row: Row) -> float:
-    return max(1, row.get("train/samples", 1))
+    return max(1, row.get("train/weight", row.get("train/samples", 1)))
