@@ -214,7 +214,7 @@ def test_fp16_asks_the_device_for_nothing_but_the_numbers_of_a_row(max_grad_norm
     )
     scaled.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
     with Operators() as operators:
-        scaled.fit(batches(100))
+        scaled.fit(Uniform(batches(100)))
     assert [row["train/skipped_steps"] > 0 for row in rows] == [True, False, False, False]
     # the loss, the share of skipped steps, the scale, and the norm; at the end, the weights
     asked = 3 if max_grad_norm is None else 4
