@@ -42,11 +42,6 @@ class Stateful:
         """Epochs that any fit has begun."""
         return self.epochs_before + math.ceil(self.step / max(1, self.steps_per_epoch))
 
-    @property
-    def earlier_fits(self) -> tuple[object, ...]:
-        """What earlier fits add to the seed of a step; nothing for the first fit."""
-        return ("after", self.epochs_before) if self.epochs_before else ()
-
     def set_lr(self, rate: float | Sequence[float]) -> None:
         """Change the learning rate that the schedule multiplies, from the next step on.
 

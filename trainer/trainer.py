@@ -268,7 +268,8 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
 
     def seed_generators(self, use: str) -> None:
         """Seed the random generators for this use at this step, in each fit and process anew."""
-        parts = (self.seed, use, self.step, *self.earlier_fits, *self.seed_suffix)
+        earlier = ("after", self.epochs_before) if self.epochs_before else ()  # epochs of fits
+        parts = (self.seed, use, self.step, *earlier, *self.seed_suffix)
         devices.seed_generators(self.device, devices.mix_seed(*parts), self.replicas)
 
     def end_step(self, evaluate: bool) -> None:
