@@ -55,7 +55,7 @@ def check_config(cfg: DictConfig) -> None:
         check_types("", resolved, usual)
         settings.check_all(resolved)
         settings.check_task(resolved)
-        check_callbacks(given, resolved)
+        check_callbacks(usual, resolved)
     except UserError as error:
         raise UserError(without_secrets(str(error), flat(given), flat(resolved))) from None
 
@@ -71,17 +71,19 @@ def check_length(given: Mapping[str, Any]) -> None:
         )
 
 
-def check_callbacks(given: Mapping[str, Any], resolved: Mapping[str, Any]) -> None:
+def check_callbacks(usual: Mapping[str, Any], resolved: Mapping[str, Any]) -> None:
     """Raise UserError for a typed argument of a callback that is off, unless that is typed too."""
     typed = arguments.typed_keys()
-    for name, node in resolved["callbacks"].items():
-        empty = [key for key, value in (node or {}).items() if value is None]
-        for key, value in (node or {}).items():
+    for name, default in usual["callbacks"].items():
+        node = resolved["callbacks"].get(name) or {}
+        empty = [key for key in default if node.get(key, "") is None]
+        for key in default:
             full = f"callbacks.{name}.{key}"
+            value = node.get(key)
             if not empty or full not in typed or value is None or key == "_target_":
                 continue
             switch = f"callbacks.{name}.{empty[0]}"
-            followed = followed_key(given["callbacks"][name][empty[0]])
+            followed = followed_key(default[empty[0]])
             if not typed & {switch, followed}:
                 raise UserError(
                     f"{full}={as_typed(value)}: this callback is off. "
