@@ -649,7 +649,7 @@ class NaNGuard(Callback):
     def on_fit_start(self, trainer: "Trainer") -> None:
         self.finite_until = trainer.step
         self.first_step = trainer.step
-        self.first_state = checkpoint.copy(trainer.state_dict())
+        self.first_state = checkpoint.copy(trainer.state_dict(), everywhere=True)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         self.first_state = {}

@@ -147,20 +147,21 @@ def values_in(header: bytes) -> int:
     return sum(header.count(mark) for mark in (b",", b"[", b"{"))
 
 
-def copy(state: Any) -> Any:
+def copy(state: Any, everywhere: bool = False) -> Any:
     """Return the state with its tensors copied, on the CPU and contiguous: training may continue.
 
-    Sharded tensors are put together, for which all processes have to call this; rank 0 gets them.
+    Sharded tensors are put together, for which all processes have to call this; rank 0 gets them, or
+    all do (`everywhere`).
     """
     if isinstance(state, torch.Tensor):
         state = parallel.whole(state)
-        if not launch.is_first():
+        if not launch.is_first() and not everywhere:
             return None
         return state.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     if isinstance(state, dict):
-        return {key: copy(value) for key, value in state.items()}
+        return {key: copy(value, everywhere) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        copies = [copy(value) for value in state]
+        copies = [copy(value, everywhere) for value in state]
         return copies if isinstance(state, list) else tuple(copies)
     return state
 

@@ -143,7 +143,7 @@ def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | N
     Entries of a batch that were not finite in a good step, such as masks, are `harmless`.
     """
     trainer.window.clear()
-    state = checkpoint.copy(trainer.state_dict())
+    state = checkpoint.copy(trainer.state_dict(), everywhere=True)
     first = partial(FirstStep, trainer.step + 1, batch=batch, state=state)
     place = f"in step {trainer.step + 1:,}"
     name = checkpoint.first_nonfinite(trainer.module)
@@ -159,7 +159,8 @@ def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | N
     name = checkpoint.first_nonfinite(trainer.module)
     strange = strange_entries(batch)
     loss_is_wrong = any_rank(not loss.isfinite())
-    if name is None and not loss_is_wrong and not any_rank(bool(overflows)):
+    gradient_is_wrong = any_rank(bool(overflows))
+    if name is None and not loss_is_wrong and not gradient_is_wrong:
         harmless.update(strange)
         return None
     advice = f"Type {NaNGuard.advice(trainer)}."
@@ -170,9 +171,11 @@ def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | N
     rate = f"(learning rate {trainer.lr:.3g})"
     if loss_is_wrong:
         return first(f"{place}, the loss is {float(loss)} with a finite batch {rate}", advice)
-    if overflows:
-        norm = float(norms[overflows[0]])
-        text = f"the gradient of {overflows[0]} has the norm {norm}, with a loss of {loss:.4g}"
+    if gradient_is_wrong:
+        text = "a gradient of another process is not finite"
+        if overflows:
+            norm = float(norms[overflows[0]])
+            text = f"the gradient of {overflows[0]} has the norm {norm}, with a loss of {loss:.4g}"
         return first(f"{place}, {text} {rate}", advice)
     return first(f"{place}, the update of {name} is not finite {rate}", advice)
 
