@@ -38,7 +38,7 @@ JOB += [
     "batch_size=32",
     "grad_accum_steps=3",
     "max_grad_norm=1",
-    "patience=30",
+    "patience=7",
     "eval_every=4",
 ]
 JOB += [

@@ -382,7 +382,7 @@ FULL = [
     "optimizer=adamw",
     "ema=0.9",
     "callbacks.lookahead.every=4",
-    "patience=30",
+    "patience=3",
     "grad_accum_steps=2",
 ]
 CUT = 7  # the step of the checkpoint that is gone on from, in the middle of the second epoch
