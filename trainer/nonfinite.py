@@ -40,9 +40,10 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
     The Trainer is left in the state before that step. The NaNGuard's folder gets this state, as a
     checkpoint, and the batch.
     """
-    guard = next((one for one in trainer.callbacks if isinstance(one, NaNGuard)), None)
-    if guard is None or not error.symptom:
+    guards = [one for one in trainer.callbacks if isinstance(one, NaNGuard)]
+    if not guards or not error.symptom:
         return error
+    guard = guards[0]
     first = find(trainer, guard)
     if first is None:
         return error
@@ -215,7 +216,8 @@ def strange_entries(batch: Any) -> dict[str, str]:
             continue
         texts[name] = f"{name} has values that are not finite"
         if tensor.ndim:
-            rows = (~tensor.isfinite()).reshape(len(tensor), -1).any(1)
+            is_wrong = ~tensor.isfinite()
+            rows = is_wrong.reshape(len(tensor), -1).any(1)
             numbers = rows.nonzero().flatten().tolist()
             texts[name] += f", in {len(numbers)} of {len(rows)} rows, the first being {numbers[0]}"
     return texts
@@ -225,7 +227,9 @@ def keep(trainer: "Trainer", first: FirstStep, folder: Path) -> Path:
     """Write the state before the step and its batch, {name: tensor}; return the state's path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = checkpoint.path_of(folder, first.step - 1)
-    tensors = {name: tensor.detach().cpu() for name, tensor in batches.entries(first.batch)}
+    tensors = {}
+    for name, tensor in batches.entries(first.batch):
+        tensors[name] = tensor.detach().cpu()
     rank = "" if launch.is_first() else f".rank{launch.rank()}"
     torch.save(tensors, folder / f"batch_{first.step:08d}{rank}.pt")
     if launch.is_first():

@@ -427,11 +427,9 @@ def idle_device(share: float, facts: Facts) -> str:
 
 
 def fixed_costs(share: float, facts: Facts) -> str:
-    larger = larger_batches("fixed", share, facts)
-    return (
-        f"{of_the_time(share)} went to the optimizer and the loop, which cost the same for any batch: "
-        f"{larger or 'this data is too small for larger ones'}"
-    )
+    change = larger_batches("fixed", share, facts) or "this data is too small for larger ones"
+    part = of_the_time(share)
+    return f"{part} went to the optimizer and the loop, which cost the same for any batch: {change}"
 
 
 # The sentence for a stage, from its share of the time.
