@@ -36,9 +36,9 @@ def check_sizes(name: str, sizes: Sequence[int], *, empty: bool = False) -> list
     """Return the sizes, whole numbers of at least 1, as a list; it may be `empty` if that is said."""
     is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
     valid = is_list and (empty or len(sizes) > 0)
-    check(name, sizes, valid, "a list of whole numbers, such as [64,128]")
-    for size in sizes:
-        check(name, size, type(size) is int and size >= 1, "a whole number at least 1")
+    valid = valid and all(type(size) is int and size >= 1 for size in sizes)
+    shown = f"[{','.join(map(str, sizes))}]" if is_list else sizes
+    check(name, shown, valid, "a list of whole numbers at least 1, such as [64,128]")
     return list(sizes)
 
 

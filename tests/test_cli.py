@@ -18,6 +18,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
+import stoker
 from stoker import Trainer
 from stoker.command import check, settings, trust
 from stoker.runs import resume, saved_config
@@ -105,6 +106,9 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ),
     ("hidden=[3]", "error: hidden: there is no such key.", "Did you mean 'model.hidden'?"),
     ("lr=0.1", "error: lr: there is no such key.", "Did you mean 'optimizer.lr'?"),
+    ("lrate=3", "error: lrate: there is no such key.", "Did you mean 'optimizer.lr'?"),
+    ("trusted=mine", "error: trusted=mine: give a list", "as in trusted=[mine]."),
+    ("epochs=1e1", "error: epochs=1e1: give a whole number", "as in epochs=10."),
     (
         "learning_rate=0.1",
         "error: learning_rate: there is no such key.",
@@ -172,7 +176,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "dataset.augment=flip",
         "error: dataset.augment=flip: give a list",
-        "as in dataset.augment=[].",
+        "as in dataset.augment=[flip].",
     ),
     ("checkpoint=3", "error: checkpoint=3: give a group of keys", "checkpoint={...}"),
     ("callbacks.ema=3", "error: callbacks.ema=3: give a group of keys", "callbacks.ema={...}"),
@@ -378,13 +382,13 @@ LATE = [
         "another value for optimizer.betas.",
     ),
     (f"run_dir={TRAIN}/below/it", "it cannot be created", f"({TRAIN} is a file)"),
-    ("model.hidden=[a]", "error: model.hidden=a: give a whole number at least 1.", ""),
+    ("model.hidden=[a]", "error: model.hidden=[a]: give a list of whole numbers at least 1", ""),
     (
         "model.activation=rleu",
         "error: model.activation=rleu: there is no such choice. Did you mean 'relu'?",
         "Give one of: relu, gelu",
     ),
-    ("device=cuda", "error: device=cuda: this machine has cpu", "Type device=auto"),
+    ("device=cuda", "error: device=cuda: this machine has no such device.", "Type device=auto"),
     (
         "strategy=dp:0+1",
         "error: strategy=dp:0+1: there is no GPU 0",
@@ -612,6 +616,11 @@ def test_help_has_every_group_and_every_key(tmp_path, no_torch):
         line = next(line for line in text.splitlines() if line.split()[:1] == [name])
         assert [path.stem for path in folder.glob("*.yaml") if path.stem not in line] == []
     assert "hydra:" not in text and max(map(len, text.splitlines())) <= 150
+
+
+def test_the_version_is_that_of_the_package(tmp_path, no_torch):
+    asked = run(tmp_path, "--version", PYTHONPATH=no_torch)
+    assert (asked.code, asked.out) == (0, f"stoker {stoker.__version__}\n")
 
 
 # the default run

@@ -66,7 +66,7 @@ def test_on_a_machine_with_cpu_only(name):
     assert devices.available() == ["cpu"]
     with pytest.raises(
         UserError,
-        match=rf"^device={name}: this machine has cpu\. Type device=auto or device=cpu\.$",
+        match=rf"^device={name}: this machine has no such device\. Type device=auto or device=cpu\.$",
     ):
         devices.choose(name)
 

@@ -108,7 +108,7 @@ class TwoAtOnce:
         ({"metrics": {"acc": min}}, "'acc' needs update, compute, reset"),
         ({"metrics": {"two": TwoAtOnce()}}, "'two' is several"),
         ({"callbacks": Progress()}, "callbacks=[Progress()], and not a Progress"),
-        ({"callbacks": [print]}, "is not a stoker.trainer.callbacks.Callback"),
+        ({"callbacks": [print]}, "give objects of stoker.Callback, and not a builtin"),
     ],
 )
 def test_a_part_that_is_none_is_refused(settings, words):
@@ -181,7 +181,9 @@ def test_an_evaluation_is_explained_too():
         make_trainer(kind=LossAlone).evaluate(loader())
     with pytest.raises(UserError, match="evaluate needs a loss"):
         make_trainer(loss=None).evaluate(loader())
-    with pytest.raises(UserError, match="The model returns a tuple, .*\nOverride compute_loss"):
+    with pytest.raises(
+        UserError, match="The model returns a tuple of 2, .*\nOverride compute_loss"
+    ):
         make_trainer(Pair(*make_model())).evaluate(loader())
 
     class Both(Accuracy):
@@ -230,7 +232,7 @@ def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplo
     model = Pair(*make_model())
     expected = make_trainer(model).module(make_data().train.inputs)[0]
     torch.testing.assert_close(make_trainer(model, kind=Own).predict(of_dicts()), expected)
-    with pytest.raises(UserError, match="predict: the model returns a tuple, not a tensor"):
+    with pytest.raises(UserError, match="predict: the model returns a tuple of 2, not a tensor"):
         make_trainer(model).predict(loader())
     make_trainer().predict(loader())
     assert not caplog.records

@@ -101,7 +101,7 @@ def load(path: str | Path) -> Any:
         return unpack(json.loads(tree), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(
-            f"{path} holds no state: {type(error).__name__} {str(error)[:100]}"
+            f"{path} holds no state: {type(error).__name__} {str(error)[:100]}."
         ) from None
 
 
@@ -128,7 +128,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
             reason = str(error.strerror).lower()
             raise TrainingError(f"{path} cannot be read: {reason}.") from error
         raise DamagedCheckpoint(
-            f"{path} is no readable checkpoint: {str(error).splitlines()[0]}"
+            f"{path} is no readable checkpoint: {str(error).splitlines()[0]}."
         ) from None
 
 
@@ -327,7 +327,7 @@ def newest(folder: str | Path) -> tuple[Path, State] | None:
             damaged.append(error)
             continue
         for problem in damaged:
-            log.warning("%s %s is used instead.", problem, path)
+            log.warning("%s The newest good one is %s.", problem, path)
         return path, state
     if paths:
         raise TrainingError(

@@ -72,7 +72,7 @@ def choose(name: object = "auto") -> torch.device:
     is_only_one = kind in names and number == "0"  # "cuda:0" of a single GPU
     if name not in names and not is_only_one:
         raise UserError(
-            f"device={name}: this machine has {' and '.join(names)}. "
+            f"device={name}: this machine has no such device. "
             f"Type device=auto or device={names[-1]}."
         )
     if kind in ("cpu", "mps"):

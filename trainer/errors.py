@@ -53,11 +53,12 @@ def did_you_mean(name: Any, choices: Iterable[Any], whole: Callable[[str], str] 
     return "" if choice is None else f" Did you mean {whole(choice)!r}?"
 
 
-def nearest(name: Any, choices: Iterable[Any]) -> str | None:
+def nearest(name: Any, choices: Iterable[Any], *, loosely: bool = True) -> str | None:
     """Return the choice that `name` most likely stands for, None if none is near.
 
-    One letter too much, too few, replaced or two swapped is a typo in names of any length. Beyond
-    that difflib's ratio decides, which is strict with short names.
+    One letter too much, too few, replaced or two swapped is a typo in names of any length, and the
+    beginning of a name stands for it. Beyond that, `loosely`, difflib's ratio decides, which is
+    strict with short names.
     """
     typed = str(name)[:100]
     names = [str(choice) for choice in choices]
@@ -65,9 +66,19 @@ def nearest(name: Any, choices: Iterable[Any]) -> str | None:
     close = [choice for choice in names if choice.lower() == lower]
     if not close:
         close = [choice for choice in names if is_one_slip(lower, choice.lower())]
+    if not close:
+        close = [choice for choice in names if begins(lower, choice.lower())]
+    if not close and not loosely:
+        return None
     cutoff = 0.0 if close else 0.6
     matches = difflib.get_close_matches(typed, close or names, n=1, cutoff=cutoff)
     return matches[0] if matches else None
+
+
+def begins(typed: str, meant: str) -> bool:
+    """Return whether one of these names is the beginning of the other, of two letters or more."""
+    shorter = min(typed, meant, key=len)
+    return len(shorter) > 1 and typed.startswith(shorter) and meant.startswith(shorter)
 
 
 def is_one_slip(typed: str, meant: str) -> bool:
@@ -159,6 +170,13 @@ def check_number(
         wanted += ", or null"
     hint = did_you_mean(value, ("auto",)) if auto else ""
     raise UserError(f"{key}={as_typed(value)}: give {wanted}.{hint}")
+
+
+def kind_of(value: object) -> str:
+    """Return "an int", "a Tensor": the class of a value with its article."""
+    name = type(value).__name__
+    article = "an" if name[0] in "aeioAEIO" else "a"
+    return f"{article} {name}"
 
 
 def printable(text: object) -> str:

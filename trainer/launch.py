@@ -49,7 +49,6 @@ TIMEOUT = re.compile(r"[Tt]im(ed|e) ?out")
 connections = threading.local()
 joined: bool = False  # whether this process has announced itself in the store
 reported: bool = False  # whether this process has announced why it ends
-resume_command: str | None = None  # the command that continues this run, once its folder is known
 timeout: float = 300  # seconds that a rank waits for another
 
 
@@ -429,8 +428,8 @@ def missing_ranks(ranks: list[int], hangs: bool) -> str:
     if hangs:
         fate = f"did not answer for {timeout:g} s; the others waited for it"
     advice = "Type the same command again."
-    if resume_command:
-        advice = f"To go on from the last checkpoint:\n{resume_command}"
+    if stopping.resume_command:
+        advice = f"To go on from the last checkpoint:\n{stopping.resume_command}"
     return f"error: {names} {fate}.\n{advice}"
 
 

@@ -10,7 +10,7 @@ import torch
 from stoker.trainer import device as devices
 from stoker.trainer import launch, losses, nonfinite, parallel, schedules
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, log
+from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of, log
 from stoker.trainer.loading import Seekable
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 HOW = "docs/own.md shows how"
+GIVEN_A_BATCH = ("compute_loss", "update_metrics", "train_step", "predict_batch")
 METRIC = ("update", "compute", "reset")
 LOADERS = (torch.utils.data.DataLoader, Seekable)
 NO_LOSS = "give Trainer(loss=torch.nn.CrossEntropyLoss()), or override compute_loss"
@@ -118,7 +119,7 @@ def check_parts(
         )
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise UserError(f"callbacks: {callback!r} is not a stoker.trainer.callbacks.Callback.")
+            raise UserError(f"callbacks: give objects of stoker.Callback{instead_of(callback)}.")
         check_hooks(callback)
 
 
@@ -227,7 +228,7 @@ def instead_of(part: Any) -> str:
         return f", and not the class {part.__name__}: {part.__name__}(...) makes one"
     if isinstance(part, (str, type(None))):
         return f", and not {part!r}"
-    return f", and not a {type(part).__name__}"
+    return f", and not {kind_of(part)}"
 
 
 def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
@@ -261,17 +262,17 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
         raise UserError(
             f"{use}: this Trainer is closed. Call it before close(), or inside its `with`."
         )
-    kind = type(loader).__name__
+    kind = kind_of(loader)
     several = isinstance(loader, (list, tuple)) and loader and isinstance(loader[0], LOADERS)
     if several or isinstance(loader, Mapping):
         raise UserError(
-            f"{use}: give one loader, and not a {kind} of several.\n"
+            f"{use}: give one loader, and not {kind} of several.\n"
             "Call trainer.evaluate(loader, name) for each of the others, after the fit or in a "
             "callback."
         )
     if isinstance(loader, torch.Tensor) or not hasattr(loader, "__iter__"):
         raise UserError(
-            f"{use}: give a loader, that is batches, and not a {kind}.\n"
+            f"{use}: give a loader, that is batches, and not {kind}.\n"
             "One batch is [inputs]; DataLoader(..., batch_size=500) cuts a data set."
         )
     shuffles = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
@@ -311,7 +312,7 @@ def check_outputs(outputs: Any) -> None:
     """Raise UserError if the loss was called with outputs that are not a tensor."""
     if not isinstance(outputs, torch.Tensor):
         raise UserError(
-            f"The model returns a {type(outputs).__name__}, and the loss takes a tensor.\n"
+            f"The model returns {form(outputs)}, and the loss takes a tensor.\n"
             f"Override compute_loss; {HOW}."
         )
 
@@ -333,7 +334,7 @@ def as_tensor(outputs: Any) -> torch.Tensor:
     """Return the outputs for a batch, on the CPU."""
     if not isinstance(outputs, torch.Tensor):
         raise UserError(
-            f"predict: the model returns a {type(outputs).__name__}, not a tensor.\n"
+            f"predict: the model returns {form(outputs)}, not a tensor.\n"
             f"Override predict_batch to return one; {HOW}."
         )
     return outputs.cpu()
@@ -361,7 +362,7 @@ def number(name: str, value: Any) -> Any:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
-            f"{name} is a {type(value).__name__}, not a number or a tensor. "
+            f"{name} is {kind_of(value)}, not a number or a tensor. "
             "Make one metric for each number."
         ) from None
     return float(tensor) if tensor.numel() == 1 else tensor.tolist()
@@ -412,7 +413,7 @@ def warn(text: str) -> None:
 
 def form(batch: Any) -> str:
     """Return 'a dict with 'x', 'y'' or 'a list of 3'."""
-    text = f"a {type(batch).__name__}"
+    text = kind_of(batch)
     if isinstance(batch, Mapping):
         text += f" with {', '.join(map(repr, list(batch)[:5]))}"
     if isinstance(batch, (list, tuple)):
@@ -444,6 +445,23 @@ def raise_explained(
     explained = explained or parallel.explain(error)
     if explained is not None:
         raise explained from error
+    in_step = any(name in GIVEN_A_BATCH for _, name in places(error))
+    if in_step and hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(f"The model is {type(trainer.module).__name__}, the batch {shapes(batch)}.")
+
+
+def shapes(batch: Any) -> str:
+    """Return "(float32 of 20x8, int64 of 20)", the contents of a batch."""
+    if isinstance(batch, torch.Tensor):
+        size = "x".join(map(str, batch.shape)) or "one number"
+        return f"{str(batch.dtype).removeprefix('torch.')} of {size}"
+    if isinstance(batch, Mapping):
+        parts = [f"{name}: {shapes(part)}" for name, part in batch.items()]
+        return "{" + ", ".join(parts) + "}"
+    if isinstance(batch, (list, tuple)):
+        parts = [shapes(part) for part in batch]
+        return "(" + ", ".join(parts) + ")"
+    return type(batch).__name__
 
 
 def wrong_batch(trainer: "Trainer", error: Exception, batch: Any) -> str | None:

@@ -79,6 +79,8 @@ def build(
         return factory
     settings = inspect.signature(factory).parameters
     parameters = [parameter for group in groups for parameter in group["params"]]
+    if not parameters:
+        raise UserError(f"model: {type(module).__name__} has no parameter to train.")
     is_sharded = any(map(parallel.is_shard, parameters))
     options = {}
     if is_choice_open(settings) and device.type in devices.FUSED and not is_sharded:

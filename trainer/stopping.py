@@ -15,6 +15,7 @@ received_at: float = 0.0  # when it came
 ready: bool = False  # whether somebody would handle an exception
 code: int | None = None  # the exit code to use in place of the signal's
 gentle: Callable[[str], object] | None = None  # called with the signal's name, not an exception
+resume_command: str | None = None  # the command that continues this run, once its folder is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,8 @@ def hear(number: int, _: FrameType | None) -> None:
         return
     if received is not None or not ready:
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, b"ended at once.\n")
+            advice = f" To resume:\n{resume_command}" if resume_command else ""
+            os.write(2, f"ended at once.{advice}\n".encode())
         # No clean-up: it may be what takes so long. Files are written whole or not at all.
         os._exit(128 + number)
     received = number

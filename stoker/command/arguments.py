@@ -71,6 +71,12 @@ def typed_keys() -> set[str]:
     return keys
 
 
+def typed_value(key: str) -> str | None:
+    """Return the value of a key as it was typed: 1e1 for 10.0; None if it was not."""
+    values = [override.partition("=")[2] for override in typed() if override.startswith(f"{key}=")]
+    return values[-1] if values else None
+
+
 def is_sweep(arguments: Sequence[str]) -> bool:
     """Return whether these arguments start a sweep."""
     return "-m" in arguments or "--multirun" in arguments
@@ -203,6 +209,11 @@ def check_place(argument: str, sweep: bool) -> None:
 
 def check_group(argument: str, key: str, value: str, sweep: bool) -> None:
     """Raise UserError unless this chooses one option of a group, or several if it takes several."""
+    if not (configs.FOLDER / key.lstrip("+")).is_dir() and not key.lstrip("+").startswith("hydra/"):
+        raise UserError(
+            f"{argument}: a run has no group of this name. Put the options into a folder of "
+            f"configs/ that --help lists,\nor settings of several groups into configs/experiment/."
+        )
     if key.startswith("+"):
         raise UserError(
             f"{argument}: this group has an option already, and + adds one. "

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from stoker.command.dotted import plain
 from stoker.command.trust import is_trusted_by_user, locate
-from stoker.trainer.errors import UserError, as_typed, did_you_mean
+from stoker.trainer.errors import UserError, as_typed, did_you_mean, kind_of
 
 # The keys of Hydra that a node may have; the others change how Hydra builds, and what it allows.
 KEYS = ("_target_", "_partial_", "_args_")
@@ -30,6 +30,11 @@ PART_CLASSES: dict[str, tuple[str, ...]] = {
     "callbacks": ("stoker.trainer.callbacks.Callback",),
     "trainer": ("stoker.Trainer",),
     "sweep": ("optuna.pruners.BasePruner",),
+}
+# The parts that need no base class, and what they need instead.
+WITHOUT_BASE_CLASS = {
+    "loss": "a function of (outputs, targets)",
+    "metrics": "an object with update, compute and reset",
 }
 # The packages whose functions return a part; what a function returns is unknown until it is called.
 PART_PACKAGES = {
@@ -76,7 +81,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         if error.__cause__ is not None:
             reason = first_line(error.__cause__)
         raise UserError(f"{key}._target_={target}: {reason}") from error
-    if key in FACTORIES:
+    if key in FACTORIES or (key == "loss" and is_loss_function(node)):
         return factory
     passed = arguments_to_pass(key, node, offered)
     try:
@@ -86,11 +91,17 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     except REFUSALS as error:
         raise refusal(key, target, error) from error
     if part in PART_CLASSES and not is_part(part, built):
-        raise UserError(
-            f"{key}._target_={target}: this returns a {type(built).__name__}, "
-            f"not a {PART_CLASSES[part][0]}."
-        )
+        wanted = WITHOUT_BASE_CLASS.get(part, f"a {PART_CLASSES[part][0]}")
+        raise UserError(f"{key}._target_={target}: this returns {kind_of(built)}, not {wanted}.")
     return built
+
+
+def is_loss_function(node: Mapping[str, Any]) -> bool:
+    """Return whether a loss's target is itself the function of (outputs, targets)."""
+    target = node["_target_"]
+    names, _ = arguments_of("loss", target)
+    open_ones = [name for name, needed in names.items() if needed and name not in node]
+    return not isinstance(locate("loss", target), type) and len(open_ones) == 2
 
 
 def part_of(key: str) -> str:
@@ -111,10 +122,10 @@ def arguments_to_pass(
     target = node["_target_"]
     names, takes_more = arguments_of(key, target)
     accepted = set(names)
-    # With **kwargs, your own Trainer gets all, and torchvision's models get num_classes.
+    # Behind **kwargs, your own Trainer has all of them, and torchvision's models num_classes.
     if takes_more and key == "trainer":
         accepted.update(offered)
-    if takes_more and key == "model":
+    if takes_more and target.startswith("torchvision.models."):
         accepted.add("num_classes")
     passed = {}
     for name, value in offered.items():

@@ -177,9 +177,10 @@ def check_types(
                 f"or one as {example}"
             )
         elif not is_like(value, default):
+            sample = [value] if default == [] else default
             raise UserError(
-                f"{name}={as_typed(value)}: give {KINDS[type(default)]}, "
-                f"as in {name}={as_typed(default)}."
+                f"{name}={arguments.typed_value(name) or as_typed(value)}: "
+                f"give {KINDS[type(default)]}, as in {name}={as_typed(sample)}."
             )
         elif value == "" and default:
             raise UserError(f"{name}=: give a string after the =, or leave it out.")

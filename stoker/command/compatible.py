@@ -7,6 +7,7 @@ from torch import nn
 
 from stoker.data.record import Data
 from stoker.trainer.errors import UserError
+from stoker.trainer.misuse import form
 
 LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)
 # These train logits or logarithms, so the outputs are not on the scale of the targets.
@@ -26,7 +27,8 @@ def check_fit(model: nn.Module, loss: Any, data: Data, mixes: bool = False) -> N
 
     `mixes`: the augmentation mixes samples, and makes each class target a vector of shares.
     """
-    name = type(loss).__name__
+    function = getattr(loss, "func", loss)  # of a partial
+    name = getattr(function, "__name__", type(loss).__name__)
     if isinstance(loss, LOSSES_OF_NUMBERS) and data.kind == "classification":
         advice = "Type loss=cross_entropy."
         classes = data.classes or ()
@@ -84,7 +86,12 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
         ) from error
     finally:
         model.train()
-    shape = tuple(getattr(outputs, "shape", ()))[1:]
+    if not isinstance(outputs, torch.Tensor):
+        raise UserError(
+            f"model={name} returns {form(outputs)}, and the loss takes one tensor.\nOverride "
+            "compute_loss in a Trainer of your own, trainer._target_=...; docs/own.md shows how."
+        )
+    shape = tuple(outputs.shape)[1:]
     if shape != (data.num_classes,):
         raise UserError(
             f"model={name} returns outputs of shape {shape} per sample, "

@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from stoker import __version__
 from stoker.command import arguments, processes
 from stoker.command.help import help_text
 from stoker.command.messages import explanation, message
@@ -78,6 +79,8 @@ def run_and_report(main: Callable[[], Any]) -> int:
         arguments.check(sys.argv[1:])
         if arguments.asks_for_help(sys.argv[1:]):
             print(help_text())
+        elif "--version" in sys.argv[1:]:
+            print(f"stoker {__version__}")
         else:
             sys.argv[1:] = arguments.for_hydra(sys.argv[1:])
             main()

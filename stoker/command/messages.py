@@ -54,6 +54,8 @@ def explanation(error: BaseException) -> str:
         place = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
         reason = (error.strerror or str(error)).lower()
         return f"{place}{reason}.\n{WHAT_TO_DO.get(error.errno, '')}"
+    if "Unsupported config file extension '.yml'" in str(error):
+        return "configs/: an option is a .yaml file. Rename those that end in .yml."
     for explain in (
         broken_reference,
         no_such_option,
@@ -92,7 +94,11 @@ def no_such_option(error: BaseException) -> str | None:
     ):  # Hydra does not name the options of a list
         options = [path.stem for path in configs.options(group)]
     if options is None:
-        return None
+        within = re.match(r"In '([^']+)'", str(error))  # the defaults of this file
+        if within is None:
+            return None
+        hint = did_you_mean(choice, [path.stem for path in configs.options(group)])
+        return f"configs/{within[1]}.yaml: its defaults name {missing}, which does not exist.{hint}"
     if group == "hydra/sweeper" and choice == "optuna":
         return (
             f"sweep={choice} needs Hydra's plugin of that name.\nType {launch.pip_install(choice)}."
@@ -205,11 +211,12 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         return f" It is a key of {place}={choice}: type {place}={choice} {place}.{last}=..."
     if last in anywhere or last in aliases:
         return f" Did you mean {(anywhere.get(last) or aliases[last])!r}?"
-    near = nearest(last, nearby)
-    if near is not None:
-        return f" Did you mean {nearby[near]!r}?"
-    near = nearest(last, anywhere)
-    return "" if near is None else f" Did you mean {anywhere[near]!r}?"
+    for loosely in (False, True):
+        for whole_names in (nearby, anywhere):
+            near = nearest(last, whole_names, loosely=loosely)
+            if near is not None:
+                return f" Did you mean {whole_names[near]!r}?"
+    return ""
 
 
 def options_with(group: str, key: str) -> list[tuple[str, str]]:

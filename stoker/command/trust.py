@@ -10,6 +10,7 @@ import inspect
 import pkgutil
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -123,7 +124,14 @@ def locate(key: str, target: str) -> Any:
     except InstantiationException:
         raise UserError(f"{place}: this is not an allowed target, whatever is trusted.") from None
     except UNKNOWN_NAME as error:
-        reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
+        failure = error.__cause__ or error
+        reason = (
+            str(getattr(failure, "msg", failure)).partition("\n")[0].partition(";")[0].rstrip(".")
+        )
+        line = failing_line(failure)
+        if line is not None:
+            kind = type(failure).__name__
+            raise UserError(f"{place}: importing it fails at {line}\n{kind}: {reason}") from error
         raise UserError(f"{place}: {reason}.{similar_target(target)}") from error
     if not is_trusted_by_user(target) and not is_of_kind(located):
         raise UserError(
@@ -133,6 +141,16 @@ def locate(key: str, target: str) -> Any:
     if not callable(located):
         raise UserError(f"{place}: this is not a class or function. Type {place}.NAME.")
     return located
+
+
+def failing_line(error: BaseException) -> str | None:
+    """Return "file:line" of the module that raised an error while it was imported, else None."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.name == "<module>":
+            return f"{frame.filename}:{frame.lineno}"
+    return None
 
 
 def is_of_kind(located: Any) -> bool:

@@ -12,7 +12,7 @@ from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
 from stoker.runs.saved_config import load_config
 from stoker.trainer import files
-from stoker.trainer.errors import TrainingError, UserError, as_typed
+from stoker.trainer.errors import TrainingError, UserError, as_typed, log
 
 MOST_DIFFERENCES = 5  # in one message
 START_OVER = "resume=never overwrite=true"
@@ -55,6 +55,10 @@ def to_resume(
         return None
     path, state = newest
     check_settings(f"run_dir={folder}", state, cfg)
+    try:
+        load_config("run_dir", folder)
+    except UserError as error:
+        log.warning("%s It is written again, from the settings of its checkpoint.", error)
     remove_partial(folder)
     return path, state, about(state).get("origin")
 

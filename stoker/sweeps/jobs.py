@@ -7,6 +7,7 @@ whatever is malformed counts as missing.
 import contextlib
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from stoker.runs.json_files import read_json, write_json
 from stoker.runs.lock import is_held
 from stoker.runs.result import Best, RunResult, are_overrides
 from stoker.runs.rows import read_rows
-from stoker.trainer import launch, readable
+from stoker.trainer import checkpoint_names, launch, readable
 from stoker.trainer.errors import UserError, as_typed, printable
 
 JOB = "job.json"  # the typed settings of a job
@@ -75,10 +76,12 @@ class SweepRecord:
         write_json(folder / SWEEP, vars(self))
 
 
-def announce(folder: Path, record: SweepRecord) -> None:
+def announce(folder: Path, count: int | None, searched: list[str] | None = None) -> None:
     """Write what this process is about to run, after its directory has been checked."""
     global announced
-    record.write(folder)
+    added = arguments.search_path()
+    typed = [argument for argument in sys.argv[1:] if argument not in added]
+    SweepRecord(typed, count, searched).write(folder)
     announced = True
 
 
@@ -146,13 +149,14 @@ def overrides_in(record: dict[str, Any] | None) -> list[str] | None:
 
 
 def progress(folder: Path) -> str:
-    """'at step 140, loss 0.2546  acc 0.9330', from the last rows of a job's metrics.jsonl."""
+    """'at step 140, loss 0.2546  acc 0.9330', from a job's checkpoints and its last rows."""
     rows = []
     with contextlib.suppress(OSError):
         rows = read_rows(folder / METRICS)
     if not rows:
         return "no row yet"
-    text = f"at step {rows[-1]['step']}"
+    saved = checkpoint_names.files(folder / "checkpoints")
+    text = f"at step {max([rows[-1]['step'], *saved])}"
     for row in reversed(rows):
         shown = readable.numbers({k: v for k, v in row.items() if k.startswith("val/")})
         if shown:

@@ -1,7 +1,6 @@
 """The search by Optuna, with a storage to resume from, and the callback that prunes trials."""
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,7 +111,7 @@ class OptunaSearch(Sweeper):
         with held(self.folder):
             check_goes_on(self.folder, self.fixed, keys)
             self.study = self.open_study()
-            jobs.announce(self.folder, jobs.SweepRecord(sys.argv[1:], self.trials, keys))
+            jobs.announce(self.folder, self.trials, keys)
             self.run(self.unfinished())
             while trials := self.propose(count):
                 self.run(trials)

@@ -24,7 +24,7 @@ from stoker.command.shell import command
 from stoker.runs.directory import CONFIG, make
 from stoker.runs.json_files import read_json
 from stoker.sweeps import jobs, table
-from stoker.sweeps.jobs import JOB, STATUSES, SWEEP, SweepRecord
+from stoker.sweeps.jobs import JOB, STATUSES, SWEEP
 from stoker.sweeps.table import Sweep
 from stoker.trainer import files, launch
 from stoker.trainer.errors import UserError, cause, log, printable
@@ -59,7 +59,7 @@ class SweepCallback(Callback):
             register(sweeper)
         else:
             count = len(planned) if planned else None
-            jobs.announce(folder, SweepRecord(sys.argv[1:], count))
+            jobs.announce(folder, count)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         folder = Path(config.hydra.sweep.dir)

@@ -45,7 +45,7 @@ def train(cfg: DictConfig) -> None:
             }
         )
         cfg.run_dir = launch.agreed("run_dir", lambda: job.run_directory(cfg), lasting=True)
-        launch.resume_command = shell.command(
+        stopping.resume_command = shell.command(
             arguments.typed(), shell.setting("run_dir", cfg.run_dir), start=launch.command()
         )
     folder = Path(cfg.run_dir)
@@ -263,7 +263,7 @@ def say_interrupted(cfg: DictConfig, folder: Path, saver: "Checkpoint") -> None:
         return
     text = f"\ninterrupted at step {saver.saved}."
     if not job.in_sweep():
-        text += f" To resume:\n{launch.resume_command}"
+        text += f" To resume:\n{stopping.resume_command}"
         if draws_report(cfg):
             text += f"\nTo see it so far: {report_command(folder)}"
     print(text, file=sys.stderr)

@@ -1,0 +1,220 @@
+"""Parts of a project of your own, built in process: what works, and what is said where it does not."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hydra import errors as hydra_errors
+
+from stoker.command import arguments, build, compatible, messages, trust
+from stoker.data.datasets import digits
+from stoker.sweeps import jobs
+from stoker.trainer import checkpoint, optimizers
+from stoker.trainer.errors import UserError, kind_of, nearest
+
+MINE = """
+import torch
+from torch.nn import functional
+
+
+class Base(torch.nn.Module):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+class Net(Base):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.layer = torch.nn.Linear(64, 10)
+
+    def forward(self, inputs):
+        return self.layer(inputs.flatten(1))
+
+
+class Scores(Net):
+    def forward(self, inputs):
+        return {"logits": super().forward(inputs)}
+
+
+def smooth(outputs, targets, smoothing=0.0):
+    return functional.cross_entropy(outputs, targets, label_smoothing=smoothing)
+
+
+def make_loss(weight=None):
+    return torch.nn.CrossEntropyLoss()
+
+
+def five(*args, **kwargs):
+    return 5
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with mine.py in it, in which the commands run and whose modules are trusted."""
+    (tmp_path / "own_mine.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with trust.trusting(["own_mine", "own_broken"]):
+        yield tmp_path
+    for name in ("own_mine", "own_broken"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ("x = 1\nimport nothing_here\n", 2, "ModuleNotFoundError: No module named 'nothing_here'"),
+        ("from torch import nothing_here\n", 1, "ImportError: cannot import name 'nothing_here'"),
+        ("\n\nclass Net(:\n", 3, "SyntaxError: invalid syntax"),
+        ("import torch\ntorch.nothing_here\n", 2, "AttributeError: module 'torch' has no"),
+        ("print(undefined)\n", 1, "NameError: name 'undefined' is not defined"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named_with_its_line(project, text, line, reason):
+    path = project / "own_broken.py"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        trust.locate("model", "own_broken.Net")
+    first, second = str(caught.value).split("\n")
+    assert first == f"model._target_=own_broken.Net: importing it fails at {path}:{line}"
+    assert second.startswith(reason)
+
+
+def test_a_name_that_is_not_there_is_answered_with_a_near_one(project):
+    with pytest.raises(UserError) as caught:
+        trust.locate("model", "own_mine.Nte")
+    assert str(caught.value) == (
+        "model._target_=own_mine.Nte: No module named 'own_mine.Nte'. Did you mean 'own_mine.Net'?"
+    )
+
+
+def test_a_model_that_hands_on_its_arguments_gets_none_that_it_does_not_name(project):
+    model = build.build("model", {"_target_": "own_mine.Net"}, in_shape=(8, 8), num_classes=10)
+    assert model.layer.weight.shape == (10, 64)
+
+
+def test_a_loss_may_be_the_function_itself_or_make_one(project):
+    torch.manual_seed(0)
+    outputs = torch.randn(6, 10, dtype=torch.float64)
+    targets = torch.arange(6)
+    loss = build.build("loss", {"_target_": "own_mine.smooth", "smoothing": 0.2})
+    expected = torch.nn.CrossEntropyLoss(label_smoothing=0.2)(outputs, targets)
+    assert loss(outputs, targets) == expected
+    made = build.build("loss", {"_target_": "own_mine.make_loss"})
+    assert isinstance(made, torch.nn.CrossEntropyLoss)
+    of_one_number = functools.partial(torch.nn.functional.binary_cross_entropy)
+    with pytest.raises(UserError, match=r"^loss=binary_cross_entropy: "):
+        compatible.check_fit(
+            build.build("model", {"_target_": "own_mine.Net"}), of_one_number, digits()
+        )
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("dataset", "an int, not a stoker.data.record.Data."),
+        ("loss", "an int, not a function of (outputs, targets)."),
+        ("metrics.five", "an int, not an object with update, compute and reset."),
+    ],
+)
+def test_what_is_another_part_is_told_by_what_is_needed(project, key, answer):
+    with pytest.raises(UserError) as caught:
+        build.build(key, {"_target_": "own_mine.five"})
+    assert str(caught.value) == f"{key}._target_=own_mine.five: this returns {answer}"
+
+
+def test_a_model_that_returns_a_dict_is_told_to_override_compute_loss(project):
+    model = build.build("model", {"_target_": "own_mine.Scores"})
+    with pytest.raises(
+        UserError, match="^model=Scores returns a dict with 'logits', .*\nOverride "
+    ):
+        compatible.check_fit(model, torch.nn.CrossEntropyLoss(), digits())
+
+
+def test_a_model_without_parameters_is_not_blamed_on_the_optimizer():
+    module = torch.nn.ReLU()
+    with pytest.raises(UserError, match="^model: ReLU has no parameter to train.$"):
+        groups = optimizers.groups(module, False)
+        optimizers.build(torch.optim.SGD, groups, torch.device("cpu"), module)
+
+
+@pytest.mark.parametrize("typed", ["own=a", "+own=a"])
+def test_a_folder_of_configs_that_is_no_group_of_a_run_says_so(project, typed):
+    (project / "configs" / "own").mkdir(parents=True)
+    (project / "configs" / "own" / "a.yaml").write_text("x: 1\n", encoding="utf-8")
+    with pytest.raises(UserError, match="a run has no group of this name"):
+        arguments.check([typed])
+
+
+def test_an_option_that_is_missing_in_a_file_is_told_with_the_file(project):
+    error = hydra_errors.MissingConfigException(
+        "In 'model/mine': Could not load 'model/mlpp'.", "model/mlpp"
+    )
+    assert messages.explanation(error) == (
+        "configs/model/mine.yaml: its defaults name model/mlpp, which does not exist. "
+        "Did you mean 'mlp'?"
+    )
+
+
+def test_the_beginning_of_a_name_stands_for_it():
+    names = ["strategy", "lr", "batch_size", "optimizer"]
+    for typed, meant in {"lrate": "lr", "lr_rate": "lr", "batch": "batch_size"}.items():
+        assert nearest(typed, names) == meant
+    assert nearest("x", names) is None
+    assert [kind_of(value) for value in (1, "a", Ellipsis)] == ["an int", "a str", "an ellipsis"]
+
+
+def test_an_unfinished_job_is_at_the_step_of_its_newest_checkpoint(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20, "train/loss": 1.0}\n', encoding="utf-8")
+    assert jobs.progress(tmp_path) == "at step 20"
+    checkpoint.save(checkpoint.path_of(tmp_path / "checkpoints", 23), {})
+    assert jobs.progress(tmp_path) == "at step 23"
+
+
+def test_a_second_signal_ends_with_the_command_that_resumes():
+    code = """
+import os, signal
+from stoker.trainer import stopping
+signal.signal(signal.SIGINT, stopping.hear)
+stopping.ready, stopping.gentle = True, print
+stopping.resume_command = "stoker run_dir=a"
+os.kill(os.getpid(), signal.SIGINT)
+os.kill(os.getpid(), signal.SIGINT)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 130
+    assert done.stderr == "ended at once. To resume:\nstoker run_dir=a\n"
+
+
+def test_a_warning_names_the_newest_good_checkpoint_not_the_one_that_is_used(tmp_path, caplog):
+    for step in (1, 2, 3):
+        state = {"step": step, "callbacks": {"Checkpoint": {"best": {"step": 1, "value": 0.5}}}}
+        checkpoint.save(checkpoint.path_of(tmp_path, step), state)
+    newest = checkpoint.path_of(tmp_path, 3)
+    newest.write_bytes(newest.read_bytes()[:-1])
+    path, state = checkpoint.best(tmp_path)
+    assert (path.name, state["step"]) == ("step_00000001.ckpt", 1)
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{newest} is no readable checkpoint: ")
+    good = checkpoint.path_of(tmp_path, 2)
+    assert record.getMessage().endswith(f". The newest good one is {good}.")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
+def test_an_error_in_a_step_names_the_model_and_the_batch():
+    from stoker import Trainer
+
+    trainer = Trainer(torch.nn.Linear(7, 2), torch.nn.CrossEntropyLoss(), torch.optim.SGD)
+    batch = [torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)]
+    for call in (trainer.fit, trainer.evaluate):
+        with pytest.raises(RuntimeError) as caught:
+            call([batch])
+        note = "The model is Linear, the batch (float32 of 4x8, int64 of 4)."
+        assert caught.value.__notes__ == [note]
