@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from stoker import Trainer
 from stoker.trainer import losses
-from stoker.trainer.callbacks import Callback, NaNGuard
+from stoker.trainer.callbacks import Callback, NaNGuard, Progress
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import Accuracy, Confusion, TopK
 
@@ -385,3 +385,13 @@ def test_three_processes_train_and_evaluate_as_one_does(tmp_path, strategy):
         for key in ("train/loss", "train/samples"):
             expected = [row[key] for row in rows]
             assert [row[key] for row in several[name]["rows"]] == pytest.approx(expected, abs=CLOSE)
+
+
+def test_a_line_has_the_mean_loss_of_its_epoch_and_no_weight(capsys):
+    loss, make = CASES["class weights"]
+    _, mean = plain(loss, make(), epochs=1)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.5)
+    settings = {"log_every": 1, "device": "cpu"}
+    Trainer(Tagger(), loss, optimizer, callbacks=[Progress()], **settings).fit(make())
+    printed = capsys.readouterr().out
+    assert f"loss {mean:.4f}" in printed and "weight" not in printed.splitlines()[-1]

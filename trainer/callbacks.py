@@ -35,6 +35,13 @@ Tensors = dict[str, torch.Tensor]
 SILENCE = 30  # seconds after which Progress prints a line in the middle of an epoch
 
 
+def loss_weight(row: Row) -> float:
+    """Return what the training loss of a row counts in a mean over rows."""
+    samples: float = row.get("train/samples", 1)
+    weight: float = row.get("train/weight", samples)
+    return weight
+
+
 class Callback:
     """Base class with seven hooks, each called with the trainer, in the order of the callbacks.
 
@@ -203,7 +210,7 @@ class Monitor(Callback):
 
         A training of less than one epoch counts as one.
         """
-        weight = row.get("train/weight", row.get("train/samples", 1))
+        weight = loss_weight(row)
         self.epoch_loss += weight * row["train/loss"]
         self.epoch_weight += weight
         ends_fit = trainer.step >= trainer.total_steps
@@ -722,7 +729,7 @@ class Progress(Callback):
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         if "train/samples" in row:
-            weight = row.get("train/weight", row["train/samples"])
+            weight = loss_weight(row)
             self.loss += row.get("train/loss", 0.0) * weight
             self.weight += weight
             self.samples += row["train/samples"]

@@ -13,6 +13,7 @@ NUMBERS = (
     "train/loss",
     "train/lr",
     "train/samples",
+    "train/weight",
     "train/seconds",
     "train/skipped_steps",
     "train/grad_norm",
