@@ -6,12 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
-from hydra.plugins.launcher import Launcher
-from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
 from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: _impl, reads ranges, 1.4
     create_optuna_distribution_from_override,
@@ -25,17 +20,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from stoker.runs.lock import held
-from stoker.runs.result import Best, RunResult
-from stoker.sweeps import jobs
-from stoker.sweeps.search import (
-    at_once,
-    check_goes_on,
-    check_mode,
-    maximizes,
-    space_of,
-    trials_of,
-)
+from stoker.sweeps.search import Search, Trials, check_mode
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
 from stoker.trainer.device import mix_seed
@@ -43,21 +28,19 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.trainer import Trainer
 
 SAMPLERS = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")  # what a config may name
-# The overrides of a job by its number; None if it must not run.
-Trials = dict[int, list[str] | None]
+STATES = {"pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-class OptunaSearch(Sweeper):
-    """Hydra's Optuna sweeper, and its settings, with our loop: propose, run, report the results.
+class OptunaSearch(Search):
+    """Hydra's Optuna sweeper, and its settings, with our loop.
 
-    Hydra's own sweeper supports neither pruning nor resuming. Here the job of a trial and its
-    folder have the trial's number, and the results are read from the folder, so a killed search can
-    resume. The values of a trial are a function of (seed, number, the results before).
+    Hydra's own sweeper supports neither pruning nor resuming. Here the values of a trial are a
+    function of (seed, number, the results before), so a resumed search proposes the same trials.
     """
 
-    config: DictConfig
+    name = "optuna"
 
     def __init__(
         self,
@@ -72,53 +55,20 @@ class OptunaSearch(Sweeper):
         if custom_search_space:
             self.extend = instantiate({"_target_": custom_search_space, "_partial_": True})
 
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        self.config = config
-        self.hydra_context = hydra_context
-        self.launcher: Launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
+    def define(self, searched: dict[str, Override]) -> list[str]:
+        self.space: dict[str, BaseDistribution] = {}
+        for override in searched.values():
+            try:
+                distribution = create_optuna_distribution_from_override(override)
+            except (ValueError, AssertionError, NotImplementedError) as error:
+                reason = (str(error).splitlines() or ["this is not a search space"])[0]
+                raise UserError(f"{override.input_line}: {reason}") from None
+            self.space[override.get_key_element()] = distribution
+        return typed(self.ask(optuna.create_study(), 0))
 
-    def sweep(self, arguments: list[str]) -> None:
-        cfg = self.config
-        self.folder = Path(cfg.hydra.sweep.dir).resolve()
-        self.trials = trials_of(cfg)
-        self.maximize = maximizes(cfg)
-        count = at_once(cfg)
-        parsed = OverridesParser.create().parse_overrides(space_of(cfg, arguments, self.keys))
-        last = {override.key_or_group: override for override in parsed}
-        self.fixed = [
-            str(override.input_line)
-            for override in last.values()
-            if not override.is_sweep_override()
-        ]
-        self.space = {
-            override.get_key_element(): distribution_of(override)
-            for override in last.values()
-            if override.is_sweep_override()
-        }
-        example = typed(self.ask(optuna.create_study(), 0))
-        if not example:
-            raise UserError(
-                "sweep=optuna: nothing is searched. Type a key and its range, "
-                "as in 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
-            )
-        # A key that does not exist is an error before anything is written.
-        self.validate_batch_is_legal([[*example, *self.fixed]])
-        keys = sorted(jobs.settings_of(example))
-        with held(self.folder):
-            check_goes_on(self.folder, self.fixed, keys)
-            self.study = self.open_study()
-            jobs.announce(self.folder, self.trials, keys)
-            self.run(self.unfinished())
-            while trials := self.propose(count):
-                self.run(trials)
-
-    def unfinished(self) -> Trials:
-        """Return the unfinished trials of an earlier process."""
-        begun: Trials = {}
+    def open(self) -> Trials:
+        self.study = self.open_study()
+        begun = {}
         for trial in self.study.trials:
             # Other folders may work on the same study.
             if trial.user_attrs.get("folder") == str(self.folder) and not trial.state.is_finished():
@@ -127,7 +77,6 @@ class OptunaSearch(Sweeper):
         return begun
 
     def propose(self, count: int) -> Trials:
-        """Return up to `count` new trials, none at the end of the search."""
         monitored = self.study.user_attrs
         if "mode" in monitored:  # also set by trials that failed because of it
             check_mode(self.maximize, monitored["monitor"], monitored["mode"])
@@ -136,25 +85,11 @@ class OptunaSearch(Sweeper):
         numbers = range(len(trials), len(trials) + min(to_go, count))
         return {number: typed(self.ask(self.study, number)) for number in numbers}
 
-    def run(self, trials: Trials) -> None:
-        """Run those of these trials that have no result yet, and tell the study all results."""
-        todo = {
-            number: [*overrides, *self.fixed]
-            for number, overrides in trials.items()
-            if overrides is not None and outcome(self.folder / str(number)) is None
-        }
-        # A launcher numbers its jobs consecutively: one launch for each consecutive range.
-        for numbers in jobs.consecutive(todo):
-            batch = [todo[number] for number in numbers]
-            self.launcher.launch(batch, initial_job_idx=numbers[0])
-        for number in trials:
-            state, best = outcome(self.folder / str(number)) or (TrialState.FAIL, None)
-            value = None  # that of a pruned trial is the last that it reported
-            if best is not None:
-                check_mode(self.maximize, best.name, best.mode)
-                if state == TrialState.COMPLETE:
-                    value = best.value
-            self.study.tell(number, value, state=state)
+    def tell(self, number: int, state: str, value: float | None) -> None:
+        if state == "complete":
+            self.study.tell(number, value)
+        else:  # the value of a pruned trial is the last that it reported
+            self.study.tell(number, state=STATES[state])
 
     def ask(self, study: optuna.Study, number: int) -> optuna.Trial:
         """Return the trial of this number and draw its values."""
@@ -208,29 +143,6 @@ class OptunaSearch(Sweeper):
                         f"({str(error).rstrip('.')}). Type another hydra.sweep.dir."
                     ) from None
         return study
-
-
-def distribution_of(override: Override) -> BaseDistribution:
-    """Return the distribution of a range that was typed."""
-    try:
-        return create_optuna_distribution_from_override(override)
-    except (ValueError, AssertionError, NotImplementedError) as error:
-        reason = (str(error).splitlines() or ["this is not a search space"])[0]
-        raise UserError(f"{override.input_line}: {reason}") from None
-
-
-def outcome(folder: Path) -> tuple[TrialState, Best | None] | None:
-    """Return the state of a trial and its best value; None if it has no result.
-
-    A complete or pruned trial has a best value, a failed one has none.
-    """
-    result = RunResult.read(folder)
-    if result is None:
-        return None
-    if not result.is_finished or result.best is None:
-        return TrialState.FAIL, None
-    state = TrialState.PRUNED if result.stopped_by("pruned") else TrialState.COMPLETE
-    return state, result.best
 
 
 def typed(trial: optuna.Trial | optuna.trial.FrozenTrial) -> list[str]:
