@@ -13,6 +13,14 @@ from stoker.trainer.errors import TrainingError, UserError, check_number, log
 
 Shares = tuple[int, int] | None  # the most and the fewest samples that a process has of a batch
 Result = TypeVar("Result")
+DROPOUTS = (
+    torch.nn.Dropout,
+    torch.nn.Dropout1d,
+    torch.nn.Dropout2d,
+    torch.nn.Dropout3d,
+    torch.nn.AlphaDropout,
+    torch.nn.FeatureAlphaDropout,
+)
 
 
 class MicroBatch:
@@ -177,8 +185,8 @@ def effect(module: torch.nn.Module | None) -> str:
 
 def depends_on_batch(module: torch.nn.Module) -> bool:
     """Return whether a layer takes statistics of its batch in training, or draws for all of it."""
-    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, (*parallel.NORMS, torch.nn.SyncBatchNorm)):
         return True
-    is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
+    is_dropout = isinstance(module, DROPOUTS)
     rate = module.p if is_dropout else getattr(module, "dropout", 0)  # of an LSTM, an attention
     return isinstance(rate, float) and rate > 0
