@@ -3,7 +3,6 @@
 import html
 import importlib
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from stoker.trainer.errors import UserError
@@ -12,8 +11,6 @@ from stoker.trainer.readable import number
 Row = dict[str, Any]
 Points = list[tuple[float, float]]
 
-WIDTH = 480
-HEIGHT = 200
 COLORS = {"train/loss": "#1f77b4", "val/loss": "#d62728"}
 
 
@@ -61,45 +58,38 @@ class History(list[Row]):
         """Return a plot of the losses and the last values, for a notebook."""
         cells = []
         for name, value in self.last().items():
-            if isinstance(value, (int, float)):
-                cells.append(f"<tr><td>{html.escape(name)}</td><td>{number(value)}</td></tr>")
+            text = number(value) if isinstance(value, float) else html.escape(str(value))
+            cells.append(f"<tr><td>{html.escape(name)}</td><td>{text}</td></tr>")
         return f"{self._plot()}<table>{''.join(cells)}</table>"
 
     def _plot(self) -> str:
-        """Return an <svg> of the losses over the steps, "" if no line has two points."""
-        lines: dict[str, Points] = {}
-        for name in COLORS:
-            points = [(row["step"], row[name]) for row in self if name in row]
-            lines[name] = [(x, y) for x, y in points if math.isfinite(y)]
+        """Return an <svg> of the losses over the steps and its legend, "" without two points.
+
+        Points are in steps and losses: the view box scales them.
+        """
+        lines: dict[str, Points] = {name: [] for name in COLORS}
+        for row in self:
+            for name, points in lines.items():
+                value = row.get(name, math.nan)
+                if math.isfinite(value):
+                    points.append((row["step"], value))
         if max(map(len, lines.values())) < 2:
             return ""
-        every = [point for points in lines.values() for point in points]
-        place = Scale([x for x, _ in every], [y for _, y in every])
-        drawn = []
-        for i, (name, points) in enumerate(lines.items()):
-            if points:
-                path = " ".join(place(x, y) for x, y in points)
-                style = f'fill="none" stroke="{COLORS[name]}"'
-                drawn.append(f'<polyline points="{path}" {style}/>')
-                drawn.append(f'<text x="300" y="{15 + 15 * i}" fill="{COLORS[name]}">{name}</text>')
-        drawn.append(f'<text x="4" y="{HEIGHT - 4}">{place.caption()}</text>')
-        size = f'width="{WIDTH}" height="{HEIGHT}"'
-        return f'<svg {size} font-size="12" fill="gray">{"".join(drawn)}</svg>'
-
-
-class Scale:
-    """Places points in the picture."""
-
-    def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
-        self.left = min(xs)
-        self.right = max(xs)
-        self.low = min(ys)
-        self.high = max(ys)
-
-    def __call__(self, x: float, y: float) -> str:
-        across = (x - self.left) / (self.right - self.left or 1)
-        up = (y - self.low) / (self.high - self.low or 1)
-        return f"{10 + across * (WIDTH - 20):.1f},{(HEIGHT - 30) * (1 - up) + 10:.1f}"
-
-    def caption(self) -> str:
-        return f"steps {self.left:,} to {self.right:,}, {number(self.low)} to {number(self.high)}"
+        steps = [step for points in lines.values() for step, _ in points]
+        losses = [loss for points in lines.values() for _, loss in points]
+        width = max(steps) - min(steps)
+        height = max(losses) - min(losses) or 1
+        box = f"{min(steps)} {-max(losses)} {width} {height}"
+        drawn = [f'<svg width="480" height="200" viewBox="{box}" preserveAspectRatio="none">']
+        legend = []
+        for name, points in lines.items():
+            if not points:
+                continue
+            color = COLORS[name]
+            path = " ".join(f"{step},{-loss}" for step, loss in points)
+            style = f'fill="none" stroke="{color}" vector-effect="non-scaling-stroke"'
+            drawn.append(f'<polyline points="{path}" {style}/>')
+            legend.append(f'<span style="color:{color}">{name}</span>')
+        legend.append(f"steps {min(steps):,} to {max(steps):,}")
+        legend.append(f"{number(min(losses))} to {number(max(losses))}")
+        return f"{''.join(drawn)}</svg><p>{', '.join(legend)}</p>"
