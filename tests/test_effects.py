@@ -68,6 +68,14 @@ def test_what_a_file_gives_is_not_refused(processed, project):
         processed(*SMALL, "experiment=mine")
 
 
+def test_the_loss_is_checked_for_metrics_of_training_batches_too(processed):
+    kind = "trainer._target_=stoker.trainer.train_metrics.TrainMetrics"
+    with pytest.raises(UserError, match="loss=MSELoss is for regression"):
+        check(processed(*SMALL, kind, "loss=mse"))
+    with parts.building(processed(*SMALL, kind)) as built:
+        assert list(built.trainer.metrics) == ["acc"]
+
+
 def test_mixing_needs_a_loss_of_shares():
     inputs, targets = torch.randn(8, 4), torch.arange(8) % 3
     split = TensorSplit(inputs, targets)

@@ -16,7 +16,7 @@ from stoker.runs.loggers import JSONL, charted
 from stoker.trainer.callbacks import Callback, Checkpoint, EarlyStopping, Progress
 from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
-from stoker.trainer.metrics import Accuracy
+from stoker.trainer.metrics import Accuracy, Confusion
 from stoker.trainer.train_metrics import TrainMetrics
 
 
@@ -71,6 +71,16 @@ def test_fit_returns_the_rows_joined_by_step():
     assert [row["my/number"] for row in history if "my/number" in row] == [0.1, 2.0, 3.0]
     assert len(trainer.fit(*loaders())) == 10  # of the second fit alone
     assert "10 rows" in repr(history) and "my/number 3" in repr(history)
+
+
+def test_lists_go_to_the_callbacks_and_not_into_the_history():
+    rows = Rows()
+    metrics = {"confusion": Confusion(3), "acc": Accuracy()}
+    trainer = make_trainer(callbacks=[rows], metrics=metrics, epochs=1)
+    history = trainer.fit(*loaders())
+    table = numpy.array(rows.rows[-1]["val/confusion"])
+    assert history[-1]["val/acc"] == pytest.approx(table.trace() / table.sum())
+    assert "val/confusion" not in history[-1]
 
 
 def test_a_history_is_a_table_for_pandas():

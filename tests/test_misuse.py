@@ -15,6 +15,7 @@ from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import Accuracy, Mean
+from stoker.trainer.train_metrics import TrainMetrics
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -179,8 +180,9 @@ def test_an_evaluation_is_explained_too():
         make_trainer(kind=OfDicts, metrics={"acc": Accuracy()}).evaluate(of_dicts())
     with pytest.raises(UserError, match="Let it return loss, outputs"):
         make_trainer(kind=LossAlone).evaluate(loader())
-    with pytest.raises(UserError, match="evaluate needs a loss"):
-        make_trainer(loss=None).evaluate(loader())
+    for kind in (Trainer, TrainMetrics):
+        with pytest.raises(UserError, match="evaluate needs a loss"):
+            make_trainer(kind=kind, loss=None).evaluate(loader())
     with pytest.raises(
         UserError, match="The model returns a tuple of 2, .*\nOverride compute_loss"
     ):

@@ -22,7 +22,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.divisor = losses.divisor(trainer.loss)  # a subclass may have another one by now
     uniform = getattr(loader, "targets_are_uniform", False)
     trainer.weighs_samples = misuse.is_usual(
-        trainer, "loss_weight"
+        type(trainer), "loss_weight"
     ) and losses.is_mean_over_samples(trainer.loss, uniform)
     trainer.epochs_before = trainer.epochs_begun
     trainer.step = 0

@@ -18,7 +18,7 @@ class History(list[Row]):
     """The rows of a fit, one for each step that logged something: {"step": ..., "epoch": ..., ...}.
 
     Names are those that callbacks get in `on_log`, such as "train/loss" and "val/acc". The history
-    of a resumed fit begins where that fit did.
+    of a resumed fit begins where that fit did. Lists of numbers go to the callbacks alone.
     """
 
     def add(self, row: Row) -> None:

@@ -181,7 +181,7 @@ def check_optimizer(trainer: "Trainer", optimizer: Any, decay_all: bool) -> None
             )
         return
     setting = "decay_all=True" if decay_all else None
-    if not is_usual(trainer, "parameter_groups"):
+    if not is_usual(type(trainer), "parameter_groups"):
         setting = f"{type(trainer).__name__}.parameter_groups"
     if setting is not None:
         name = type(optimizer).__name__
@@ -246,7 +246,7 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
 
 def check_loss(trainer: "Trainer", use: str) -> None:
     """Raise UserError if there is neither a loss nor a compute_loss that does without."""
-    if trainer.loss is None and is_usual(trainer, "compute_loss"):
+    if trainer.loss is None and is_usual(type(trainer), "compute_loss"):
         raise UserError(f"{use} needs a loss: {NO_LOSS}.")
 
 
@@ -421,10 +421,13 @@ def form(batch: Any) -> str:
     return text
 
 
-def is_usual(trainer: "Trainer", method: str) -> bool:
-    """Return whether a method is that of Trainer itself, and not of a subclass."""
-    module: str = getattr(type(trainer), method).__module__
-    return module in ("stoker.trainer.trainer", "stoker.trainer.batching")
+def is_usual(kind: Any, method: str) -> bool:
+    """Return whether a method of this class of Trainers is the framework's, and not your own.
+
+    A function that builds a Trainer has no methods to look at.
+    """
+    module: str = getattr(getattr(kind, method, None), "__module__", "")
+    return module.startswith("stoker.trainer.")
 
 
 def raise_explained(
@@ -473,13 +476,13 @@ def wrong_batch(trainer: "Trainer", error: Exception, batch: Any) -> str | None:
     for name in ("compute_loss", "update_metrics"):
         place = ("trainer.py", name)
         cannot = calls[-1] == place or (isinstance(batch, Mapping) and place in calls)
-        if cannot and is_usual(trainer, name):
+        if cannot and is_usual(type(trainer), name):
             return (
                 f"A batch is {form(batch)}, and {name} takes (inputs, targets).\n"
                 f"Override {name}; {HOW}."
             )
     is_given_whole = isinstance(batch, Mapping) and ("trainer.py", "predict_batch") in calls
-    if is_given_whole and is_usual(trainer, "predict_batch"):
+    if is_given_whole and is_usual(type(trainer), "predict_batch"):
         return (
             f"predict: a batch is {form(batch)}, and all of it was given to the model.\n"
             f"Override predict_batch; {HOW}."

@@ -47,7 +47,9 @@ class Reporting:
         for name, value in numbers.items():
             is_count = name in NUMBERS and isinstance(value, int)
             row[name] = value if is_count or isinstance(value, list) else misuse.number(name, value)
-        self.history.add(row)
+        # Lists may be large, such as a confusion matrix of many classes.
+        numbers_alone = {name: value for name, value in row.items() if not isinstance(value, list)}
+        self.history.add(numbers_alone)
         self.call("on_log", row)
 
     def training_numbers(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
         UserError: `compile` is "graph", and there can be no graphs.
     """
     if compile == "graph":
-        custom = None if misuse.is_usual(trainer, "train_step") else type(trainer).__name__
+        custom = None if misuse.is_usual(type(trainer), "train_step") else type(trainer).__name__
         adapts = trainer.micro_batch.adapts
         graph.check(trainer.device, trainer.dtype, trainer.strategy, adapts, custom)
         return GraphStep()

@@ -186,17 +186,16 @@ def build_metrics(
     from stoker.command.compatible import check_fit, has_usual_outputs
     from stoker.data.augment import MIXING
     from stoker.trainer.metrics import default_metrics
-    from stoker.trainer.trainer import Trainer
+    from stoker.trainer.misuse import is_usual
 
     # A Trainer may override the meaning of the loss and the metrics.
     kind = locate("trainer", cfg.trainer._target_)
-    if getattr(kind, "compute_loss", None) is Trainer.compute_loss:
+    if is_usual(kind, "compute_loss"):
         augment = plain(cfg.dataset, resolve=True).get("augment") or []
         mixes = any(name in item for item in augment for name in MIXING)
         check_fit(model, loss, data, mixes)
     metrics: dict[str, Any] = {}
-    counts_as_usual = getattr(kind, "update_metrics", None) is Trainer.update_metrics
-    if counts_as_usual and has_usual_outputs(model, loss, data):
+    if is_usual(kind, "update_metrics") and has_usual_outputs(model, loss, data):
         metrics.update(default_metrics(data.kind, data.target_scale))
     for name, node in cfg.metrics.items():
         key = f"metrics.{name}"
