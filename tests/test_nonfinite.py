@@ -175,10 +175,37 @@ def test_a_callback_that_breaks_a_weight_is_told_from_a_step():
     trainer = make_trainer(callbacks=[NaNGuard(), Breaks()], log_every=5, optimizer=SGD)
     first, second, _ = failure(trainer)
     assert first == (
-        "train/loss is nan in steps 6 to 8: 3.weight is not finite before step 7, and no step has "
-        "made it so."
+        "train/loss is nan in steps 6 to 8: 3.weight is not finite before step 7, and no step caused "
+        "it."
     )
     assert second.startswith("Look at your callbacks")
+
+
+class FreezesAt(Callback):
+    """Freezes a weight after a step, and trains it again after a later one."""
+
+    def __init__(self, step, until=math.inf):
+        self.step = step
+        self.until = until
+
+    def on_step_end(self, trainer):
+        if trainer.step in (self.step, self.until):
+            trainer.module[0].weight.requires_grad_(trainer.step == self.until)
+
+
+@pytest.mark.parametrize("until", [5, math.inf])
+def test_a_replay_trains_what_was_trained(until, caplog):
+    trainer = make_trainer(
+        kind=BreaksAt, callbacks=[NaNGuard(), FreezesAt(3, until)], optimizer=SGD
+    )
+    first, *_ = failure(trainer)
+    assert ": in step 7, the loss is inf" in first
+    whole = make_trainer(callbacks=[FreezesAt(3, until), StopAt(6)], optimizer=SGD)
+    whole.fit(train_loader())
+    assert_same(dict(trainer.module.state_dict()), dict(whole.module.state_dict()))
+    assert trainer.module[0].weight.requires_grad == (until == 5)
+    (message,) = caplog.messages
+    assert message.startswith("Replaying the training from step 1 on")
 
 
 def test_a_fit_without_callbacks_says_that_its_weights_are_not_finite(caplog):

@@ -9,7 +9,7 @@ from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError, log
 from stoker.trainer.history import History
 from stoker.trainer.loading import Seekable, resident_bytes, seekable
-from stoker.trainer.state import freeze, frozen
+from stoker.trainer.state import frozen, warn_of_frozen
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -43,10 +43,10 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     if trainer.layout_may_change and hasattr(train_loader, "in_shape"):
         devices.settle_layout(trainer.module, train_loader.in_shape, trainer.device)
     if resume is not None:
-        state = checkpoint.to_resume(resume)
-        trainer.load_state_dict(state)
-        freeze(trainer.module, state.get("frozen", frozen(trainer.module)))
-        trainer.steps_per_epoch = len(train_loader)
+        before = frozen(trainer.module)
+        trainer.go_on_from(checkpoint.to_resume(resume))
+        warn_of_frozen(trainer.module, before)
+        trainer.steps_per_epoch = len(train_loader)  # the checkpoint's number has replaced it
     if trainer.special_step is not None:
         trainer.special_step.begin(trainer)
     misuse.warn_of_untrained(trainer)

@@ -47,7 +47,7 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
     first = find(trainer, guard)
     if first is None:
         return error
-    trainer.load_state_dict(first.state)
+    trainer.go_on_from(first.state)
     text = f"{error.symptom}: {first.text}.\n{first.advice}"
     if guard.folder is None:
         return NotFinite(f"{text}\nNaNGuard(folder=DIR) keeps its batch, and the state before it.")
@@ -59,7 +59,7 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
 def find(trainer: "Trainer", guard: NaNGuard) -> FirstStep | None:
     """Replay the steps since the last finite row; None if all of their numbers are finite now."""
     last = trainer.step
-    trainer.load_state_dict(good_state(trainer, guard))
+    trainer.go_on_from(good_state(trainer, guard))
     if launch.is_first():
         log.warning(
             "Replaying the training from step %d on, to find the first number that is not finite.",
@@ -150,7 +150,7 @@ def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | N
     name = checkpoint.first_nonfinite(trainer.module)
     if name is not None:
         return first(
-            f"{name} is not finite before step {trainer.step + 1:,}, and no step has made it so",
+            f"{name} is not finite before step {trainer.step + 1:,}, and no step caused it",
             "Look at your callbacks, and at the weights that the training began with.",
         )
     norms, loss = norms_and_loss(trainer, batch)

@@ -52,15 +52,19 @@ def frozen(module: torch.nn.Module) -> list[str]:
 
 
 def freeze(module: torch.nn.Module, names: list[str]) -> None:
-    """Freeze the parameters of these names and train all others; warn of those that change."""
-    before = set(frozen(module))
+    """Freeze the parameters of these names, and train all others."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point() or parameter.is_complex():
             parameter.requires_grad_(name not in names)
-    after = set(frozen(module))
-    for change, changed in (("frozen", after - before), ("unfrozen", before - after)):
-        if changed and launch.is_first():
-            log.warning("As in the checkpoint, %s: %s.", change, first_few(sorted(changed), 3))
+
+
+def warn_of_frozen(module: torch.nn.Module, before: list[str]) -> None:
+    """Warn of the parameters that a checkpoint has frozen, or that are trained again."""
+    now = frozen(module)
+    changes = {"frozen": set(now) - set(before), "unfrozen": set(before) - set(now)}
+    for change, names in changes.items():
+        if names and launch.is_first():
+            log.warning("As in the checkpoint, %s: %s.", change, first_few(sorted(names), 3))
 
 
 def check_frozen(module: torch.nn.Module, names: Any) -> None:

@@ -10,7 +10,7 @@ from stoker.trainer import checkpoint, schedules
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.micro_batch import MicroBatch
-from stoker.trainer.state import check, check_frozen, frozen, refuse
+from stoker.trainer.state import check, check_frozen, freeze, frozen, refuse
 from stoker.trainer.window import Window
 
 COUNTS = ("step", "steps_per_epoch", "epochs_before")
@@ -109,6 +109,11 @@ class Stateful:
         for name in COUNTS:
             setattr(self, name, state.get(name, 0))
         self.evaluation_due = state["evaluation_due"]
+
+    def go_on_from(self, state: Any) -> None:
+        """Load a state and freeze what was frozen in it: the next step is the one after it."""
+        self.load_state_dict(state)
+        freeze(self.module, state.get("frozen", frozen(self.module)))
 
     def check_state(self, state: Any) -> None:
         """Look at all of a state before any of it is loaded."""
