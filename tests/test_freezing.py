@@ -9,6 +9,7 @@ from conftest import assert_same, make_model, make_trainer
 
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, Lookahead
+from stoker.trainer.errors import UserError
 
 STEPS = 12  # of 4 an epoch
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -172,3 +173,40 @@ def test_a_resume_says_what_it_freezes_and_a_load_freezes_nothing(tmp_path, capl
     assert [record.getMessage() for record in caplog.records] == [
         "As in the checkpoint, frozen: 0.weight."
     ]
+
+
+class EvaluatesWithin(Callback):
+    """Evaluates and predicts within an evaluation, after each step; keeps what that was of."""
+
+    def __init__(self):
+        self.outputs = []
+
+    def on_step_end(self, trainer):
+        with trainer.evaluating():
+            trainer.evaluate(batches())
+            self.outputs.append(trainer.predict([batches()[0]]))
+
+
+def test_an_evaluation_within_another_has_the_averages_and_leaves_the_weights():
+    within = EvaluatesWithin()
+    trainer = fitted({}, EMA(0.9), within)
+    trainer.fit(batches())
+    weights, average = in_plain_torch({}, SGD, decay=0.9)
+    for name, weight in trainer.module.state_dict().items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-12, atol=1e-14)
+    model = make_model(dtype=torch.float64)
+    model.load_state_dict(average)
+    expected = model(batches()[0][0])
+    torch.testing.assert_close(within.outputs[-1], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_averages_are_not_saved_as_the_weights_of_a_training():
+    trainer = fitted({}, EMA(0.9))
+    trainer.fit(batches())
+    state = trainer.state_dict()
+    with trainer.evaluating():
+        with pytest.raises(UserError, match="the model has the averages"):
+            trainer.state_dict()
+        with pytest.raises(UserError, match="the model has the averages"):
+            trainer.load_state_dict(state)
+    assert_same(trainer.state_dict(), state)

@@ -65,7 +65,7 @@ class Callback:
         """The whole training set was seen once more; not called if a run stops before that."""
 
     def on_eval_start(self, trainer: "Trainer") -> None:
-        """An evaluation or a prediction begins."""
+        """An evaluation or a prediction begins that is not a part of another."""
 
     def on_eval_end(self, trainer: "Trainer") -> None:
         """An evaluation or a prediction ends, even with an error."""
@@ -597,6 +597,22 @@ class EMA(ShadowWeights):
         if self.raw is not None:
             copy_into(floating_state(trainer), self.raw)
             self.raw = None
+
+    def state_dict(self) -> State:
+        self.check_weights()
+        return super().state_dict()
+
+    def check_state(self, trainer: "Trainer", state: Any, name: str) -> None:
+        self.check_weights()
+        super().check_state(trainer, state, name)
+
+    def check_weights(self) -> None:
+        """Raise UserError if the model does not have the trained weights now."""
+        if self.raw is not None:
+            raise UserError(
+                "EMA: in an evaluation the model has the averages, not the trained weights. "
+                "Save and load the training's state before or after it."
+            )
 
 
 def floating_state(trainer: "Trainer") -> Tensors:

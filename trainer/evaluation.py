@@ -116,18 +116,32 @@ def predict(trainer: "Trainer", loader: Any) -> torch.Tensor:
 def evaluating(trainer: "Trainer") -> Iterator[None]:
     """Put the model into evaluation mode and call the hooks around it; then restore everything."""
     modes = [(module, module.training) for module in trainer.model.modules()]
-    start = time.perf_counter()
     within_fit = trainer.train_loader is not None
     outside = [] if within_fit else devices.random_states(trainer.device)
     trainer.model.eval()
     try:
-        trainer.call("on_eval_start")
-        yield
+        with hooks(trainer):
+            yield
     finally:
-        trainer.call("on_eval_end")
         for module, was_training in modes:
             module.training = was_training
-        trainer.window.start += time.perf_counter() - start  # not a part of the training's time
         if not within_fit:  # a fit frees memory at its end, and seeds each step
             devices.set_random_states(outside)
             devices.release(trainer.device)
+
+
+@contextlib.contextmanager
+def hooks(trainer: "Trainer") -> Iterator[None]:
+    """Call the hooks around an evaluation; one inside another is a part of it and calls none."""
+    if trainer.is_evaluating:
+        yield
+        return
+    trainer.is_evaluating = True
+    start = time.perf_counter()
+    try:
+        trainer.call("on_eval_start")
+        yield
+    finally:
+        trainer.is_evaluating = False
+        trainer.call("on_eval_end")
+        trainer.window.start += time.perf_counter() - start  # not a part of the training's time

@@ -32,6 +32,7 @@ class Stateful:
     steps_per_epoch: int = 0
     epochs_before: int = 0  # that earlier fits have begun: each fit has its own random numbers
     evaluation_due: bool = False  # the step is done, except for its evaluation
+    is_evaluating: bool = False  # within `evaluating()`
 
     def is_time(self, every: int) -> bool:
         """Return whether it is time for what comes every `every` steps and after the last one."""
