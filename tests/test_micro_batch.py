@@ -139,9 +139,9 @@ def test_with_fp16_too():
     [
         (
             Small(3),
-            "other results, since each micro-batch goes through BatchNorm1d and Dropout alone",
+            "different results, since BatchNorm1d and Dropout see one micro-batch at a time",
         ),
-        (Small(3, random=False), "through BatchNorm1d alone"),
+        (Small(3, random=False), "since BatchNorm1d sees one micro-batch"),
         (Small(3, norm=False, random=False), "4 samples, same result."),
     ],
 )
@@ -224,7 +224,7 @@ def refusal(work, *args):
 @pytest.mark.parametrize(
     ("most", "settings", "says", "advice"),
     [
-        (3, {}, "with a batch of 8, in the training", "micro_batch=auto (less memory, with other results, since each"),
+        (3, {}, "with a batch of 8, in the training", "micro_batch=auto (less memory, with different results, since BatchNorm1d sees"),
         (3, {"micro_batch": 4}, "with a batch of 8 in micro-batches of 4", "a lower micro_batch or batch_size"),
         (3, {"grad_accum_steps": 2}, "with a batch of 8 in 2 parts", "micro_batch=auto"),
         (0, {"micro_batch": "auto"}, "with a batch of 8 in micro-batches of 1", "a smaller model"),

@@ -69,9 +69,22 @@ def rare():
     return tokens(ignored=0)
 
 
+def mostly_0():
+    """Batches in which whole micro-batches, and all samples of the first of 3 ranks, are class 0."""
+    batches = rare()
+    del batches[1]  # all of it: no mean in plain torch either
+    for _, targets in batches:
+        targets[::3] = 0
+    return batches
+
+
 # {name: (loss, batches)}
 CASES = {
     "class weights": (nn.CrossEntropyLoss(CLASS_WEIGHTS), tokens),
+    "a class of weight 0": (
+        nn.CrossEntropyLoss(torch.tensor([0.0, 1.0, 3.0], dtype=DOUBLE)),
+        mostly_0,
+    ),
     "ignore_index": (nn.CrossEntropyLoss(ignore_index=0), rare),
     "the default ignore_index": (nn.CrossEntropyLoss(), tokens),
     "label smoothing": (
@@ -156,7 +169,7 @@ def test_any_number_of_micro_batches_trains_as_plain_torch_does(case):
         trainer, rows = fitted(loss, make(), **cut)
         assert_close(trainer.module.state_dict(), expected)
         assert rows[-1]["train/loss"] == pytest.approx(mean, abs=CLOSE), cut
-        assert rows[-1]["train/samples"] == sum(SAMPLES)
+        assert rows[-1]["train/samples"] == sum(len(targets) for _, targets in make())
 
 
 def test_steps_whose_targets_are_all_ignored_have_no_loss_and_stop_nothing():
@@ -241,7 +254,8 @@ def holes():
     batches = []
     for inputs, targets in labels():
         is_hole = torch.rand(targets.shape, generator=generator) < 0.6
-        is_hole[:, 0, 0] = False
+        is_hole[: len(is_hole) // 2] = True  # so that whole micro-batches are
+        is_hole[::3] = True  # and all samples of the first of 3 ranks
         batches.append((inputs, targets.masked_fill(is_hole, torch.nan)))
     return batches
 

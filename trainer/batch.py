@@ -81,7 +81,7 @@ def is_list(value: Any) -> bool:
 def usual_dim(name: str, value: Any) -> SampleDim:
     """Return the dimension of a value's samples: the first one of a tensor, the items of a list.
 
-    "auto" for a list of tensors or of other things: see `count`.
+    "auto" for a list of tensors or of other things: see `reading`.
     """
     if is_list(value):
         if not value:

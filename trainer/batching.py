@@ -25,9 +25,10 @@ class Batching:
     step_weight: float | torch.Tensor = 0
     # Whether the weight of a training batch is its number of samples, which costs nothing to know.
     weighs_samples: bool = False
-    # With several processes: the largest and smallest share of the batch, in samples, and the
-    # weight of this process's mean loss, which your own train_step multiplies its losses by.
-    shares: tuple[int, int] | None = None
+    # With several processes: the largest and the smallest number of samples that one of them gets
+    # from the batch, and the weight of this process's mean loss, which your own train_step
+    # multiplies its losses by.
+    sample_bounds: tuple[int, int] | None = None
     weight: float | torch.Tensor = 1.0
 
     def sample_dim(self, name: str, value: Any) -> batches.SampleDim:
@@ -78,7 +79,7 @@ class Batching:
         self.step_weight = self.step_samples if self.weighs_samples else self.loss_weight(batch)
         if parallel.joined > 1:
             global_size = self.train_loader.global_size
-            self.shares = parallel.shares(global_size)
+            self.sample_bounds = parallel.sample_bounds(global_size)
             total = global_size if self.weighs_samples else None
             self.weight = parallel.weight(self.step_weight, total, self.device)
 
@@ -86,7 +87,7 @@ class Batching:
         """Return the micro-batches of a step with their shares, which add up to 1."""
         if self.micro_batch.parts == 1 and self.micro_batch.size is None:
             return [(batch, None)]
-        return self.shared(self.micro_batch.split(batch, self.sample_dims, self.shares))
+        return self.shared(self.micro_batch.split(batch, self.sample_dims, self.sample_bounds))
 
     def shared(self, parts: list[Any]) -> MicroBatches:
         """Return micro-batches with their shares of the weight."""

@@ -56,7 +56,8 @@ class Seekable:
     """
 
     next: tuple[int, int] = (0, 0)
-    # Whether each sample has as many targets, and no class is negative, the ones a loss may ignore.
+    # Whether all samples have the same number of targets, and no class is negative, as a loss may
+    # ignore those.
     targets_are_uniform: bool = False
     resident_bytes: int = 0  # of the data that it holds on the device
     spans: Spans = silent_spans()  # `fit` puts those of its Trainer here

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from stoker.trainer import batch as batches
+
 # What the mean of each divides by: the class weights of the targets, or the number of elements.
 # The others of torch divide by the number of samples.
 DIVISORS: dict[Any, str] = {
@@ -76,7 +78,8 @@ def ignored_class(loss: Any) -> int | None:
 def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
     """Return whether each sample has the same part in the mean, as far as this can be known.
 
-    `targets_are_uniform` says that each sample has as many targets and no class is negative.
+    `targets_are_uniform` says that all samples have the same number of targets, and no class is
+    negative.
     """
     kind = divides_by(loss)
     if kind == "classes":
@@ -139,8 +142,16 @@ def share(weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return (weight / total).masked_fill(total == 0, 0)
 
 
-def scaled(loss: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-    """Return the loss times its share; 0 if that is 0, as the mean of nothing is nan."""
-    if isinstance(factor, torch.Tensor):
-        return loss.masked_fill(factor == 0, 0) * factor.to(loss.dtype)
-    return loss * factor
+def scaled(loss: torch.Tensor, factor: float | torch.Tensor, outputs: Any) -> torch.Tensor:
+    """Return the loss of these outputs of the model times its share.
+
+    Where the share is 0, so are the loss and the gradient of the outputs: the mean of nothing is
+    nan, and in its backward pass 0 * inf.
+    """
+    if not isinstance(factor, torch.Tensor):
+        return loss * factor
+    is_nothing = factor == 0
+    for _, output in batches.entries(outputs):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient.masked_fill(is_nothing, 0))
+    return loss.masked_fill(is_nothing, 0) * factor.to(loss.dtype)

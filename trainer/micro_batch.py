@@ -11,7 +11,7 @@ from stoker.trainer import device as devices
 from stoker.trainer import parallel, settings
 from stoker.trainer.errors import TrainingError, UserError, check_number, log
 
-Shares = tuple[int, int] | None  # the most and the fewest samples that a process has of a batch
+Bounds = tuple[int, int] | None  # most and fewest samples that a process gets from a batch
 Result = TypeVar("Result")
 DROPOUTS = (
     torch.nn.Dropout,
@@ -66,18 +66,18 @@ class MicroBatch:
         return MicroBatch(self.device, size, use="evaluation", key="eval_batch_size")
 
     def split(
-        self, batch: Any, sample_dim: batches.SampleDimOf, shares: Shares = None
+        self, batch: Any, sample_dim: batches.SampleDimOf, sample_bounds: Bounds = None
     ) -> list[Any]:
         """Cut a batch into micro-batches.
 
-        Each process makes as many of its `shares` as the others.
+        Each process makes as many of them as the others.
         """
         parts = self.parts
         if self.size is not None:
-            most = shares[0] if shares else batches.size(batch, sample_dim)
+            most = sample_bounds[0] if sample_bounds else batches.size(batch, sample_dim)
             parts = math.ceil(most / self.size)
-        if shares:
-            parts = min(parts, shares[1])
+        if sample_bounds:
+            parts = min(parts, sample_bounds[1])
         return batches.split(batch, parts, sample_dim) if parts > 1 else [batch]
 
     def work(
@@ -85,7 +85,7 @@ class MicroBatch:
         function: Callable[[list[Any]], Result],
         batch: Any,
         sample_dim: batches.SampleDimOf,
-        shares: Shares = None,
+        sample_bounds: Bounds = None,
         module: torch.nn.Module | None = None,
         undo: Callable[[], None] | None = None,
     ) -> Result:
@@ -95,12 +95,12 @@ class MicroBatch:
         `module`, call `undo`, and start over with the whole batch.
         """
         if not self.adapts:
-            return function(self.split(batch, sample_dim, shares))
+            return function(self.split(batch, sample_dim, sample_bounds))
         buffers = [] if module is None else list(module.buffers())
         before = [buffer.clone() for buffer in buffers]
         while True:
             try:
-                return function(self.split(batch, sample_dim, shares))
+                return function(self.split(batch, sample_dim, sample_bounds))
             except (RuntimeError, MemoryError) as error:
                 self.halve(error, batches.size(batch, sample_dim), module)
             # Outside of `except`: until it ends, the error keeps the tensors of its frames alive.
@@ -180,7 +180,9 @@ def effect(module: torch.nn.Module | None) -> str:
             kinds[type(child).__name__] = None
     if not kinds:
         return "same result"
-    return f"with other results, since each micro-batch goes through {' and '.join(kinds)} alone"
+    names = " and ".join(kinds)
+    verb = "sees" if len(kinds) == 1 else "see"
+    return f"with different results, since {names} {verb} one micro-batch at a time"
 
 
 def depends_on_batch(module: torch.nn.Module) -> bool:

@@ -563,8 +563,8 @@ def check_sampler(loader: Any) -> None:
         )
 
 
-def shares(samples: int) -> tuple[int, int]:
-    """Return the most and the fewest samples that a process has of a batch of so many."""
+def sample_bounds(samples: int) -> tuple[int, int]:
+    """Return the largest and the smallest number of samples that a process gets from a batch."""
     if samples < ranks():
         raise UserError(
             f"A batch of {samples} samples is too small for {ranks()} processes.\n"

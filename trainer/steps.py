@@ -69,7 +69,7 @@ class AdaptiveStep:
             functools.partial(accumulate, trainer),
             batch,
             trainer.sample_dims,
-            trainer.shares,
+            trainer.sample_bounds,
             trainer.module,
             undo=functools.partial(undo, trainer),
         )
@@ -135,7 +135,7 @@ class GraphStep:
 
 def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Do what a graph holds of a step; return the mean loss and the norm of a clipped gradient."""
-    parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.shares)
+    parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.sample_bounds)
     loss = accumulate(trainer, parts)
     norm = None if trainer.max_grad_norm is None else clip(trainer)
     trainer.optimizer_step()
@@ -145,18 +145,19 @@ def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor |
 
 def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
     """Add up the gradients of micro-batches, as `train_step` does; return their mean loss."""
-    shares = []
+    terms = []
     for i, (micro_batch, share) in enumerate(trainer.shared(parts), 1):
         with parallel.gradient_sync(trainer.model, enabled=i == len(parts)):
             with trainer.spans["forward"], trainer.autocast:
-                loss, _ = trainer.compute_loss(micro_batch)
+                loss, outputs = trainer.compute_loss(micro_batch)
             if share is not None:
-                loss = losses.scaled(loss, share)
+                loss = losses.scaled(loss, share, outputs)
+            terms.append(loss.detach())
+            if trainer.sample_bounds is not None:
+                loss = losses.scaled(loss, trainer.weight, outputs)
             with trainer.spans["backward"]:
-                weighted = losses.scaled(loss, trainer.weight) if trainer.shares else loss
-                trainer.scaler.scale(weighted).backward()
-        shares.append(loss.detach())
-    return sum(shares[1:], shares[0])
+                trainer.scaler.scale(loss).backward()
+    return sum(terms[1:], terms[0])
 
 
 def clip(trainer: "Trainer") -> torch.Tensor:

@@ -183,18 +183,18 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
         """Take one optimizer step, and one of the schedule; return the mean loss of the batch."""
         if self.special_step is not None:  # for fp16, micro_batch=auto or CUDA graphs
             return self.special_step(self, batch)
-        shares = []
+        terms = []
         micro_batches = self.cut(batch)
         for i, (micro_batch, share) in enumerate(micro_batches, 1):
             # Several processes exchange gradients on the last micro-batch only.
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
                 with self.spans["forward"], self.autocast:
-                    loss, _ = self.compute_loss(micro_batch)
+                    loss, outputs = self.compute_loss(micro_batch)
                 if share is not None:
-                    loss = losses.scaled(loss, share)
-                shares.append(loss.detach())
-                if self.shares is not None:
-                    loss = losses.scaled(loss, self.weight)
+                    loss = losses.scaled(loss, share, outputs)
+                terms.append(loss.detach())
+                if self.sample_bounds is not None:
+                    loss = losses.scaled(loss, self.weight, outputs)
                 with self.spans["backward"]:
                     loss.backward()
         with self.spans["optimizer"]:
@@ -204,7 +204,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
             self.optimizer_step()
             optimizers.zero_grad(self.optimizer)
         self.scheduler.step()
-        return sum(shares[1:], shares[0])
+        return sum(terms[1:], terms[0])
 
     def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Return the mean loss of the batch, and the outputs for `update_metrics`."""
@@ -267,7 +267,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
         self.seed_generators("step")
 
     def seed_generators(self, use: str) -> None:
-        """Seed the random generators for this use at this step, in each fit and process anew."""
+        """Seed the generators for this use at this step, differently in each fit and process."""
         earlier = ("after", self.epochs_before) if self.epochs_before else ()  # epochs of fits
         parts = (self.seed, use, self.step, *earlier, *self.seed_suffix)
         devices.seed_generators(self.device, devices.mix_seed(*parts), self.replicas)
