@@ -172,13 +172,15 @@ def test_seed_generators_repeats_draws_and_touches_nothing_else():
     import numpy
 
     own = torch.Generator().manual_seed(5)
-    before = random.getstate(), numpy.random.get_state()[1].tolist(), own.get_state()
+    before = own.get_state()
     devices.seed_generators(CPU, 123)
     first = (
         torch.rand(5),
         torch.randn(3),
         torch.randperm(9),
         torch.nn.functional.dropout(torch.ones(20)),
+        torch.tensor(random.random()),
+        torch.tensor(numpy.random.rand()),
     )
     devices.seed_generators(CPU, 123)
     second = (
@@ -186,15 +188,14 @@ def test_seed_generators_repeats_draws_and_touches_nothing_else():
         torch.randn(3),
         torch.randperm(9),
         torch.nn.functional.dropout(torch.ones(20)),
+        torch.tensor(random.random()),
+        torch.tensor(numpy.random.rand()),
     )
     assert all(map(torch.equal, first, second))
     devices.seed_generators(CPU, 124)
     assert not torch.equal(torch.rand(5), first[0])
-    assert (
-        random.getstate() == before[0]
-        and numpy.random.get_state()[1].tolist() == before[1]
-        and torch.equal(own.get_state(), before[2])
-    )
+    assert random.random() != float(first[4]) and numpy.random.rand() != float(first[5])
+    assert torch.equal(own.get_state(), before)
     devices.seed_generators(CPU, 123)
     assert torch.equal(
         torch.rand(5), torch.rand(5, generator=torch.Generator().manual_seed(123))

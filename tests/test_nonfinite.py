@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from safetensors.torch import load_file
 
 from stoker import Trainer
 from stoker.data.loader import DeviceLoader
@@ -86,7 +87,7 @@ def test_a_nan_in_the_data_is_found_and_its_step_replayed(tmp_path, sample, sett
     assert (
         third == f"Its batch is in {tmp_path / 'bad'}; fit(..., resume={str(path)!r}) replays it."
     )
-    kept = torch.load(tmp_path / "bad" / f"batch_{step:08d}.pt", weights_only=True)
+    kept = load_file(tmp_path / "bad" / f"batch_{step:08d}.safetensors")
     assert kept["batch[0]"].isnan().equal(inputs.isnan())
     assert kept["batch[0]"].nan_to_num().equal(inputs.nan_to_num())
     assert kept["batch[1]"].equal(targets)

@@ -200,7 +200,7 @@ JOBS = {
 
 
 def test_each_of_several_processes_loads_the_weights_that_were_tested(forks, tmp_path):
-    done = forks.run(tmp_path, *JOB, "ema=0.9", "epochs=1", "report=false")
+    done = forks.run(tmp_path, *JOB, "ema=0.9", "epochs=1", "checkpoint.every=3", "report=false")
     assert done.code == 0, done.err
     done = forks.ranks(tmp_path, 2, "loads", "ddp", script=SCRIPTS)
     assert done.codes == [0, 0], done.errs

@@ -366,10 +366,10 @@ def test_a_step_that_is_not_finite_is_replayed_by_the_command_that_is_printed(fo
     again = forks.run(tmp_path, *shlex.split(command)[2:])
     assert again.code == 3 and again.err.splitlines()[-3].endswith(f": in step {found}")
     (state,) = checkpoint.files(tmp_path / "a b" / "not_finite")
-    kept = f"batch_{state + 1:08d}.pt"
-    whole = torch.load(tmp_path / "a b" / "not_finite" / kept, weights_only=True)
+    kept = f"batch_{state + 1:08d}.safetensors"
+    whole = load_file(tmp_path / "a b" / "not_finite" / kept)
     (folder,) = (tmp_path / "runs").glob("*/not_finite")
-    assert same(whole, torch.load(folder / kept, weights_only=True))
+    assert same(whole, load_file(folder / kept))
 
 
 def test_a_command_that_would_fail_again_is_not_offered(tmp_path):

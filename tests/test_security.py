@@ -246,7 +246,9 @@ def test_what_gives_another_part_is_not_called(typed, key):
         assert made == []
         typed += [f"{key}._target_={AS_ANOTHER[key]['_target_']}"]
         if key not in build.FACTORIES:
-            with pytest.raises(UserError, match=rf"{key}._target_=.*: this returns a \w+, not a "):
+            with pytest.raises(
+                UserError, match=rf"{key}._target_=.*: this returns an? \w+, not an? "
+            ):
                 build.build(key, AS_ANOTHER[key])
     finally:
         hook.remove()

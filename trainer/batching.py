@@ -35,7 +35,7 @@ class Batching:
         """Return along which dimension of a tensor its samples are, None if it has none.
 
         It decides where batches are cut into micro-batches and dealt out to processes, and how many
-        samples they have. Override it if that is not the first dimension:
+        samples they have. Override it if that is not the first dimension::
 
             def sample_dim(self, name, value):
                 if name == "batch[0]":  # a text (time, samples)

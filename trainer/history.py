@@ -1,7 +1,6 @@
 """What `fit` returns: the rows that were logged, as a table and as a plot."""
 
 import html
-import importlib
 import math
 from typing import Any
 
@@ -42,7 +41,7 @@ class History(list[Row]):
             UserError: pandas is not installed.
         """
         try:
-            pandas = importlib.import_module("pandas")
+            import pandas
         except ImportError:
             raise UserError("to_pandas needs pandas.\nType pip install pandas.") from None
         return pandas.DataFrame(list(self))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 
 from stoker.trainer import batch as batches
 from stoker.trainer import checkpoint, launch, parallel
@@ -229,9 +230,9 @@ def keep(trainer: "Trainer", first: FirstStep, folder: Path) -> Path:
     path = checkpoint.path_of(folder, first.step - 1)
     tensors = {}
     for name, tensor in batches.entries(first.batch):
-        tensors[name] = tensor.detach().cpu()
+        tensors[name] = tensor.detach().cpu().contiguous().clone()  # nothing shared, for the file
     rank = "" if launch.is_first() else f".rank{launch.rank()}"
-    torch.save(tensors, folder / f"batch_{first.step:08d}{rank}.pt")
+    save_file(tensors, folder / f"batch_{first.step:08d}{rank}.safetensors")
     if launch.is_first():
         savers = [one for one in trainer.callbacks if isinstance(one, Checkpoint)]
         about = savers[0].about if savers else {}

@@ -113,7 +113,20 @@ class Timing(Callback):
         if "train/loss" in row:  # the device has done all steps but this one's
             self.read()
 
-    def on_epoch_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Trainer) -> None:
+        if self.marks:
+            if trainer.step == self.sample_start:  # a resumed run's evaluation, and no step yet
+                return
+            self.end_sample(trainer)
+        if trainer.step % trainer.steps_per_epoch == 0:
+            self.say(trainer)
+            if not self.sampled["epoch"] or self.too_early() == 0:
+                self.begin_sample(trainer, "epoch")
+        elif trainer.step >= self.next_step:
+            self.begin_sample(trainer, "other")
+
+    def say(self, trainer: Trainer) -> None:
+        """Write the sentence once, after the line of the first whole epoch."""
         if not self.is_new or trainer.step == trainer.total_steps:
             return
         if trainer.step - self.first_step < trainer.steps_per_epoch:
@@ -125,17 +138,6 @@ class Timing(Callback):
         for callback in trainer.callbacks:
             if isinstance(callback, Progress):
                 callback.write(f"speed    {text}")
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        if self.marks:
-            if trainer.step == self.sample_start:  # a resumed run's evaluation, and no step yet
-                return
-            self.end_sample(trainer)
-        if trainer.step % trainer.steps_per_epoch == 0:
-            if not self.sampled["epoch"] or self.too_early() == 0:
-                self.begin_sample(trainer, "epoch")
-        elif trainer.step >= self.next_step:
-            self.begin_sample(trainer, "other")
 
     def enter(self, name: str) -> None:
         """Note that a span begins."""
