@@ -171,7 +171,7 @@ def test_a_resume_says_what_it_freezes_and_a_load_freezes_nothing(tmp_path, capl
     other.fit(batches(), resume=tmp_path)
     assert not other.module[0].weight.requires_grad
     assert [record.getMessage() for record in caplog.records] == [
-        "As in the checkpoint, frozen: 0.weight."
+        "Restored from the checkpoint: 0.weight is frozen."
     ]
 
 

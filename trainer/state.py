@@ -61,17 +61,17 @@ def freeze(module: torch.nn.Module, names: list[str]) -> None:
 def warn_of_frozen(module: torch.nn.Module, before: list[str]) -> None:
     """Warn of the parameters that a checkpoint has frozen, or that are trained again."""
     now = frozen(module)
-    changes = {"frozen": set(now) - set(before), "unfrozen": set(before) - set(now)}
+    changes = {"frozen": set(now) - set(before), "trained again": set(before) - set(now)}
     for change, names in changes.items():
         if names and launch.is_first():
-            log.warning("As in the checkpoint, %s: %s.", change, first_few(sorted(names), 3))
+            verb = "is" if len(names) == 1 else "are"
+            shown_names = first_few(sorted(names), 3)
+            log.warning("Restored from the checkpoint: %s %s %s.", shown_names, verb, change)
 
 
-def check_frozen(module: torch.nn.Module, names: Any) -> None:
+def check_frozen(module: torch.nn.Module, names: list[Any]) -> None:
     """Raise UserError unless these are names of parameters."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    fits = isinstance(names, list)
-    require(fits, names, "a list of names", "frozen")
     for name in names:
         require(isinstance(name, str) and name in parameters, name, "a parameter's name", "frozen")
 
@@ -124,8 +124,6 @@ def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
     """Raise UserError for the state of another scheduler, or of torch's with other settings."""
     like = scheduler.state_dict()
     kind = type(scheduler).__name__
-    if isinstance(state, dict) and "given" in like:
-        state = {"given": like["given"], **state}  # older checkpoints do not have it
     if isinstance(state, dict) and set(state) != set(like):
         raise UserError(f"The checkpoint was written with another scheduler than {kind}.")
     check_like(state, like, name)
@@ -143,9 +141,9 @@ def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
             before = ", ".join(f"{rate:g}" for rate in state[key])
             now = ", ".join(f"{rate:g}" for rate in like[key])
             raise UserError(
-                f"The checkpoint's fit began with the learning rate {before}, and this one with "
-                f"{now}.\nGive it {before} to go on. To change the rate from here on, call "
-                f"trainer.set_lr({now}) in a callback's on_fit_start."
+                f"The checkpoint was written with the learning rate {before}; this fit has {now}.\n"
+                f"Set it to {before} to resume. To change it from here on, call "
+                f"trainer.set_lr({now}) in on_fit_start."
             )
 
 

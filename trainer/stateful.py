@@ -108,20 +108,20 @@ class Stateful:
             if name in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][name])
         for name in COUNTS:
-            setattr(self, name, state.get(name, 0))
+            setattr(self, name, state[name])
         self.evaluation_due = state["evaluation_due"]
 
     def go_on_from(self, state: Any) -> None:
         """Load a state and freeze what was frozen in it: the next step is the one after it."""
         self.load_state_dict(state)
-        freeze(self.module, state.get("frozen", frozen(self.module)))
+        freeze(self.module, state["frozen"])
 
     def check_state(self, state: Any) -> None:
         """Look at all of a state before any of it is loaded."""
         trainer: Any = self  # for the callbacks
         parts = self.stateful()
-        kinds: dict[str, type] = {"step": int, "evaluation_due": bool, "callbacks": dict}
-        for name in [*kinds, *parts]:
+        kinds: dict[str, type] = {"evaluation_due": bool, "callbacks": dict, "frozen": list}
+        for name in [*COUNTS, *kinds, *parts]:
             if not isinstance(state, dict) or name not in state:
                 raise TrainingError(
                     f"The checkpoint has no {name!r}: it was written by another Trainer."
@@ -130,12 +130,12 @@ class Stateful:
             if not isinstance(state[name], kind):
                 refuse(state[name], f"of type {kind.__name__}", name)
         for name in COUNTS:
-            count = state.get(name, 0)  # older versions have the step alone
+            count = state[name]
             if type(count) is not int or not 0 <= count < 2**63:
                 refuse(count, f"a number of {name.partition('_')[0].rstrip('s')}s", name)
         for name, part in parts.items():
             check(part, state[name], name)
-        check_frozen(self.module, state.get("frozen", []))  # older checkpoints have none
+        check_frozen(self.module, state["frozen"])
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
                 callback.check_state(trainer, state["callbacks"][name], f"callbacks.{name}")
