@@ -461,7 +461,8 @@ def _is_numeric(values: Values, odd: list[int]) -> bool:
     """Tell whether a column is one of numbers but for the odd values: few, or among too many for
     categories.
     """
-    if len(odd) >= len(values) / 2:
+    present = len(values) - values.count(None)
+    if len(odd) >= present / 2:
         return False
     return _are_few(odd, values) or len(set(values)) > FEW_KINDS
 

@@ -199,6 +199,11 @@ def test_words_for_nothing_are_classes_of_a_text_and_gaps_among_numbers(table, c
     lines = [f"{i},{['none', 'mild', 'NA', 'severe'][i % 4]}" for i in range(80)]
     data = table("x,y\n" + "\n".join(lines), target="y", missing="drop")
     assert data.classes == ["NA", "mild", "none", "severe"] and len(labels_in_file(data)) == 80
+    mostly = [f"{i},{'crack' if i % 8 == 0 else 'none'}" for i in range(80)]
+    data = table("x,y\n" + "\n".join(mostly), target="y")
+    assert data.classes == ["crack", "none"] and len(labels_in_file(data)) == 80
+    caplog.clear()
+    data = table("x,y\n" + "\n".join(lines), target="y", missing="drop")
     first = caplog.records[0].getMessage()
     assert first.startswith("dataset.target=y: 'none' in 20 rows is a class like the others. ")
     with_gap = "x,y\n" + "\n".join([*lines, "1,", "1,?"])

@@ -90,8 +90,9 @@ def is_first() -> bool:
 
 def program() -> list[str]:
     """Return `stoker`, or `python train.py` in a clone: the words in front of the settings."""
-    started = Path(sys.argv[0])
-    is_console = started.stem == "stoker" or started.parts[-2:] == ("stoker", "__main__.py")
+    started = Path(sys.argv[0]).resolve()
+    package = Path(__file__).resolve().parents[1] / "stoker"
+    is_console = started.stem == "stoker" or package in started.parents  # python -m stoker
     return ["python", SCRIPT] if is_clone() and not is_console else ["stoker"]
 
 

@@ -359,7 +359,7 @@ def number(name: str, value: Any) -> Any:
     if isinstance(value, (int, float)):
         return float(value)
     try:
-        tensor = torch.as_tensor(value)
+        tensor = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
             f"{name} is {kind_of(value)}, not a number or a tensor. "

@@ -241,7 +241,9 @@ def set_lr(
     if optimizer is None:
         raise UserError("set_lr: this Trainer has no optimizer, or is closed.")
     groups = optimizer.param_groups
-    rates = list(rate) if isinstance(rate, Sequence) else [rate] * len(groups)
+    rates: list[Any] = [rate] * len(groups)
+    if isinstance(rate, Sequence) and not isinstance(rate, str):
+        rates = list(rate)
     if len(rates) != len(groups):
         raise UserError(f"set_lr: {len(rates)} rates for {len(groups)} parameter groups.")
     for value in rates:

@@ -17,6 +17,7 @@ PLACES = {
     "csv": "dataset.path",
     "image_folder": "dataset.root",
 }  # the keys that locate your own data
+MOST_ERROR = 600  # letters of an error, whose last line says what to type
 
 
 def about(run: Run) -> str:
@@ -49,7 +50,8 @@ def quality_verdict(run: Run) -> str:
     """Say in one sentence how good the run is, against chance and its first evaluation."""
     result = run.result
     if result.error:
-        return f"The run failed: {one_line(result.error)}"
+        error = " ".join(result.error.split())
+        return f"The run failed: {shortened(error, MOST_ERROR)}"
     best = run.best
     if best is None and not run.has_ended:
         best = latest(run.rows)
