@@ -209,6 +209,71 @@ def test_a_replay_trains_what_was_trained(until, caplog):
     assert message.startswith("Replaying the training from step 1 on")
 
 
+class DoublesGradients(Callback):
+    def on_fit_start(self, trainer):
+        self.hook = trainer.module[0].weight.register_hook(lambda gradient: 2 * gradient)
+
+    def on_fit_end(self, trainer):
+        self.hook.remove()
+
+
+def test_a_callback_begins_again_in_a_replay():
+    trainer = make_trainer(kind=BreaksAt, callbacks=[NaNGuard(), DoublesGradients()], optimizer=SGD)
+    assert ": in step 7, the loss is inf" in failure(trainer)[0]
+    whole = make_trainer(callbacks=[DoublesGradients(), StopAt(6)], optimizer=SGD)
+    whole.fit(train_loader())
+    assert_same(dict(trainer.module.state_dict()), dict(whole.module.state_dict()))
+
+
+class OnePass(list):
+    """Batches that can be read once."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        if self.passes > 1:
+            raise OSError("the disk is gone")
+        return super().__iter__()
+
+
+def test_a_replay_that_fails_does_not_replace_the_error(caplog):
+    batches = OnePass(train_loader())
+    batches.passes = 0
+    trainer = make_trainer(kind=BreaksAt, callbacks=[NaNGuard()], epochs=1, log_every=1)
+    first, _ = failure(trainer, batches)
+    assert first.startswith("train/loss is inf at step 7 (learning rate ")
+    assert caplog.messages[-1].startswith("The replay that looks for the cause has failed: ")
+    assert "OSError: the disk is gone" in caplog.messages[-1]
+
+
+class LossAloneBreaksAt(BreaksAt):
+    """The loss is nan, but its gradients and the weights stay finite."""
+
+    bad_step = 6
+
+    def compute_loss(self, batch):
+        loss, outputs = Trainer.compute_loss(self, batch)
+        return loss + (math.nan if self.step + 1 == self.bad_step else 0), outputs
+
+
+@pytest.mark.parametrize(("kind", "first_replayed"), [(BreaksAt, 7), (LossAloneBreaksAt, 6)])
+def test_a_replay_begins_at_the_newest_good_checkpoint(tmp_path, caplog, kind, first_replayed):
+    held = {}
+
+    class Holds(Callback):
+        def on_step_end(self, trainer):
+            held[trainer.step] = guard.first_state is not None
+
+    guard = NaNGuard()
+    callbacks = [guard, Holds(), Checkpoint(tmp_path, every=1, keep=3)]
+    first, *_ = failure(make_trainer(kind=kind, callbacks=callbacks, log_every=5))
+    assert f": in step {kind.bad_step}, the loss is " in first
+    assert caplog.messages[0].startswith(f"Replaying the training from step {first_replayed} on")
+    # The row of step 5 is the first after a checkpoint: the copy of the first state is dropped.
+    assert [held[step] for step in range(1, 7)] == [True, True, True, True, False, False]
+
+
 def test_a_fit_without_callbacks_says_that_its_weights_are_not_finite(caplog):
     data = make_data()
     data.train.inputs[11] = math.nan

@@ -658,13 +658,13 @@ class NaNGuard(Callback):
 
     `fit` then replays the steps since the last good row or checkpoint, and says which step was the
     first, and whether its batch, its loss or its gradients were. `folder` gets that batch, and a
-    checkpoint of the state before the step. From the start of a fit on, a copy of the state is kept
-    in the memory of the CPU.
+    checkpoint of the state before the step. Until a Checkpoint has saved a state of the fit, a copy
+    of its first one is kept in the memory of the CPU, except where the weights are sharded.
     """
 
     finite_until: int  # the step of the last row whose training numbers were finite
     first_step: int  # when the fit began
-    first_state: State  # of the Trainer at that step, on the CPU
+    first_state: State | None = None  # of the Trainer at that step, on the CPU
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
@@ -672,10 +672,11 @@ class NaNGuard(Callback):
     def on_fit_start(self, trainer: "Trainer") -> None:
         self.finite_until = trainer.step
         self.first_step = trainer.step
-        self.first_state = checkpoint.copy(trainer.state_dict(), everywhere=True)
+        if not any(map(parallel.is_shard, trainer.module.parameters())):  # too large, put together
+            self.first_state = checkpoint.copy(trainer.state_dict(), everywhere=True)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        self.first_state = {}
+        self.first_state = None
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         for name, value in row.items():
@@ -692,6 +693,13 @@ class NaNGuard(Callback):
                 )
         if "train/loss" in row:
             self.finite_until = trainer.step
+            if self.is_saved(trainer):
+                self.first_state = None
+
+    def is_saved(self, trainer: "Trainer") -> bool:
+        """Return whether a Checkpoint has saved a state of this fit: a replay begins at the last."""
+        savers = [one for one in trainer.callbacks if isinstance(one, Checkpoint)]
+        return any(saver.saved > self.first_step for saver in savers)
 
     def where(self, trainer: "Trainer", name: str) -> str:
         """Return the steps that the number is from: a training loss is a mean over some."""

@@ -35,12 +35,16 @@ class NotFinite(TrainingError):
 
     Attributes:
         symptom: What was noticed, and when; "" if a replay would not explain it.
-        replay: The checkpoint before the step that was the first; None if none was kept.
+        explanation: The text without how to replay the step that was the first.
+        replay: The checkpoint before that step; None if none was kept.
     """
 
-    def __init__(self, text: str, symptom: str = "", replay: Path | None = None) -> None:
+    def __init__(
+        self, text: str, symptom: str = "", explanation: str = "", replay: Path | None = None
+    ) -> None:
         super().__init__(text)
         self.symptom = symptom
+        self.explanation = explanation
         self.replay = replay
 
 

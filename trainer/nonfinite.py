@@ -3,6 +3,7 @@
 A step is a function of the state before it and the seed, so nothing has to be recorded meanwhile.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +17,12 @@ from stoker.trainer import batch as batches
 from stoker.trainer import checkpoint, launch, parallel
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import Callback, Checkpoint, Monitor, NaNGuard, TimeLimit
-from stoker.trainer.errors import NotFinite, log
+from stoker.trainer.errors import NotFinite, cause, log
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
+
+State = dict[str, Any]
 
 SILENT = (Monitor, NaNGuard, TimeLimit)  # they stop a training, or write
 
@@ -32,7 +35,7 @@ class FirstStep:
     text: str  # what in it was the first not to be finite
     advice: str
     batch: Any
-    state: dict[str, Any]
+    state: State
 
 
 def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
@@ -44,7 +47,15 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
     guards = [one for one in trainer.callbacks if isinstance(one, NaNGuard)]
     if not guards or not error.symptom:
         return error
-    guard = guards[0]
+    try:
+        return replayed_error(trainer, error, guards[0])
+    except Exception as failure:
+        log.warning("The replay that looks for the cause has failed: %s.", cause(failure))
+        return error
+
+
+def replayed_error(trainer: "Trainer", error: NotFinite, guard: NaNGuard) -> NotFinite:
+    """Replay the training; return the error with the step and the cause, as `explained` does."""
     first = find(trainer, guard)
     if first is None:
         return error
@@ -54,13 +65,21 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
         return NotFinite(f"{text}\nNaNGuard(folder=DIR) keeps its batch, and the state before it.")
     replay = keep(trainer, first, guard.folder)
     again = f"Its batch is in {guard.folder}; fit(..., resume={str(replay)!r}) replays it."
-    return NotFinite(f"{text}\n{again}", replay=replay)
+    return NotFinite(f"{text}\n{again}", explanation=text, replay=replay)
 
 
 def find(trainer: "Trainer", guard: NaNGuard) -> FirstStep | None:
-    """Replay the steps since the last finite row; None if all of their numbers are finite now."""
+    """Replay the steps since a good state; None if there is none, or all numbers are finite now.
+
+    For the callbacks it is another fit: each ends the first one before.
+    """
     last = trainer.step
-    trainer.go_on_from(good_state(trainer, guard))
+    state = good_state(trainer, guard)
+    if state is None:
+        return None
+    for callback in replaying_callbacks(trainer):
+        callback.on_fit_end(trainer)
+    trainer.go_on_from(state)
     if launch.is_first():
         log.warning(
             "Replaying the training from step %d on, to find the first number that is not finite.",
@@ -89,16 +108,33 @@ def find(trainer: "Trainer", guard: NaNGuard) -> FirstStep | None:
         trainer.special_step = special_step
 
 
-def good_state(trainer: "Trainer", guard: NaNGuard) -> dict[str, Any]:
-    """Return the last state that was saved before the last finite row, or the first of the fit."""
+def good_state(trainer: "Trainer", guard: NaNGuard) -> State | None:
+    """Return the newest checkpoint of this fit that is good, or the state that the fit began with.
+
+    None if it has no checkpoint, and that state is no longer in memory.
+    """
+    name = f"replay/{trainer.epochs_before}/{trainer.step}"
+    saved = checkpoint.together(name, lambda: good_checkpoint(trainer, guard.first_step))
+    return guard.first_state if saved is None else saved[1]
+
+
+def good_checkpoint(trainer: "Trainer", first_step: int) -> tuple[Path, State] | None:
+    """Return the newest checkpoint after `first_step` before which all numbers were finite.
+
+    Its weights are; its steps since the last row may not have been.
+    """
     for saver in trainer.callbacks:
-        if isinstance(saver, Checkpoint):
-            saver.wait()
-            paths = checkpoint.files(saver.folder)
-            good = [step for step in paths if guard.first_step < step <= guard.finite_until]
-            if good:
-                return checkpoint.to_resume(paths[max(good)])
-    return guard.first_state
+        if not isinstance(saver, Checkpoint):
+            continue
+        saver.wait()
+        for step, path in checkpoint.files(saver.folder).items():
+            if step <= first_step:
+                break
+            state = checkpoint.load_whole(path, step)
+            total = state["train_loss"]["total"] + state["grad_norm"]["total"]
+            if math.isfinite(total):
+                return path, state
+    return None
 
 
 def replayed(trainer: "Trainer", last: int) -> Iterator[Any]:

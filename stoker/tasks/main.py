@@ -175,6 +175,6 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
         return  # nothing has begun, or rank 0 is on another machine
     elif launch.world_size() > 1 and launch.is_lost(error):
         return  # a run that lost a process can be resumed, like one that was killed
-    written = write_failure(folder, error, code, training.warnings)
+    written = write_failure(folder, error, code, training.doctor_warnings)
     if written and code == exit_codes.FAILED and draws_report(cfg):
         draw_report(folder)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 begun: Path | None = None  # the run directory of this process, once its training has begun
-warnings: list[str] | None = None  # of the doctor, once the training has failed
+doctor_warnings: list[str] | None = None  # once the training has failed
 
 
 def train(cfg: DictConfig) -> None:
@@ -110,9 +110,9 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
 
 def begin(folder: Path) -> None:
     """Remember the run directory: from here on, a failure is written into it."""
-    global begun, warnings
+    global begun, doctor_warnings
     begun = folder
-    warnings = None
+    doctor_warnings = None
 
 
 def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
@@ -231,8 +231,7 @@ def offering_replay() -> Iterator[None]:
         typed = [one for one in arguments.typed() if not one.startswith("run_dir=")]
         resumed = shell.setting("resume", error.replay)
         command = shell.command(typed, "log_every=1", start=[*launch.program(), resumed])
-        text = str(error).rpartition("\n")[0]
-        raise NotFinite(f"{text}\nTo replay that step: {command}") from error
+        raise NotFinite(f"{error.explanation}\nTo replay that step: {command}") from error
 
 
 @contextlib.contextmanager
@@ -240,11 +239,11 @@ def keeping_warnings(parts: Parts) -> Iterator[None]:
     """Keep the doctor's warnings for the result of a training that fails."""
     from stoker.diagnostics import doctor
 
-    global warnings
+    global doctor_warnings
     try:
         yield
     except Exception:
-        warnings = doctor.result_of(parts.trainer).get("doctor")
+        doctor_warnings = doctor.result_of(parts.trainer).get("doctor")
         raise
 
 
