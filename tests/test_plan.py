@@ -10,7 +10,7 @@ from conftest import make_data, make_model, make_trainer
 from stoker.data.loader import DeviceLoader
 from stoker.diagnostics import plan
 from stoker.trainer import checkpoint, schedules, summary
-from stoker.trainer.callbacks import EMA, Callback
+from stoker.trainer.callbacks import EMA, Callback, NaNGuard
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +81,13 @@ def test_the_copy_for_a_checkpoint_and_the_averages_are_a_part_of_it():
         4 * size < memory["a checkpoint's copy"] < 4 * size + 1e-2
     )  # weights, two moments, the average
     assert "averages" not in look()[0].memory
+
+
+def test_the_first_state_that_a_guard_keeps_is_a_part_of_it():
+    size = summary.mib(make_model().parameters())
+    memory = look(callbacks=[NaNGuard()], max_steps=3, epochs=None)[0].memory
+    assert size <= memory["the first state's copy"] < size + 1e-3
+    assert "the first state's copy" not in look(max_steps=3, epochs=None)[0].memory
 
 
 @pytest.mark.slow

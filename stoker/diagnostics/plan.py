@@ -16,7 +16,7 @@ from stoker.runs.page import render
 from stoker.trainer import checkpoint, graph, schedules, summary
 from stoker.trainer import device as devices
 from stoker.trainer.batch import entries
-from stoker.trainer.callbacks import EMA, Callback, Lookahead
+from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
 from stoker.trainer.loading import resident_bytes
 from stoker.trainer.readable import duration, seconds
 from stoker.trainer.trainer import Trainer
@@ -54,11 +54,13 @@ class Watch(Callback):
     If checkpoints are written before the end (`every` steps), the measured step holds a copy of the
     state, as a step does while a checkpoint is written. It also holds the largest weight once more:
     freed copies fragment the memory, which raised the peak by at most twice that size (12 runs on a
-    slow disk).
+    slow disk). With a NaNGuard, the fit `keeps_first` a copy of its first state.
     """
 
-    def __init__(self, every: float) -> None:
+    def __init__(self, every: float, keeps_first: bool) -> None:
         self.every = every
+        self.keeps_first = keeps_first
+        self.first_state: Any = None
         self.copy: Any = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -72,6 +74,8 @@ class Watch(Callback):
         self.kept: dict[int, int] = {}  # {address: bytes} that the backward pass will need
         self.most_kept = 0
         self.backward = False  # whether the backward pass has begun
+        if self.keeps_first:
+            self.first_state = checkpoint.copy(trainer.state_dict())
         self.settings = [dict(group) for group in trainer.optimizer.param_groups]
         self.measuring = contextlib.ExitStack()
         self.start = time.perf_counter()
@@ -140,7 +144,8 @@ def look(
     `every`: steps between two checkpoints, not counting the one at the end. The trainer keeps the
     weights after these steps: do not use it afterwards.
     """
-    watch = Watch(every)
+    is_guarded = any(isinstance(callback, NaNGuard) for callback in trainer.callbacks)
+    watch = Watch(every, keeps_first=is_guarded)
     averages = [c for c in trainer.callbacks if isinstance(c, EMA | Lookahead)]
     trainer.callbacks = [*averages, watch]
     trainer.fit(train_loader)
@@ -159,6 +164,8 @@ def look(
         memory["averages"] = mib_of([average.state_dict() for average in averages])
     if trainer.device.type == "cpu":
         memory["a checkpoint's copy"] = mib_of(state)
+        if is_guarded:
+            memory["the first state's copy"] = mib_of(watch.first_state)
     memory["peak"] = step["peak"]
     return Estimate(
         steps=watch.steps,
