@@ -235,7 +235,7 @@ def _folders(top: str, left_out: "Counter[str]") -> list[str]:
             elif entry.is_dir():
                 names.append(entry.name)
             else:
-                left_out["in no class folder"] += 1
+                left_out["outside the class folders"] += 1
     return sorted(names)
 
 
@@ -295,7 +295,7 @@ def _folders_below(
     """Yield a folder and all below it, also behind links, but for links to a folder `around`."""
     here = os.path.join(os.path.realpath(top), "")
     if any(folder.startswith(here) for folder in around):
-        left_out["linked to a folder around it"] += 1
+        left_out["links to a parent folder"] += 1
         return
     yield top
     with os.scandir(top) as entries:
@@ -317,7 +317,7 @@ def _images_in(folder: str, prefix: str, left_out: "Counter[str]") -> list[str]:
                 status = entry.stat()
                 lines.append(f"{prefix}{entry.name}\0{status.st_size}\0{status.st_mtime_ns}")
             elif ending in IMAGE_ENDINGS and not entry.is_dir():
-                left_out["that are no files"] += 1
+                left_out["that are not regular files"] += 1
             elif not entry.is_dir():
                 left_out[f"ending in {printable(ending)}" if ending else "without an ending"] += 1
     return sorted(lines)

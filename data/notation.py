@@ -13,7 +13,7 @@ LARGEST = 1e38  # number in a table: float32 has none above 3.4e38
 DIGITS = 15  # of a whole number that a float holds
 FEW = 0.05  # of the values of a column, where nearly all others are numbers
 # A number with what stands before and after it, as in $1,234.50 or 12 kg.
-IN_UNITS = re.compile(r"([^\d\w]*)([-+]?\d(?:[\d.,\s]*\d)?)(\D*)")
+IN_UNITS = re.compile(r"(\W*)([-+]?\d(?:[\d.,\s]*\d)?)(\D*)")
 # By decimal sign: a number whose thousands are grouped.
 GROUPED = {
     ".": re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?"),
@@ -112,7 +112,8 @@ class Notation:
             unit = before.strip("+-") + after.strip()
             if unit:
                 units[unit] += 1
-        for unit, _ in units.most_common(1):
+        unit = max(units, key=lambda name: units[name], default="")
+        if unit:
             has_letters = any(map(str.isalpha, unit))
             if has_letters and len(set(texts)) <= few:
                 return None

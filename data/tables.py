@@ -617,7 +617,7 @@ def _describe(
     _check_notation(f"Column {name!r}", values, lines, odd, notation, instead)
     numeric = _is_numeric(values, odd)
     if numeric or len(categories) > max(FEW_KINDS, len(train) / 2):
-        text = "" if numeric else "\nText wants a data set of your own, as in examples/own_data.py."
+        text = "" if numeric else "\nFor text, write your own data set, as in examples/own_data.py."
         reason = _describe_odd(values, lines, odd)
         raise UserError(
             f"Column {name!r} has {len(categories)} different values, and {reason}.\n"

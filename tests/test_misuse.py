@@ -360,7 +360,7 @@ def test_a_file_of_torchs_own_is_named(tmp_path, zipped):
 @pytest.mark.parametrize("name", ["training_step", "configure_optimizers", "on_train_epoch_end"])
 def test_a_method_that_nobody_would_call_is_refused(name):
     kind = type("Lightning", (Trainer,), {name: lambda self, *_: None})
-    with pytest.raises(UserError, match=f"Lightning.{name}: .* would not call it") as error:
+    with pytest.raises(UserError, match=f"Lightning.{name}.* would not call it") as error:
         make_trainer(kind=kind)
     assert len(str(error.value).splitlines()) <= 3
 

@@ -69,9 +69,7 @@ class Batching:
 
     def samples(self, batch: Any) -> int:
         """Return the number of samples in a batch."""
-        if type(self).sample_dim is Batching.sample_dim:
-            return batches.size(batch)
-        return batches.size(batch, self.sample_dim)
+        return batches.size(batch, self.sample_dims)
 
     def weigh(self, batch: Any) -> None:
         """Note the samples and the weight of a step's batch, which is this process's part."""

@@ -333,8 +333,7 @@ def seed_generators(device: torch.device, seed: int, replicas: Sequence[int] = (
 
     It takes 14 us; torch.manual_seed alone goes through every backend in 275 us.
     """
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
+    seed_python(seed)
     torch.default_generator.manual_seed(seed)
     if device.type == "cpu":
         return

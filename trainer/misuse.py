@@ -23,42 +23,36 @@ METRIC = ("update", "compute", "reset")
 LOADERS = (torch.utils.data.DataLoader, Seekable)
 NO_LOSS = "give Trainer(loss=torch.nn.CrossEntropyLoss()), or override compute_loss"
 HERE = Path(__file__).parent
-# Methods of Lightning's modules and of Hugging Face's Trainer, and what does their work here.
+# Methods of Lightning's modules and of Hugging Face's Trainer, by what does their work here.
 METHODS = {
-    "training_step": "a step is train_step, and its loss compute_loss",
-    "validation_step": "an evaluation calls compute_loss and update_metrics for each batch",
-    "test_step": "an evaluation calls compute_loss and update_metrics for each batch",
-    "predict_step": "a prediction calls predict_batch",
-    "configure_optimizers": "the optimizer is Trainer(optimizer=..., scheduler=...)",
-    "prediction_step": "an evaluation calls compute_loss and update_metrics for each batch",
-    "create_optimizer": "the optimizer is Trainer(optimizer=...)",
-    "create_scheduler": "the schedule is Trainer(scheduler=...)",
+    "a step is train_step, and its loss compute_loss": ("training_step",),
+    "an evaluation calls compute_loss and update_metrics for each batch": (
+        "validation_step",
+        "test_step",
+        "prediction_step",
+    ),
+    "a prediction calls predict_batch": ("predict_step",),
+    "the optimizer is Trainer(optimizer=..., scheduler=...)": (
+        "configure_optimizers",
+        "create_optimizer",
+        "create_scheduler",
+    ),
 }
-# Hooks of Lightning, Keras and Hugging Face, and what does their work here.
-IN_STEP = "what happens inside a step is a Trainer's: override train_step or compute_loss."
+# Hooks of Lightning, Keras and Hugging Face that are called inside a step.
+IN_STEP = {
+    "on_train_batch_start",
+    "on_batch_start",
+    "on_step_begin",
+    "on_substep_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+}
+# Their other hooks whose names do not lead to the one that does their work here.
 HOOKS = {
     "on_train_batch_end": "on_step_end(trainer) is called after each step.",
     "on_batch_end": "on_step_end(trainer) is called after each step.",
-    "on_train_batch_start": IN_STEP,
-    "on_batch_start": IN_STEP,
-    "on_step_begin": IN_STEP,
-    "on_substep_end": IN_STEP,
-    "on_before_backward": IN_STEP,
-    "on_after_backward": IN_STEP,
-    "on_before_optimizer_step": IN_STEP,
-    "on_before_zero_grad": IN_STEP,
-    "on_train_start": "on_fit_start(trainer) is called before the first step.",
-    "on_train_begin": "on_fit_start(trainer) is called before the first step.",
-    "on_train_end": "on_fit_end(trainer) is called after the last step.",
-    "on_train_epoch_end": "on_epoch_end(trainer) is called after each epoch.",
-    "on_validation_start": "on_eval_start(trainer) is called before an evaluation.",
-    "on_validation_epoch_start": "on_eval_start(trainer) is called before an evaluation.",
-    "on_test_start": "on_eval_start(trainer) is called before an evaluation.",
-    "on_validation_end": "on_eval_end(trainer) is called after it, and on_log with its numbers.",
-    "on_validation_epoch_end": "on_eval_end(trainer) is called after it, and on_log with its "
-    "numbers.",
-    "on_test_end": "on_eval_end(trainer) is called after an evaluation.",
-    "on_evaluate": "on_eval_end(trainer) is called after it, and on_log with its numbers.",
     "on_save_checkpoint": "state_dict() returns what a checkpoint holds of the callback.",
     "on_load_checkpoint": "load_state_dict(state) takes what a checkpoint holds of the callback.",
     "on_exception": "on_fit_end(trainer) is called, and trainer.failed is True.",
@@ -126,12 +120,13 @@ def check_parts(
 def check_methods(trainer: "Trainer") -> None:
     """Raise UserError for a subclass with a method that nobody would call."""
     kind = type(trainer)
-    for name, instead in METHODS.items():
-        if hasattr(kind, name):
-            raise UserError(
-                f"{kind.__name__}.{name}: the Trainer has no such method, and would not call it.\n"
-                f"Here {instead}; {HOW}."
-            )
+    for instead, names in METHODS.items():
+        for name in names:
+            if hasattr(kind, name):
+                raise UserError(
+                    f"{kind.__name__}.{name} is not a method of Trainer, which would not call it.\n"
+                    f"Here {instead}; {HOW}."
+                )
     for name in dir(kind):
         if name.startswith("on_") and callable(getattr(kind, name)):
             raise UserError(
@@ -147,9 +142,10 @@ def check_hooks(callback: Callback) -> None:
     for name in dir(kind):
         if not name.startswith("on_") or name in hooks or not callable(getattr(kind, name)):
             continue
-        instead = HOOKS.get(name)
-        if instead is None:
-            instead = f"the hooks are {', '.join(hooks)}.{did_you_mean(name, hooks)}"
+        instead = f"the hooks are {', '.join(hooks)}.{did_you_mean(name, hooks)}"
+        if name in IN_STEP:
+            instead = "a Trainer changes a step: override train_step or compute_loss."
+        instead = HOOKS.get(name, instead)
         raise UserError(
             f"callbacks: {kind.__name__}.{name} is not a hook, and would not be called.\n"
             f"Here {instead}"
@@ -164,8 +160,8 @@ def check_model(model: Any) -> None:
         if kind.__name__ in WRAPPERS:
             inner, setting = WRAPPERS[kind.__name__]
             raise UserError(
-                f"model: give the module itself, and not in {kind.__name__}, which renames all "
-                f"weights.\nTrainer(model.{inner}, {setting}) does the same."
+                f"model: pass the module itself, not {kind.__name__}, which renames every weight.\n"
+                f"Trainer(model.{inner}, {setting}) does the same."
             )
 
 
@@ -202,7 +198,9 @@ def check_loss_function(loss: Any) -> None:
         )
     reduction = losses.option(loss, "reduction", "mean")
     if reduction not in ("mean", "batchmean"):
-        raise UserError(f"loss: reduction={reduction!r}; the Trainer weighs means, so give 'mean'.")
+        raise UserError(
+            f"loss: reduction={reduction!r}; the Trainer combines mean losses, so give 'mean'."
+        )
     if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
         raise UserError(
             f"loss: {type(loss).__name__} has parameters of its own; make it a part of the model."
@@ -394,10 +392,12 @@ def warn_of_epochs(trainer: "Trainer") -> None:
     total = trainer.total_steps
     per_epoch = trainer.steps_per_epoch
     kind = type(trainer.scheduler).__name__
-    for name, counts in schedules.counts(trainer.scheduler).items():
+    for attribute, counts in schedules.counts(trainer.scheduler).items():
+        name = attribute.removeprefix("_")
+        is_often_epochs = schedules.COUNTS[attribute]
         if max(counts) > total:
             warn(f"scheduler: {kind}'s {name}={max(counts)} is after the last step, {total:,}.")
-        elif per_epoch < total and min(counts) < per_epoch and name in schedules.OFTEN_EPOCHS:
+        elif per_epoch < total and min(counts) < per_epoch and is_often_epochs:
             warn(
                 f"scheduler: {kind} counts optimizer steps here, {per_epoch:,} per epoch: "
                 f"{name}={min(counts)} is {min(counts) / per_epoch:.2g} epochs. "

@@ -9,9 +9,15 @@ import torch
 
 from stoker.trainer.errors import UserError, check_number
 
-# What torch's schedulers call a number of their steps, and which of them are often meant as epochs.
-COUNTS = ("step_size", "milestones", "_milestones", "T_max", "T_0", "total_iters")
-OFTEN_EPOCHS = ("step_size", "milestones", "T_max", "T_0")
+# What torch's schedulers call a number of their steps, and whether it is often meant as epochs.
+COUNTS = {
+    "step_size": True,
+    "milestones": True,
+    "_milestones": True,
+    "T_max": True,
+    "T_0": True,
+    "total_iters": False,
+}
 
 Shape = Callable[[float], float]  # from progress (0 to 1) to a factor
 
@@ -182,22 +188,18 @@ def build(
 
 
 def counts(scheduler: Any) -> dict[str, list[int]]:
-    """Return the numbers of steps that one of torch's schedulers was given, by name."""
-    is_torchs = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
-    return counts_in(scheduler.state_dict()) if is_torchs else {}
-
-
-def counts_in(state: dict[str, Any]) -> dict[str, list[int]]:
-    """Return the numbers of steps in a scheduler's state, and in those of the ones inside it."""
+    """Return {attribute: numbers of steps} of one of torch's schedules and of those inside it."""
     result: dict[str, list[int]] = {}
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        return result
+    for inner in reversed(vars(scheduler).get("_schedulers", ())):
+        result.update(counts(inner))
     for name in COUNTS:
-        value = state.get(name)
+        value = vars(scheduler).get(name)
         values = value if isinstance(value, Iterable) else [value]
         numbers = [number for number in values if isinstance(number, int)]
         if numbers:
-            result[name.lstrip("_")] = numbers
-    for inner in state.get("_schedulers", ()):
-        result = {**counts_in(inner), **result}
+            result[name] = numbers
     return result
 
 
@@ -207,7 +209,8 @@ def describe(scheduler: Any) -> str:
         return scheduler.description
     parts = [type(scheduler).__name__]
     for name, numbers in counts(scheduler).items():
-        parts.append(f"{name}={','.join(map(str, numbers))} steps")
+        shown = ",".join(map(str, numbers))
+        parts.append(f"{name.removeprefix('_')}={shown} steps")
     return ", ".join(parts)
 
 

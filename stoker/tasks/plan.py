@@ -46,7 +46,7 @@ def plan(cfg: DictConfig) -> None:
     text = lines(estimate, startup, evaluations, saves, cfg.checkpoint.keep, cfg.max_minutes)
     changed = not_default(dotted.plain(cfg))
     named = ", ".join(f"{key}={as_typed(value)}" for key, value in changed.items())
-    print(f"set      {named or 'nothing'} (all that is not the default of its class)")
+    print(f"set      {named or 'nothing'} (everything that differs from its class's default)")
     print("\n".join(text))
     place = cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
     if begins:
