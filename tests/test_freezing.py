@@ -210,3 +210,42 @@ def test_averages_are_not_saved_as_the_weights_of_a_training():
         with pytest.raises(UserError, match="the model has the averages"):
             trainer.load_state_dict(state)
     assert_same(trainer.state_dict(), state)
+
+
+class AddsGroup(Callback):
+    """Gives the optimizer the first layer as well, after a step."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def on_step_end(self, trainer):
+        if trainer.step == self.after:
+            trainer.optimizer.add_param_group({"params": trainer.module[0].parameters()})
+            trainer.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer, factor=1.0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_gradients_of_what_the_optimizer_lacks_do_not_add_up(precision):
+    """The norm that clips is that of the step, and a layer that is added begins with its step."""
+    dtype, close = (torch.float64, 1e-12) if precision == "fp32" else (torch.float32, 1e-2)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.5)
+    data = [(inputs.to(dtype), targets) for inputs, targets in batches()]
+    model = make_model(dtype=dtype)
+    plain = optimizer(model[3].parameters())
+    for step in range(STEPS):
+        if step == 7:
+            plain.add_param_group({"params": model[0].parameters()})
+        inputs, targets = data[step % 4]
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        plain.step()
+
+    module = make_model(dtype=dtype)
+    ready = optimizer(module[3].parameters())
+    settings = {"max_grad_norm": 0.3, "scheduler": None, "precision": precision}
+    trainer = make_trainer(module, optimizer=ready, callbacks=[AddsGroup(7)], **settings)
+    trainer.fit(data)
+    for weight, expected in zip(module.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=0, atol=close)
+        assert weight.grad is None

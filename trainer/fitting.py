@@ -62,7 +62,8 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
 @contextlib.contextmanager
 def cleaned_up(trainer: "Trainer") -> Iterator[None]:
     """Begin without gradients; then drop them, free memory and restore the random states."""
-    optimizers.zero_grad(trainer.optimizer)
+    trainer.left_out = list(trainer.without_optimizer().values())
+    optimizers.zero_grad(trainer.optimizer, trainer.left_out)
     outside = devices.random_states(trainer.device)
     try:
         yield
@@ -70,7 +71,8 @@ def cleaned_up(trainer: "Trainer") -> Iterator[None]:
     finally:
         devices.set_random_states(outside)
         if trainer.optimizer is not None:  # the Trainer may have been closed
-            optimizers.zero_grad(trainer.optimizer)
+            optimizers.zero_grad(trainer.optimizer, trainer.left_out)
+        trainer.left_out = ()
         devices.release(trainer.device)
 
 

@@ -368,14 +368,9 @@ def number(name: str, value: Any) -> Any:
 
 def warn_of_untrained(trainer: "Trainer") -> None:
     """Warn of weights that require a gradient and that no optimizer has, such as new ones."""
-    trained: set[int] = set()
-    for part in trainer.stateful().values():
-        if isinstance(part, torch.optim.Optimizer):
-            for group in part.param_groups:
-                trained.update(map(id, group["params"]))
     names = []
-    for name, parameter in trainer.module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in trained:
+    for name, parameter in trainer.without_optimizer().items():
+        if parameter.requires_grad:
             names.append(name)
     is_news = not trainer.untrained >= set(names)
     trainer.untrained = set(names)

@@ -33,6 +33,7 @@ class Stateful:
     epochs_before: int = 0  # that earlier fits have begun: each fit has its own random numbers
     evaluation_due: bool = False  # the step is done, except for its evaluation
     is_evaluating: bool = False  # within `evaluating()`
+    left_out: Sequence[torch.Tensor] = ()  # parameters that no optimizer had as the fit began
 
     def is_time(self, every: int) -> bool:
         """Return whether it is time for what comes every `every` steps and after the last one."""
@@ -67,6 +68,16 @@ class Stateful:
             "micro_batch": self.micro_batch,
         }
         return {name: part for name, part in parts.items() if part is not None}
+
+    def without_optimizer(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters that no optimizer has, frozen ones too, by name."""
+        optimized: set[torch.Tensor] = set()
+        for part in self.stateful().values():
+            if isinstance(part, torch.optim.Optimizer):
+                for group in part.param_groups:
+                    optimized.update(group["params"])
+        parameters = self.module.named_parameters()
+        return {name: p for name, p in parameters if p not in optimized}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the training depends on besides the settings, with the live tensors."""

@@ -77,13 +77,24 @@ class AdaptiveStep:
         with trainer.spans["optimizer"]:
             if trainer.max_grad_norm is not None:
                 scaler.unscale_(trainer.optimizer)
+                if trainer.left_out and scaler.is_enabled():
+                    unscale_others(trainer)
                 norm = clip(trainer)
             scaler.step(trainer.optimizer)
             if scaler.is_enabled():
                 norm = update_scale(trainer, norm)
-            optimizers.zero_grad(trainer.optimizer)
+            optimizers.zero_grad(trainer.optimizer, trainer.left_out)
         finish(trainer, norm)
         return loss
+
+
+def unscale_others(trainer: "Trainer") -> None:
+    """Unscale the gradients that no optimizer has, since the norm is that of all."""
+    # private: _get_scale_async, get_scale() waits for the device, torch 2.15
+    scale = trainer.scaler._get_scale_async()
+    for parameter in trainer.without_optimizer().values():
+        if parameter.grad is not None:
+            parameter.grad /= scale
 
 
 def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor | None:
@@ -139,7 +150,7 @@ def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor |
     loss = accumulate(trainer, parts)
     norm = None if trainer.max_grad_norm is None else clip(trainer)
     trainer.optimizer_step()
-    optimizers.zero_grad(trainer.optimizer)
+    optimizers.zero_grad(trainer.optimizer, trainer.left_out)
     return loss, norm
 
 
@@ -168,7 +179,7 @@ def clip(trainer: "Trainer") -> torch.Tensor:
 
 def undo(trainer: "Trainer") -> None:
     """Drop the gradients of a step that is done again, and give it the random numbers it had."""
-    optimizers.zero_grad(trainer.optimizer)
+    optimizers.zero_grad(trainer.optimizer, trainer.left_out)
     trainer.seed_generators("step")
 
 

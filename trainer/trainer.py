@@ -202,7 +202,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
                 norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm)
                 self.window.add_norm(norm)
             self.optimizer_step()
-            optimizers.zero_grad(self.optimizer)
+            optimizers.zero_grad(self.optimizer, self.left_out)
         self.scheduler.step()
         return sum(terms[1:], terms[0])
 
