@@ -167,6 +167,24 @@ def test_confusion_against_a_slow_loop():
     same(found.diagonal().sum() / found.sum(), accuracy.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_small_integers_are_classes_like_any_other(dtype):
+    """A uint8 has no -100, which as one is class 156, and 16 * 16 is 0."""
+    from sklearn.metrics import accuracy_score, confusion_matrix
+
+    outputs = torch.randn(500, 200, generator=torch.Generator().manual_seed(0))
+    targets = outputs.argmax(1)
+    targets[::3] = torch.arange(len(targets[::3])) + 30
+    best = outputs.argmax(1)
+    table = Confusion(200)
+    table.update(outputs, targets.to(dtype))
+    assert table.compute().tolist() == confusion_matrix(targets, best, labels=range(200)).tolist()
+    for metric in (Accuracy(), TopK(1)):
+        metric.ignored_by_loss = -100
+        metric.update(outputs, targets.to(dtype))
+        assert metric.compute().item() == pytest.approx(accuracy_score(targets, best), rel=1e-12)
+
+
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_pixels_are_samples(name):
     """The classes are the second dimension, as in torch's cross_entropy."""

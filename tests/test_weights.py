@@ -1,5 +1,6 @@
 """The same numbers for any cut of the batches, also where a loss is no mean over samples: plain torch says which."""
 
+import copy
 import functools
 import os
 from pathlib import Path
@@ -95,6 +96,8 @@ CASES = {
     "a partial": (functools.partial(functional.cross_entropy, weight=CLASS_WEIGHTS), tokens),
     "pos_weight": (nn.BCEWithLogitsLoss(pos_weight=torch.full((1,), 3.0, dtype=DOUBLE)), labels),
     "elements": (nn.MSELoss(), labels),
+    "a variance": (functools.partial(functional.gaussian_nll_loss, var=2.0), labels),
+    "a partial of a module": (functools.partial(nn.GaussianNLLLoss(), var=2.0), labels),
     "probabilities": (nn.CrossEntropyLoss(CLASS_WEIGHTS), probabilities),
 }
 
@@ -170,6 +173,26 @@ def test_any_number_of_micro_batches_trains_as_plain_torch_does(case):
         assert_close(trainer.module.state_dict(), expected)
         assert rows[-1]["train/loss"] == pytest.approx(mean, abs=CLOSE), cut
         assert rows[-1]["train/samples"] == sum(len(targets) for _, targets in make())
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_targets_of_bytes_weigh_what_torch_divides_by(cut):
+    """A uint8 has no -100, which as one is class 156, and bytes as an index are a mask."""
+    loss = nn.CrossEntropyLoss(torch.linspace(0.1, 2, 160, dtype=DOUBLE))
+    inputs = torch.randn(14, 4, generator=torch.Generator().manual_seed(3), dtype=DOUBLE)
+    targets = torch.tensor([0, 1, 156, 156, 159, 7, 156] * 2, dtype=torch.uint8)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 160, dtype=DOUBLE)
+    whole = loss(model(inputs), targets)
+    settings = {"optimizer": functools.partial(torch.optim.SGD, lr=0.5), "device": "cpu", **cut}
+    trainer = Trainer(copy.deepcopy(model), loss, **settings)
+    parts = list(zip(inputs.split(3), targets.split(3), strict=True))
+    assert trainer.evaluate(parts)["val/loss"] == pytest.approx(whole.item(), abs=CLOSE)
+    trainer.fit([(inputs, targets)])
+    whole.backward()
+    with torch.no_grad():
+        expected = {name: p - 0.5 * p.grad for name, p in model.named_parameters()}
+    assert_close(trainer.module.state_dict(), expected)
 
 
 def test_steps_whose_targets_are_all_ignored_have_no_loss_and_stop_nothing():

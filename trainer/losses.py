@@ -18,10 +18,12 @@ DIVISORS: dict[Any, str] = {
     nn.NLLLoss: "classes",
     nn.BCELoss: "elements",
     nn.BCEWithLogitsLoss: "elements",
+    nn.GaussianNLLLoss: "elements",
     nn.HingeEmbeddingLoss: "elements",
     nn.HuberLoss: "elements",
     nn.KLDivLoss: "elements",
     nn.L1Loss: "elements",
+    nn.MarginRankingLoss: "elements",
     nn.MSELoss: "elements",
     nn.PoissonNLLLoss: "elements",
     nn.SmoothL1Loss: "elements",
@@ -30,10 +32,12 @@ DIVISORS: dict[Any, str] = {
     functional.nll_loss: "classes",
     functional.binary_cross_entropy: "elements",
     functional.binary_cross_entropy_with_logits: "elements",
+    functional.gaussian_nll_loss: "elements",
     functional.hinge_embedding_loss: "elements",
     functional.huber_loss: "elements",
     functional.kl_div: "elements",
     functional.l1_loss: "elements",
+    functional.margin_ranking_loss: "elements",
     functional.mse_loss: "elements",
     functional.poisson_nll_loss: "elements",
     functional.smooth_l1_loss: "elements",
@@ -47,26 +51,26 @@ IGNORED = -100  # torch's default for ignore_index
 def divides_by(loss: Any) -> str | None:
     """Return "classes" or "elements" for a loss of torch, as a module or a function, else None.
 
-    A functools.partial with keywords counts as its function, and a class with its own forward as
+    A functools.partial with keywords counts as what it calls, and a class with its own forward as
     another loss. KLDivLoss(reduction="batchmean") is one that divides by the samples.
     """
     if option(loss, "reduction", "mean") != "mean":
         return None
+    if isinstance(loss, functools.partial):
+        loss = None if loss.args else loss.func
     if isinstance(loss, nn.Module):
         for kind in type(loss).__mro__:
             if kind in DIVISORS:
                 is_usual = type(loss).forward is getattr(kind, "forward", None)
                 return DIVISORS[kind] if is_usual else None
         return None
-    if isinstance(loss, functools.partial):
-        loss = None if loss.args else loss.func
     return DIVISORS.get(loss) if isinstance(loss, FUNCTIONS) else None
 
 
 def option(loss: Any, name: str, default: Any = None) -> Any:
     """Return an option of a loss: a module's attribute, or a keyword of a functools.partial."""
     if isinstance(loss, functools.partial):
-        return loss.keywords.get(name, default)
+        return loss.keywords.get(name, option(loss.func, name, default))
     return getattr(loss, name, default)
 
 
@@ -110,6 +114,7 @@ def class_weight(
     if targets.is_floating_point():
         classes = targets.shape[1] if targets.ndim > 1 else targets.shape[0]
         return targets.numel() // max(1, classes)
+    targets = targets.long()  # a uint8 is never -100, and bytes as an index are a mask
     counts: torch.Tensor = targets != ignored
     if weight is None:
         return counts.sum()

@@ -140,7 +140,8 @@ def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     """
     if outputs.ndim > 1 and outputs.shape[1] > 1:
         if targets.shape == outputs.shape[:1] + outputs.shape[2:]:
-            return targets
+            # A uint8 is never -100, and sums of them overflow.
+            return targets if targets.is_floating_point() else targets.long()
         if targets.shape == outputs.shape:
             off = (targets.sum(1) - 1).abs()
             if (off < 0.01).all():
