@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from omegaconf import open_dict
 
 from stoker.command import compatible
 from stoker.data.datasets import Data, TensorSplit
@@ -53,6 +54,14 @@ def test_a_warmup_is_shorter_than_the_training():
 def test_what_would_change_nothing_is_refused(processed, typed, message):
     with pytest.raises(UserError, match=message):
         check(processed(*SMALL, "dataset.num_classes=10", *typed.split()))
+
+
+def test_a_metric_of_a_config_file_is_not_refused(processed):
+    cfg = processed(*SMALL, "dataset.num_classes=10")
+    top = {"_target_": "stoker.trainer.metrics.TopK", "k": 10}
+    with open_dict(cfg):
+        cfg.metrics.top = top
+    check(cfg)
 
 
 def test_what_changes_something_is_allowed(processed):

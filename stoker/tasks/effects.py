@@ -11,7 +11,7 @@ from stoker.trainer.errors import UserError
 if TYPE_CHECKING:
     from stoker.tasks.parts import Parts
 
-# Settings that do something after so many of a unit, and nothing if the training has fewer.
+# Settings that act every n steps, epochs or evaluations, and never in a shorter training.
 AFTER = {
     "patience": "evaluation",
     "checkpoint.every": "step",
@@ -38,7 +38,8 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
             "or type optimizer.weight_decay=0.01."
         )
     for name, metric in parts.trainer.metrics.items():
-        if isinstance(metric, TopK) and metric.k >= parts.data.num_classes:
+        is_typed = f"metrics.{name}.k" in typed
+        if is_typed and isinstance(metric, TopK) and metric.k >= parts.data.num_classes:
             raise UserError(
                 f"metrics.{name}.k={metric.k}: one of {parts.data.num_classes} classes is always "
                 f"among them. Type metrics.{name}.k={parts.data.num_classes - 1} or less."

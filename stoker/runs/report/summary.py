@@ -56,6 +56,9 @@ def quality_verdict(run: Run) -> str:
     if best is None and not run.has_ended:
         best = latest(run.rows)
     evaluated = [row for row in run.rows if best is not None and best.name in row]
+    change = "went"
+    if best is not None and best.is_high is not None:
+        change = "rose" if best.is_high else "fell"
     text = render(
         "verdict.txt.jinja",
         words=words,
@@ -64,6 +67,7 @@ def quality_verdict(run: Run) -> str:
         split=SPLITS[run.evaluation.split] if run.evaluation else None,
         tests=result.tests(),
         best=best,
+        change=change,
         first=evaluated[0] if evaluated else None,
         evaluations=len(evaluated),
         **scores(run),
