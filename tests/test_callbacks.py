@@ -471,9 +471,9 @@ def test_of_the_training_loss_the_mean_over_an_epoch_counts(tmp_path):
 def test_the_state_of_an_epoch_is_checked():
     trainer, watcher = make_trainer(), EarlyStopping(3)
     watcher.check_state(
-        trainer, {"best": None, "waited": 0, "epoch": {"loss": math.nan, "samples": 8}}, "it"
+        trainer, {"best": None, "waited": 0, "epoch": {"loss": math.nan, "weight": 8.0}}, "it"
     )
-    for epoch in (None, {"loss": 0.5}, {"loss": "x", "samples": 8}, {"loss": 0.5, "samples": -8}):
+    for epoch in (None, {"loss": 0.5}, {"loss": "x", "weight": 8.0}, {"loss": 0.5, "weight": -8.0}):
         with pytest.raises(UserError, match="it.epoch"):
             watcher.check_state(trainer, {"best": None, "waited": 0, "epoch": epoch}, "it")
 

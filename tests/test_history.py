@@ -244,6 +244,21 @@ def test_metrics_of_training_batches_are_scikit_learn_s(parts):
         assert [row.get(name) for row in rows] == [row.get(name) for row in history]
 
 
+def test_a_line_has_their_mean_over_the_epoch_as_it_has_of_the_loss(capsys):
+    settings = {"metrics": {"acc": Accuracy()}, "log_every": 3, "callbacks": [Progress()]}
+    trainer = make_trainer(make_model(), kind=Outputs, **settings)
+    train_loader, _ = loaders()
+    trainer.fit(train_loader)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    per_epoch = trainer.steps_per_epoch
+    assert per_epoch % 3 and len(lines) * per_epoch == trainer.step
+    for epoch, line in enumerate(lines):
+        batches = [part for part in trainer.seen if part[0] // per_epoch == epoch]
+        predicted, targets = (torch.cat(column) for column in list(zip(*batches, strict=True))[1:])
+        accuracy = (predicted == targets).double().mean().item()
+        assert f"train/acc {accuracy:.4f}" in line
+
+
 def test_metrics_of_training_batches_refuse_what_computes_a_batch_twice():
     with pytest.raises(UserError, match="give micro_batch a number"):
         make_trainer(kind=TrainMetrics, micro_batch="auto")

@@ -157,8 +157,10 @@ def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
     return known[-1] if known else 1
 
 
-def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int, int | None]:
+def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int | None, int | None]:
     """Return (the number of samples, what "auto" stands for) of a batch that is to be cut.
+
+    The number is None if nothing in the batch has samples.
 
     Raises:
         UserError: The batch disagrees about the number, or could be cut in two ways.
@@ -180,7 +182,10 @@ def check(batch: Any, sample_dim: SampleDimOf, use: str) -> tuple[int, int | Non
             f"{use}: {unclear[0]} may be a list of samples, or of tensors with a sample per row.\n"
             f"{HOW}"
         )
-    return (numbers.pop() or 0 if numbers else 1), auto
+    samples = None
+    for number in numbers:
+        samples = number
+    return samples, auto
 
 
 def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[Any]:
@@ -192,7 +197,9 @@ def split(batch: Any, parts: int, sample_dim: SampleDimOf = usual_dim) -> list[A
     if parts == 1:
         return [batch]
     samples, auto = check(batch, sample_dim, "micro-batches")
-    parts = max(1, min(parts, samples))
+    if not samples:
+        return [batch]
+    parts = min(parts, samples)
     bounds = [samples * i // parts for i in range(parts + 1)]
     return [select(batch, slice(*ends), sample_dim, auto) for ends in pairwise(bounds)]
 
@@ -207,12 +214,12 @@ def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim)
         UserError: It is not known how to cut the batch, or nothing in it has samples.
     """
     use = f"{ranks} processes"
-    if not lengths(batch, sample_dim, auto=0):
+    samples, auto = check(batch, sample_dim, use)
+    if samples is None:
         raise UserError(
             f"{use}: a batch of type {type(batch).__name__} cannot be dealt out to them, "
             "since it holds no tensor."
         )
-    samples, auto = check(batch, sample_dim, use)
     rows = slice(rank, None, ranks) if rank < samples else slice(1)
     return samples, select(batch, rows, sample_dim, auto)
 

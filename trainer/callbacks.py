@@ -21,9 +21,10 @@ from stoker.trainer.errors import (
     is_one_slip,
     log,
 )
+from stoker.trainer.metrics import Mean
 from stoker.trainer.readable import number
 from stoker.trainer.state import ANYTHING, check_like, frozen, refuse
-from stoker.trainer.window import NUMBERS
+from stoker.trainer.window import NUMBERS, weight_of
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -33,13 +34,6 @@ State = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 SILENCE = 30  # seconds after which Progress prints a line in the middle of an epoch
-
-
-def loss_weight(row: Row) -> float:
-    """Return what the training loss of a row counts in a mean over rows."""
-    samples: float = row.get("train/samples", 1)
-    weight: float = row.get("train/weight", samples)
-    return weight
 
 
 class Callback:
@@ -210,7 +204,7 @@ class Monitor(Callback):
 
         A training of less than one epoch counts as one.
         """
-        weight = loss_weight(row)
+        weight = weight_of(row)
         self.epoch_loss += weight * row["train/loss"]
         self.epoch_weight += weight
         ends_fit = trainer.step >= trainer.total_steps
@@ -224,14 +218,14 @@ class Monitor(Callback):
     def state_dict(self) -> State:
         state: State = {"best": self.best}
         if self.epoch_weight:
-            state["epoch"] = {"loss": self.epoch_loss, "samples": self.epoch_weight}
+            state["epoch"] = {"loss": self.epoch_loss, "weight": self.epoch_weight}
         return state
 
     def load_state_dict(self, state: State) -> None:
-        epoch = state.get("epoch", {"loss": 0.0, "samples": 0})
+        epoch = state.get("epoch", {"loss": 0.0, "weight": 0.0})
         self.best = state["best"]
         self.epoch_loss = epoch["loss"]
-        self.epoch_weight = epoch["samples"]
+        self.epoch_weight = epoch["weight"]
 
     def check_state(self, trainer: "Trainer", state: Any, name: str) -> None:
         like = self.state_dict()
@@ -242,10 +236,10 @@ class Monitor(Callback):
         if isinstance(state, dict) and state.get("best") is not None:
             like["best"] = {"step": 0, "value": math.inf}
         if isinstance(state, dict) and "epoch" in state:
-            like["epoch"] = {"loss": math.inf, "samples": 0}
+            like["epoch"] = {"loss": math.inf, "weight": 0.0}
         check_like(state, like, name)
-        if "epoch" in state and not state["epoch"]["samples"] > 0:
-            refuse(state["epoch"]["samples"], "a number of samples", f"{name}.epoch.samples")
+        if "epoch" in state and not state["epoch"]["weight"] > 0:
+            refuse(state["epoch"]["weight"], "a weight above 0", f"{name}.epoch.weight")
         step = state["best"]["step"] if state["best"] else 0
         if not isinstance(step, int) or step < 0:
             refuse(step, "a number of steps", f"{name}.best.step")
@@ -499,7 +493,8 @@ class ShadowWeights(Callback):
     def average(self, trainer: "Trainer", decay: float) -> Tensors:
         """Set shadow = decay * shadow + (1 - decay) * trained, and return the trained weights.
 
-        A frozen weight is its own average, also when it is trained again later.
+        A frozen weight is its own average, also when it is trained again later. It is copied at
+        every step, since anybody may set it.
         """
         assert self.shadow is not None
         trained = floating_state(trainer)
@@ -750,20 +745,29 @@ class Progress(Callback):
         self.samples: int = 0
         self.seconds: float = 0.0
         self.numbers: dict[str, float] = {}  # since the last line
+        self.means: dict[str, Mean] = {}  # over the samples, of other numbers of the training
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
         if "train/samples" in row:
-            weight = loss_weight(row)
+            weight = weight_of(row)
             self.loss += row.get("train/loss", 0.0) * weight
             self.weight += weight
             self.samples += row["train/samples"]
             self.seconds += row["train/seconds"]
         for name, value in row.items():
             if isinstance(value, float) and not self.is_usual(name):
-                self.numbers[name] = value
+                self.numbers[name] = self.mean(name, value, row)
         is_evaluation = any(name.startswith("val/") for name in row)
         if is_evaluation and trainer.step % trainer.steps_per_epoch:
             self.line(self.epoch(trainer))
+
+    def mean(self, name: str, value: float, row: Row) -> float:
+        """Return the mean so far in the epoch of a number of the training; others as they are."""
+        if "train/samples" not in row:
+            return value
+        mean = self.means.setdefault(name, Mean())
+        mean.update(torch.tensor(value, dtype=torch.float64), row["train/samples"])
+        return float(mean.compute())
 
     @staticmethod
     def is_usual(name: str) -> bool:

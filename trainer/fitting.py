@@ -21,9 +21,8 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
     trainer.divisor = losses.divisor(trainer.loss)  # a subclass may have another one by now
     uniform = getattr(loader, "targets_are_uniform", False)
-    trainer.weighs_samples = misuse.is_usual(
-        type(trainer), "loss_weight"
-    ) and losses.is_mean_over_samples(trainer.loss, uniform)
+    is_usual = misuse.is_usual(type(trainer), "loss_weight")
+    trainer.weighs_samples = is_usual and losses.is_mean_over_samples(trainer.loss, uniform)
     trainer.epochs_before = trainer.epochs_begun
     trainer.step = 0
     trainer.steps_per_epoch = len(train_loader)

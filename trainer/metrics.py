@@ -318,7 +318,8 @@ class R2(Sums):
         slots[launch.rank(), 0] = self.origin
         slots[launch.rank(), 1] = 1  # taken
         slots = parallel.add_up(slots)
-        first = slots[:, 1].flatten(1).amax(1).argmax()
+        taken = slots[:, 1].flatten(1).amax(1)
+        first = taken.argmax()
         origin = slots[first, 0]
         total, squares, residual, samples = self.sums
         shift = self.origin - origin

@@ -46,7 +46,10 @@ class Reporting:
         row: dict[str, Any] = {"step": self.step, "epoch": self.step / self.steps_per_epoch}
         for name, value in numbers.items():
             is_count = name in NUMBERS and isinstance(value, int)
-            row[name] = value if is_count or isinstance(value, list) else misuse.number(name, value)
+            if is_count or isinstance(value, list):
+                row[name] = value
+            else:
+                row[name] = misuse.number(name, value)
         # Lists may be large, such as a confusion matrix of many classes.
         numbers_alone = {name: value for name, value in row.items() if not isinstance(value, list)}
         self.history.add(numbers_alone)

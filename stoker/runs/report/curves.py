@@ -5,6 +5,7 @@ from typing import Any
 
 from stoker.runs.report.inputs import Best, Row
 from stoker.runs.report.words import epoch, shortened
+from stoker.trainer.window import weight_of
 
 Points = list[tuple[float, float]]
 
@@ -91,4 +92,4 @@ def pooled(rows: list[Row], name: str) -> Points:
 
 
 def samples_in(row: Row) -> float:
-    return max(1, row.get("train/weight", row.get("train/samples", 1)))
+    return max(1, weight_of(row))
