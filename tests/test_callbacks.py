@@ -468,6 +468,43 @@ def test_of_the_training_loss_the_mean_over_an_epoch_counts(tmp_path):
     )
 
 
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_an_epoch_whose_last_targets_are_ignored_counts(tmp_path, log_every):
+    """The means are those of the plain loop; the last row of each epoch may have no loss."""
+    inputs = torch.randn(5, 4, 6, generator=torch.Generator().manual_seed(0))
+    data = [(x, x[:, :3].argmax(1)) for x in inputs]
+    data[4][1].fill_(-100)
+    model = make_model()
+    means = []
+    for _ in range(3):
+        losses = []
+        for x, y in data[:4]:
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight += 0.1 * weight.grad  # uphill, so that the first epoch is the best
+            losses.append(loss.item())
+        means.append(sum(losses) / 4)
+    assert means[0] < min(means[1:])
+
+    class Ascent(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    with torch.no_grad():
+                        weight += 0.1 * weight.grad
+
+    ascent = functools.partial(Ascent, lr=0.1)
+    saver, stopping = Checkpoint(tmp_path), EarlyStopping(2)
+    settings = {"optimizer": ascent, "scheduler": None, "epochs": 6, "log_every": log_every}
+    trainer = make_trainer(callbacks=[stopping, saver], **settings)
+    trainer.fit(data)
+    assert trainer.step == 15
+    assert stopping.best == saver.best == {"step": 5, "value": pytest.approx(means[0], rel=1e-5)}
+
+
 def test_the_state_of_an_epoch_is_checked():
     trainer, watcher = make_trainer(), EarlyStopping(3)
     watcher.check_state(

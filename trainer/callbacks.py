@@ -169,12 +169,15 @@ class Monitor(Callback):
         A number that is not finite never does, and is warned of once in a fit. None if the row does
         not have the number, or holds only a part of its epoch.
         """
-        if self.name not in row:
+        if self.name == "train/loss" and "train/samples" in row:
+            value = self.over_epoch(trainer, row)
+        elif self.name in row:
+            value = row[self.name]
+        else:
             if trainer.step > trainer.steps_per_epoch:
                 self.warn_if_missing("in the first epoch")
             return None
         self.is_missing = False
-        value = row[self.name] if self.name != "train/loss" else self.over_epoch(trainer, row)
         if value is None:
             return None
         if isinstance(value, list):
@@ -202,15 +205,17 @@ class Monitor(Callback):
     def over_epoch(self, trainer: "Trainer", row: Row) -> float | None:
         """Return the mean training loss of the epoch if this row ends it, else None.
 
-        A training of less than one epoch counts as one.
+        A training of less than one epoch counts as one. A row of ignored targets has no loss, and
+        an epoch of such rows has no mean.
         """
-        weight = weight_of(row)
-        self.epoch_loss += weight * row["train/loss"]
-        self.epoch_weight += weight
+        if "train/loss" in row:
+            weight = weight_of(row)
+            self.epoch_loss += weight * row["train/loss"]
+            self.epoch_weight += weight
         ends_fit = trainer.step >= trainer.total_steps
         if trainer.step % trainer.steps_per_epoch and not (ends_fit and self.best is None):
             return None
-        mean = self.epoch_loss / self.epoch_weight
+        mean = self.epoch_loss / self.epoch_weight if self.epoch_weight else None
         self.epoch_loss = 0.0
         self.epoch_weight = 0
         return mean
