@@ -92,6 +92,14 @@ class TwoAtOnce:
             {"optimizer": torch.optim.SGD(make_model().parameters(), lr=1)},
             "4 of the 4 parameters of this SGD are not the model's",
         ),
+        (
+            {"loss": functools.partial(torch.nn.functional.mse_loss, size_average=False)},
+            "loss: size_average=False; the Trainer weighs means, so leave size_average out",
+        ),
+        (
+            {"loss": functools.partial(torch.nn.functional.mse_loss, reduce=False)},
+            "loss: reduce=False",
+        ),
         ({"scheduler": "cosine"}, "functools.partial(stoker.trainer.schedules.cosine"),
         (
             {

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from stoker import Trainer
-from stoker.trainer import losses
+from stoker.trainer import losses, misuse
 from stoker.trainer.callbacks import Callback, NaNGuard, Progress
 from stoker.trainer.errors import UserError
 from stoker.trainer.metrics import Accuracy, Confusion, TopK
@@ -384,6 +384,19 @@ def test_time_first_texts_are_counted_and_cut_by_samples(loss):
         trainer.fit(texts())
         assert_close(trainer.module.state_dict(), model.state_dict())
         assert rows.rows[-1]["train/samples"] == 21
+
+
+def test_time_first_texts_are_predicted():
+    model = LSTM()
+    expected = torch.cat([model(inputs) for inputs, _ in texts()])
+    trainer = TimeFirst(LSTM(), device="cpu")
+    torch.testing.assert_close(trainer.predict(texts()), expected)
+
+
+def test_a_packed_sequence_alone_is_the_inputs():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)])
+    assert misuse.inputs_of(packed) is packed
+    assert misuse.inputs_of((packed, torch.zeros(2))) is packed
 
 
 def test_without_it_they_are_evaluated_by_the_targets_and_not_cut():

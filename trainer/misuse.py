@@ -1,5 +1,6 @@
 """What a script may hand to the Trainer by mistake, each answered by what to give instead."""
 
+import functools
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer import launch, losses, nonfinite, parallel, schedules
 from stoker.trainer.callbacks import Callback
@@ -201,6 +203,10 @@ def check_loss_function(loss: Any) -> None:
         raise UserError(
             f"loss: reduction={reduction!r}; the Trainer combines mean losses, so give 'mean'."
         )
+    keywords = loss.keywords if isinstance(loss, functools.partial) else {}
+    for name in ("size_average", "reduce"):  # torch's older names for it
+        if keywords.get(name) not in (None, True):
+            raise UserError(f"loss: {name}=False; the Trainer weighs means, so leave {name} out.")
     if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
         raise UserError(
             f"loss: {type(loss).__name__} has parameters of its own; make it a part of the model."
@@ -315,11 +321,15 @@ def check_outputs(outputs: Any) -> None:
         )
 
 
-def inputs_of(batch: Any) -> Any:
+def inputs_of(batch: Any, sample_dim: batches.SampleDimOf = batches.usual_dim) -> Any:
     """Return the inputs of a batch that is inputs, or (inputs, targets)."""
-    if not isinstance(batch, (list, tuple)):
+    if not batches.is_list(batch):
         return batch
-    lengths = {len(part) for part in batch if isinstance(part, torch.Tensor) and part.ndim}
+    lengths: set[int] = set()
+    for i, part in enumerate(batch):
+        dim = sample_dim(f"batch[{i}]", part)
+        if isinstance(part, torch.Tensor) and isinstance(dim, int):
+            lengths.add(part.shape[dim])
     if len(batch) > 2 or len(lengths) > 1:
         raise UserError(
             f"predict: a batch is {form(batch)}, and neither inputs nor (inputs, targets).\n"

@@ -92,6 +92,7 @@ def unscale_others(trainer: "Trainer") -> None:
     """Unscale the gradients that no optimizer has, since the norm is that of all."""
     # private: _get_scale_async, get_scale() waits for the device, torch 2.15
     scale = trainer.scaler._get_scale_async()
+    assert scale is not None  # known since the backward pass
     for parameter in trainer.without_optimizer().values():
         if parameter.grad is not None:
             parameter.grad /= scale

@@ -237,7 +237,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
 
     def predict_batch(self, batch: Any) -> Any:
         """Return the outputs for a batch, one tensor (N, ...)."""
-        return self.model(misuse.inputs_of(batch))
+        return self.model(misuse.inputs_of(batch, self.sample_dims))
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in evaluation mode, with averaged weights if there is an EMA."""
