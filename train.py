@@ -1,4 +1,6 @@
-"""Train from a clone: `python train.py model=cnn` does what the command `stoker model=cnn` does anywhere."""
+"""Train from a clone: `python train.py model=cnn` does what the command `stoker model=cnn` does
+anywhere.
+"""
 
 from stoker.__main__ import main
 

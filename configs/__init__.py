@@ -6,7 +6,9 @@ FOLDER = Path(__file__).parent
 
 
 def folders() -> list[Path]:
-    """Return the folders that options are looked up in: this one, then `configs/` where the command runs."""
+    """Return the folders that options are looked up in: this one, then `configs/` where the command
+    runs.
+    """
     here = Path("configs").absolute()
     if not here.is_dir() or here.samefile(FOLDER):
         return [FOLDER]

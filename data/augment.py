@@ -1,4 +1,6 @@
-"""Batched augmentation on the device of the batch: every sample has its own random values, all from one generator."""
+"""Batched augmentation on the device of the batch: every sample has its own random values, all from
+one generator.
+"""
 
 import functools
 import math
@@ -29,12 +31,13 @@ Pair = tuple[Tensor, Tensor]
 class Augment:
     """Augments batches: `augment(inputs, targets, generator) -> (inputs, targets)`.
 
-    Built from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`. Random left-right `flip`, or `{flip: alternate}`:
-    each sample in every second epoch (Jordan 2024, arXiv 2404.00498, section 3.6); `shift` by up to k pixels, zeros
-    coming in; `crop` out of a frame of k reflected pixels; `cutout` of a k x k square of zeros: one gather on the raw
-    (uint8 or float) images. Then `normalize`. Then, in the order of the list, `mixup` (Zhang 2018, arXiv 1710.09412),
-    `cutmix` (Yun 2019, arXiv 1905.04899) and callables `(inputs, targets, generator) -> (inputs, targets)`. The mixing
-    ones make class targets soft: (N, num_classes).
+    Built from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`. Random left-right `flip`, or
+    `{flip: alternate}`: each sample in every second epoch (Jordan 2024, arXiv 2404.00498, section
+    3.6); `shift` by up to k pixels, zeros coming in; `crop` out of a frame of k reflected pixels;
+    `cutout` of a k x k square of zeros: one gather on the raw (uint8 or float) images. Then
+    `normalize`. Then, in the order of the list, `mixup` (Zhang 2018, arXiv 1710.09412), `cutmix`
+    (Yun 2019, arXiv 1905.04899) and callables `(inputs, targets, generator) -> (inputs, targets)`.
+    The mixing ones make class targets soft: (N, num_classes).
 
     The generator is on the CPU whatever the device, so the same pictures are made on each.
     """
@@ -143,7 +146,9 @@ class Augment:
         return draws
 
     def images(self, inputs: Tensor, draws: Draws) -> Tensor:
-        """Move and then normalise the inputs of one batch, or of several at once, with their draws."""
+        """Move and then normalise the inputs of one batch, or of several at once, with their
+        draws.
+        """
         if draws:
             inputs = self._move_pixels(inputs, draws)
         return inputs if self.normalize is None else self.normalize(inputs)
@@ -157,8 +162,8 @@ class Augment:
     def _move_pixels(self, inputs: Tensor, draws: Draws) -> Tensor:
         """Apply flip, shift, crop and cutout.
 
-        In all of these, row and column of the source are independent of each other, so two small tables (N, H) and
-        (N, W) make the one gather.
+        In all of these, row and column of the source are independent of each other, so two small
+        tables (N, H) and (N, W) make the one gather.
         """
         n, channels, height, width = inputs.shape
         draws = {name: to_device(draw, inputs.device) for name, draw in draws.items()}
@@ -188,8 +193,11 @@ class Augment:
         draws: Draws,
         device: torch.device,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return from which row, or column, each one is read, (N, size), and after a shift whether it is visible."""
-        # The last operation is undone first: from the pixel that is written back to the pixel that is read.
+        """Return from which row, or column, each one is read, (N, size), and after a shift whether
+        it is visible.
+        """
+        # The last operation is undone first: from the pixel that is written back to the pixel that
+        # is read.
         place = torch.arange(size, device=device).expand(n, size)
         if "crop" in self.geometric:
             place = (place + draws[f"crop {axis}"]).abs()
@@ -212,10 +220,11 @@ def _outer(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def sample_beta(a: float, generator: Generator) -> Tensor:
-    """Draw once from Beta(a, a): a 0-dim tensor on the CPU, so nothing waits for a device, and no rejection.
+    """Draw once from Beta(a, a): a 0-dim tensor on the CPU, so nothing waits for a device, and no
+    rejection.
 
-    Devroye 1996, "Random variate generation in one line of code", from Bailey's 1994 generator for Student's t: exact
-    for every a > 0.
+    Devroye 1996, "Random variate generation in one line of code", from Bailey's 1994 generator for
+    Student's t: exact for every a > 0.
     """
     u, v = torch.rand(2, generator=generator).unbind()
     cosine = torch.cos(2 * math.pi * v)
@@ -224,7 +233,9 @@ def sample_beta(a: float, generator: Generator) -> Tensor:
 
 
 def _soft(targets: Tensor, num_classes: int | None, inputs: Tensor) -> Tensor:
-    """Return class numbers as (N, num_classes) probabilities; floating-point targets as they are."""
+    """Return class numbers as (N, num_classes) probabilities; floating-point targets as they
+    are.
+    """
     if targets.is_floating_point():
         return targets
     if num_classes is None:
@@ -245,7 +256,8 @@ def _soft(targets: Tensor, num_classes: int | None, inputs: Tensor) -> Tensor:
 def _with_neighbours(values: Tensor, share: Tensor) -> Tensor:
     """Mix each sample with its neighbour in the batch.
 
-    The neighbour is as random a partner as a permutation's, since the batch itself was drawn at random.
+    The neighbour is as random a partner as a permutation's, since the batch itself was drawn at
+    random.
     """
     return values * share + values.roll(1, 0) * (1 - share)
 

@@ -1,4 +1,6 @@
-"""Decoded images on disk: a memory-mapped file of uint8 pixels, and a CRC32 for each image that is in it."""
+"""Decoded images on disk: a memory-mapped file of uint8 pixels, and a CRC32 for each image that is
+in it.
+"""
 
 import contextlib
 import errno
@@ -29,7 +31,8 @@ NOTE = (
     "Decoded images, kept by Stoker so that they need not be decoded again. "
     "May be deleted at any time."
 )
-# How much of the file is mapped at most: without a limit, all of it would count as this process's memory.
+# How much of the file is mapped at most: without a limit, all of it would count as this process's
+# memory.
 MAPPED = 64 * MIB
 # A page fault maps this much around the address.
 FAULT = 64 * 1024
@@ -41,9 +44,9 @@ About = dict[str, Any]
 def open_cache(place: str | bool, key: str, about: About) -> "tuple[PixelCache | None, str]":
     """Open or make the cache `key`; return it and a phrase that tells people where it is.
 
-    `about` = {"root", "images", "shape", "resized"} says what is in it; `place` is "auto" (below ~/.cache), False or a
-    folder. Where no room is left or no file can be mapped, there is no cache: None, and why. That is a UserError for a
-    folder that was asked for.
+    `about` = {"root", "images", "shape", "resized"} says what is in it; `place` is "auto" (below
+    ~/.cache), False or a folder. Where no room is left or no file can be mapped, there is no cache:
+    None, and why. That is a UserError for a folder that was asked for.
     """
     if isinstance(place, bool):
         return None, ""
@@ -95,9 +98,10 @@ class WrongSize(OSError):
 class PixelCache:
     """`images` slots of one uint8 (C, H, W) each, shared by all processes that open or inherit it.
 
-    A slot's CRC32 is written after its pixels, and 0 means that the slot is empty. So half a write, a killed process
-    and a flipped bit are noticed when the slot is read. There is no lock: whoever writes a slot writes the same bytes.
-    A worker process that starts afresh opens the files again. OSError for links, pipes, and files of other sizes.
+    A slot's CRC32 is written after its pixels, and 0 means that the slot is empty. So half a write,
+    a killed process and a flipped bit are noticed when the slot is read. There is no lock: whoever
+    writes a slot writes the same bytes. A worker process that starts afresh opens the files again.
+    OSError for links, pipes, and files of other sizes.
     """
 
     def __init__(self, folder: str, images: int, shape: Sequence[int]) -> None:
@@ -143,15 +147,19 @@ class PixelCache:
         self._release(1)
 
     def read_ahead(self, slots: list[int]) -> None:
-        """Ask the system for the whole MiB around each slot: a block of neighbours is then one read of the disk."""
-        # 256 images of 3x224x224 that are not in memory: 66 and 88 ms with it, 82 without, and 81 and 100 in an order
-        # without blocks (2 cores of an Intel Xeon at 2.6 GHz, a virtual disk).
+        """Ask the system for the whole MiB around each slot: a block of neighbours is then one read
+        of the disk.
+        """
+        # 256 images of 3x224x224 that are not in memory: 66 and 88 ms with it, 82 without, and 81
+        # and 100 in an order without blocks (2 cores of an Intel Xeon at 2.6 GHz, a virtual disk).
         if hasattr(mmap, "MADV_WILLNEED"):
             for start in sorted({slot * self.size // MIB * MIB for slot in slots}):
                 self.map.madvise(mmap.MADV_WILLNEED, start, min(MIB, len(self.map) - start))
 
     def _release(self, count: int) -> None:
-        """Count `count` more slots as mapped, and unmap all now and then; the system's cache keeps them."""
+        """Count `count` more slots as mapped, and unmap all now and then; the system's cache keeps
+        them.
+        """
         self.touched += count * (self.size + FAULT)
         if self.touched > MAPPED and hasattr(mmap, "MADV_DONTNEED"):
             self.map.madvise(mmap.MADV_DONTNEED)
@@ -164,7 +172,9 @@ def checksum(data: Any) -> int:
 
 
 def reopen(folder: str, images: int, shape: Sequence[int]) -> PixelCache | None:
-    """Open a cache in a worker process; None if it was removed meanwhile, and the worker has to decode."""
+    """Open a cache in a worker process; None if it was removed meanwhile, and the worker has to
+    decode.
+    """
     try:
         return PixelCache(folder, images, shape)
     except OSError:
@@ -180,7 +190,10 @@ def map_file(path: str, size: int) -> mmap.mmap:
 
 
 def create(folder: str, about: About) -> None:
-    """Make an empty cache, complete or not at all. If another process was faster, the folder is left to it."""
+    """Make an empty cache, complete or not at all.
+
+    If another process was faster, the folder is left to it.
+    """
     base, key = os.path.split(folder)
     images = about["images"]
     sizes = {PIXELS: images * prod(about["shape"]), SUMS: images * 4}
@@ -231,7 +244,9 @@ def remove(folder: str) -> None:
 
 
 def remove_older(base: str, about: About) -> None:
-    """Remove the caches of the same root and shape with another key: the images have changed since."""
+    """Remove the caches of the same root and shape with another key: the images have changed
+    since.
+    """
     with os.scandir(base) as entries:
         folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     for folder in folders:

@@ -46,7 +46,8 @@ CLOTHES = [
     "Ankle boot",
 ]
 CHARACTERS = ["o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"]
-# Samples of `synthetic` that are made at once, so that a large set of images never exists as floats.
+# Samples of `synthetic` that are made at once, so that a large set of images never exists as
+# floats.
 PIECE = 4096
 
 # The training samples, the test samples and the names of the classes.
@@ -60,7 +61,9 @@ def digits(
     mean: Sequence[float] = (0.3053,),
     std: Sequence[float] = (0.3759,),
 ) -> Data:
-    """1,797 real handwritten digits, 1x8x8, shipped with this package; source and licence in digits.md."""
+    """1,797 real handwritten digits, 1x8x8, shipped with this package; source and licence in
+    digits.md.
+    """
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as lines:
         rows = torch.tensor([[int(value) for value in line.split(",")] for line in lines])
@@ -93,7 +96,9 @@ def fashion_mnist(
     mean: Sequence[float] = (0.2860,),
     std: Sequence[float] = (0.3530,),
 ) -> Data:
-    """60,000 + 10,000 pieces of clothing, 1x28x28 (Xiao 2017, arXiv 1708.07747), from root/FashionMNIST/raw."""
+    """60,000 + 10,000 pieces of clothing, 1x28x28 (Xiao 2017, arXiv 1708.07747), from
+    root/FashionMNIST/raw.
+    """
     title = "FashionMNIST"
     read = functools.partial(_read_mnist, title, CLOTHES)
     return _known("fashion_mnist", title, read, root, download, val_fraction, split_seed, mean, std)
@@ -107,7 +112,9 @@ def kmnist(
     mean: Sequence[float] = (0.1918,),
     std: Sequence[float] = (0.3483,),
 ) -> Data:
-    """60,000 + 10,000 cursive Japanese characters, 1x28x28 (Clanuwat 2018, arXiv 1812.01718), from root/KMNIST/raw."""
+    """60,000 + 10,000 cursive Japanese characters, 1x28x28 (Clanuwat 2018, arXiv 1812.01718), from
+    root/KMNIST/raw.
+    """
     read = functools.partial(_read_mnist, "KMNIST", CHARACTERS)
     return _known("kmnist", "KMNIST", read, root, download, val_fraction, split_seed, mean, std)
 
@@ -120,7 +127,9 @@ def cifar10(
     mean: Sequence[float] = (0.4914, 0.4822, 0.4465),
     std: Sequence[float] = (0.2470, 0.2435, 0.2616),
 ) -> Data:
-    """50,000 + 10,000 photographs of 10 kinds, 3x32x32 (Krizhevsky 2009), from root/cifar-10-batches-py."""
+    """50,000 + 10,000 photographs of 10 kinds, 3x32x32 (Krizhevsky 2009), from
+    root/cifar-10-batches-py.
+    """
     read = functools.partial(_read_cifar, "CIFAR10")
     return _known("cifar10", "CIFAR10", read, root, download, val_fraction, split_seed, mean, std)
 
@@ -133,7 +142,9 @@ def cifar100(
     mean: Sequence[float] = (0.5071, 0.4865, 0.4409),
     std: Sequence[float] = (0.2673, 0.2564, 0.2762),
 ) -> Data:
-    """50,000 + 10,000 photographs of 100 kinds, 3x32x32 (Krizhevsky 2009), from root/cifar-100-python."""
+    """50,000 + 10,000 photographs of 100 kinds, 3x32x32 (Krizhevsky 2009), from
+    root/cifar-100-python.
+    """
     read = functools.partial(_read_cifar, "CIFAR100")
     return _known("cifar100", "CIFAR100", read, root, download, val_fraction, split_seed, mean, std)
 
@@ -149,7 +160,9 @@ def _known(
     mean: Sequence[float],
     std: Sequence[float],
 ) -> Data:
-    """Make the Data of a well-known set, whose test samples are fixed; the validation samples are cut from the rest."""
+    """Make the Data of a well-known set, whose test samples are fixed; the validation samples are
+    cut from the rest.
+    """
     fractions = check_fractions(val_fraction=val_fraction)
     train, test, classes = _read_or_download(name, title, read, os.path.expanduser(root), download)
     train, val = cut(train.inputs, train.targets, fractions, split_seed)
@@ -160,7 +173,9 @@ def _known(
 def _read_or_download(
     name: str, title: str, read: Callable[[str], Known], root: str, download: bool
 ) -> Known:
-    """Return what `read(root)` gives; with `download`, fetch the files first if they cannot be read."""
+    """Return what `read(root)` gives; with `download`, fetch the files first if they cannot be
+    read.
+    """
     unreadable = (RuntimeError, OSError, ValueError, EOFError)
     try:
         return read(root)
@@ -190,7 +205,9 @@ def _read_or_download(
 
 
 def _read_cifar(title: str, root: str) -> Known:
-    """Read CIFAR's files, which are pickles: torchvision unpickles none unless the MD5 sums of all are right."""
+    """Read CIFAR's files, which are pickles: torchvision unpickles none unless the MD5 sums of all
+    are right.
+    """
     import torchvision
 
     dataset = getattr(torchvision.datasets, title)
@@ -206,7 +223,8 @@ def _read_cifar(title: str, root: str) -> Known:
 def _read_mnist(title: str, classes: list[str], root: str) -> Known:
     """Read the four files of MNIST, or of a set that has taken its form.
 
-    Not by torchvision: that would cost half a second, and take its reader's word for sizes, pipes and old pickles.
+    Not by torchvision: that would cost half a second, and take its reader's word for sizes, pipes
+        and old pickles.
     """
     splits = []
     for part in ("train", "t10k"):
@@ -220,9 +238,11 @@ def _read_mnist(title: str, classes: list[str], root: str) -> Known:
 
 
 def read_idx(path: str, dimensions: int) -> Tensor:
-    """Read the uint8 tensor in a file of LeCun's IDX format; OSError or ValueError for anything else.
+    """Read the uint8 tensor in a file of LeCun's IDX format; OSError or ValueError for anything
+    else.
 
-    The header: 0, 0, 8 (for uint8), the number of dimensions, and each of their sizes as a big-endian int32.
+    The header: 0, 0, 8 (for uint8), the number of dimensions, and each of their sizes as a
+        big-endian int32.
     """
     name = os.path.basename(path)
     length = 4 + 4 * dimensions
@@ -251,10 +271,12 @@ def synthetic(
     test_fraction: float = 0.1,
     split_seed: int = 0,
 ) -> Data:
-    """Make data of any size that can be learnt: random patterns, plus noise of `noise` times their deviation.
+    """Make data of any size that can be learnt: random patterns, plus noise of `noise` times their
+    deviation.
 
-    A sample of a class is its pattern plus noise; a regression's targets (standard normal, `num_classes` of them) are
-    the amounts in which all patterns are added up. Shapes (C, H, W) become uint8 images, flat ones float32.
+    A sample of a class is its pattern plus noise; a regression's targets (standard normal,
+    `num_classes` of them) are the amounts in which all patterns are added up. Shapes (C, H, W)
+    become uint8 images, flat ones float32.
     """
     classification = kind == "classification"
     check_choice("dataset.kind", kind, ("classification", "regression"))

@@ -1,4 +1,6 @@
-"""Downloads: over https alone, each file of a known size and SHA-256, in place whole or not at all."""
+"""Downloads: over https alone, each file of a known size and SHA-256, in place whole or not at
+all.
+"""
 
 import errno
 import gzip
@@ -62,7 +64,9 @@ class File(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where files come from, and the folder below the root that they, or their archive's members, go to."""
+    """Where files come from, and the folder below the root that they, or their archive's members,
+    go to.
+    """
 
     url: str
     folder: str
@@ -70,15 +74,18 @@ class Source(NamedTuple):
 
 
 def idx(*sizes_and_sums: tuple[int, str]) -> tuple[File, ...]:
-    """List the four files of MNIST and of those that took its form, whose contents have the same sizes."""
+    """List the four files of MNIST and of those that took its form, whose contents have the same
+    sizes.
+    """
     files = []
     for (name, unpacked), (size, sha256) in zip(IDX.items(), sizes_and_sums, strict=True):
         files.append(File(f"{name}-ubyte.gz", size, sha256, unpacked))
     return tuple(files)
 
 
-# The folders are torchvision's. Sizes and sums: MNIST, Fashion-MNIST and KMNIST as in tensorflow/datasets
-# (url_checksums) and pytorch/vision's prototype; the CIFARs as in keras and pytorch/vision's prototype.
+# The folders are torchvision's. Sizes and sums: MNIST, Fashion-MNIST and KMNIST as in
+# tensorflow/datasets (url_checksums) and pytorch/vision's prototype; the CIFARs as in keras and
+# pytorch/vision's prototype.
 SOURCES = {
     "mnist": Source(
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -138,7 +145,8 @@ SOURCES = {
 def fetch(name: str, root: str | Path) -> None:
     """Fetch a data set and unpack it below `root`; if that fails, no file is left half-written.
 
-    UserError for any other file than the known one, and if it cannot be had; TrainingError if the disk is full.
+    UserError for any other file than the known one, and if it cannot be had; TrainingError if the
+    disk is full.
     """
     source = SOURCES[name]
     target = Path(root, source.folder)
@@ -204,7 +212,8 @@ def gunzip(path: str | Path, target: str | Path, most: int) -> None:
 
 
 def untar(path: str | Path, folder: str | Path) -> None:
-    """Write the files of an uncompressed tar archive into `folder`; they all have to be in one of that name.
+    """Write the files of an uncompressed tar archive into `folder`; they all have to be in one of
+    that name.
 
     ValueError for a link, a device, another folder or too much, before anything is written.
     """

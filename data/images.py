@@ -51,7 +51,8 @@ IMAGE_ENDINGS = (
     ".webp",
     ".gif",
 )
-# What a file may hold, whatever its name: Pillow reads many more formats, and starts a program for some of them.
+# What a file may hold, whatever its name: Pillow reads many more formats, and starts a program for
+# some of them.
 IMAGE_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 # The folders of the parts.
 PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
@@ -120,7 +121,8 @@ def image_folder(
     for name, (files, targets) in listed.items():
         slots = torch.arange(used, used + len(files))
         if name == "train":
-            # Files come class by class. Neighbours in the cache are strangers, so that a block is a fair sample.
+            # Files come class by class. Neighbours in the cache are strangers, so that a block is a
+            # fair sample.
             generator = torch.Generator().manual_seed(mix_seed("slots"))
             slots = torch.randperm(len(files), generator=generator)
         splits[name] = ImageSplit(files, targets, shape, channels, resize, pixels, slots, place)
@@ -198,7 +200,9 @@ def _list_parts(
 
 
 def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
-    """Return the folder of each part; without a folder train, `root` is that of the training part."""
+    """Return the folder of each part; without a folder train, `root` is that of the training
+    part.
+    """
     beside: Counter[str] = Counter()
     names = _folders(root, beside)
     if "train" not in names:
@@ -475,8 +479,9 @@ class ImageSplit:
         # of 32x32 one thread does 8,600 a second, two do 5,600.
         large = self.resize or math.prod(self.size) >= 256 * 256
         self.threads = min(os.cpu_count() or 1, 16) if large else 1
-        # How many neighbours in the cache stay together in the order of an epoch: a function of the data alone, so
-        # that no weight depends on the machine, its memory, or whether there is a cache.
+        # How many neighbours in the cache stay together in the order of an epoch: a function of the
+        # data alone, so that no weight depends on the machine, its memory, or whether there is a
+        # cache.
         self.block = 1
         if self.nbytes > LARGE:
             self.block = max(1, BLOCK * len(self) // self.nbytes)

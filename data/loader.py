@@ -1,4 +1,6 @@
-"""The order of samples: DeviceLoader (all on the device) and HostLoader (worker processes) give the same batches."""
+"""The order of samples: DeviceLoader (all on the device) and HostLoader (worker processes) give the
+same batches.
+"""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,8 +18,9 @@ from stoker.trainer.device import MIB, free_memory, mix_seed, move, random_strea
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.loading import Seekable
 
-# How many numbers are gathered and normalised at once. On a CPU they stay in its cache: an epoch of MNIST takes 19 ms
-# at 4 batches of 128, 30 ms at 16 (one thread of an Intel Xeon at 2.6 GHz). A GPU wants few large kernels.
+# How many numbers are gathered and normalised at once. On a CPU they stay in its cache: an epoch of
+# MNIST takes 19 ms at 4 batches of 128, 30 ms at 16 (one thread of an Intel Xeon at 2.6 GHz). A GPU
+# wants few large kernels.
 AT_ONCE_CPU = 2**19
 AT_ONCE = 2**24
 WINDOW = 256  # blocks that are shuffled together
@@ -32,8 +35,8 @@ Batch = tuple[Tensor, Tensor]
 def permutation(n: int, seed: int, epoch: int, block: int = 1) -> Tensor:
     """Return the order of the n samples in this epoch, int64 on the CPU.
 
-    With `block` > 1, that many neighbours stay near each other: the blocks are permuted, and then the samples within
-    each WINDOW of blocks.
+    With `block` > 1, that many neighbours stay near each other: the blocks are permuted, and then
+    the samples within each WINDOW of blocks.
     """
     generator = torch.Generator().manual_seed(mix_seed(seed, "order", epoch))
     if block == 1:
@@ -60,12 +63,14 @@ def make_loaders(
     timeout: float = TIMEOUT,
     only: str | None = None,
 ) -> tuple[tuple[Any, Any, Any], str]:
-    """Make ((train, val, test), why): a loader for each split or None, and a phrase that says where the data is.
+    """Make ((train, val, test), why): a loader for each split or None, and a phrase that says where
+    the data is.
 
-    `resident`: True, False, or "auto": on the device if all splits have `tensors` and fit in half of its free memory.
-    Images that are not in their cache yet are streamed until they are, if decoding takes more than a few seconds.
-    `workers`: the processes that read what is not resident; "auto" measures whether they help. `timeout`: seconds to
-    wait for a batch from them. `only`: the one split that is wanted, for an evaluation.
+    `resident`: True, False, or "auto": on the device if all splits have `tensors` and fit in half
+    of its free memory. Images that are not in their cache yet are streamed until they are, if
+    decoding takes more than a few seconds. `workers`: the processes that read what is not resident;
+    "auto" measures whether they help. `timeout`: seconds to wait for a batch from them. `only`: the
+    one split that is wanted, for an evaluation.
     """
     device = torch.device(device)
     settings.check("dataset.resident", resident)
@@ -87,7 +92,8 @@ def make_loaders(
         kind = DeviceLoader
         why = f"resident on {device}, {why}"
         if cached and resident == "auto":
-            # A cache is filled once: it is no mistake to ask for workers that are of no use afterwards.
+            # A cache is filled once: it is no mistake to ask for workers that are of no use
+            # afterwards.
             if sum(map(decode_seconds, splits.values())) > FEW_SECONDS:
                 kind = StreamedOnce
                 why = f"then {why}"
@@ -147,7 +153,8 @@ def _check_unused(key: str, value: Any, unused: Any, default: Any) -> None:
 
 
 def check_first(data: Data, name: str, split: Split) -> None:
-    """Read the first sample of your own split, and check that it has the shape that the data claims.
+    """Read the first sample of your own split, and check that it has the shape that the data
+    claims.
 
     Data has checked what is in memory, and image files are checked as they are decoded.
     """
@@ -174,7 +181,9 @@ def check_first(data: Data, name: str, split: Split) -> None:
 def normalizer(
     mean: Sequence[float] | None, std: Sequence[float] | None, device: torch.device | str
 ) -> Callable[[Tensor], Tensor]:
-    """Make a function uint8 -> float32, (pixel / 255 - mean) / std per channel; it leaves other types as they are."""
+    """Make a function uint8 -> float32, (pixel / 255 - mean) / std per channel; it leaves other
+    types as they are.
+    """
     means = torch.tensor(0.0 if mean is None else mean, device=device)
     stds = torch.tensor(1.0 if std is None else std, device=device)
     scale = 1 / (255 * stds)
@@ -194,9 +203,10 @@ def _normalize(scale: Tensor, offset: Tensor, inputs: Tensor) -> Tensor:
 class Loader(Seekable):
     """What both loaders share; nothing in front of the position sought is read.
 
-    A batch is (inputs, targets) on the device: uint8 images become float32 and normalised, floats keep their type. It
-    is a function of (seed, epoch, number of the batch) alone, and leaves every global random generator as it was.
-    Without `shuffle` the order is the split's. Where several processes train together, each gets its part of every
+    A batch is (inputs, targets) on the device: uint8 images become float32 and normalised, floats
+    keep their type. It is a function of (seed, epoch, number of the batch) alone, and leaves every
+    global random generator as it was. Without `shuffle` the order is the split's. Where several
+    processes train together, each gets its part of every
     batch: samples rank, rank + ranks, ... of the `global_size` samples of the whole batch.
     """
 
@@ -236,8 +246,9 @@ class Loader(Seekable):
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
-        # Not a method of this loader: a cycle self -> augment -> self would leave the loader to the garbage collector,
-        # which ends a DataLoader's workers in the wrong order and waits 5 s for each.
+        # Not a method of this loader: a cycle self -> augment -> self would leave the loader to the
+        # garbage collector, which ends a DataLoader's workers in the wrong order and waits 5 s for
+        # each.
         normalize = normalizer(data.mean, data.std, self.device)
         self.augment = Augment(augment, data.num_classes, normalize)
         self.augment.check(data.in_shape)
@@ -307,8 +318,8 @@ class Loader(Seekable):
                 self.global_size = len(whole[done])
                 done += 1
                 yield batch
-        # Batches of which this process has no sample: the others may wait for it all the same. It gets one that is
-        # lent, and parallel.has_samples says that it does not count.
+        # Batches of which this process has no sample: the others may wait for it all the same. It
+        # gets one that is lent, and parallel.has_samples says that it does not count.
         for samples in whole[done:]:
             inputs, targets = next(iter(self.read([samples[:1]], epoch)))
             self.global_size = len(samples)
@@ -327,7 +338,9 @@ class Loader(Seekable):
         whole: Sequence[Tensor],
         shape: Sequence[int],
     ) -> Draws:
-        """Draw what the augmentation needs for this process's part of the whole batches from `position` on."""
+        """Draw what the augmentation needs for this process's part of the whole batches from
+        `position` on.
+        """
         if not self.augment.geometric:
             return {}
         mine = slice(None) if self.dealt_late else self.mine
@@ -342,7 +355,9 @@ class Loader(Seekable):
         return joined
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterable[Batch]:
-        """Yield (inputs, targets) on the device for these lists of samples, one or more of them at a time."""
+        """Yield (inputs, targets) on the device for these lists of samples, one or more of them at
+        a time.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
@@ -351,7 +366,9 @@ class Loader(Seekable):
 
 
 class DeviceLoader(Loader):
-    """The split as two tensors on the device, images still uint8; many batches are gathered and normalised at once."""
+    """The split as two tensors on the device, images still uint8; many batches are gathered and
+    normalised at once.
+    """
 
     def __init__(self, data: Data, split: str, batch_size: int, **options: Any) -> None:
         super().__init__(data, split, batch_size, **options)
@@ -396,8 +413,9 @@ class DeviceLoader(Loader):
 class HostLoader(Loader):
     """The split stays where it is; `workers` processes (0: this one) only read and decode it.
 
-    The rest happens on the device. A sample that cannot be read, a worker that dies, and one that gives no batch within
-    `timeout` seconds (0: no limit) are a TrainingError that names the samples.
+    The rest happens on the device. A sample that cannot be read, a worker that dies, and one that
+    gives no batch within `timeout` seconds (0: no limit) are a TrainingError that names the
+    samples.
     """
 
     def __init__(
@@ -437,7 +455,9 @@ class HostLoader(Loader):
 
 
 class StreamedOnce(Seekable):
-    """A HostLoader until the split's images are decoded, and a DeviceLoader from the epoch after."""
+    """A HostLoader until the split's images are decoded, and a DeviceLoader from the epoch
+    after.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""The record of a data set: its parts, and what models, losses and metrics need to know about it."""
+"""The record of a data set: its parts, and what models, losses and metrics need to know about
+it.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -25,11 +27,12 @@ from stoker.trainer.errors import (
 class Data:
     """The parts of a data set, and what models, losses and metrics need to know about it.
 
-    Sizes, labels and numbers are checked here, once. `val` and `test` may be None. `mean` and `std`, one number per
-    channel for pixels in 0..1, are for uint8 images; without them uint8 is only scaled to 0..1, and floats stay as
-    they are. A regression's targets are (value - target_mean) / target_scale, so that errors can be reported in the
-    user's units; both may be lists or tensors with one number per target. `table` says what a table's columns are and
-    how it is read: see tables.py.
+    Sizes, labels and numbers are checked here, once. `val` and `test` may be None. `mean` and
+    `std`, one number per channel for pixels in 0..1, are for uint8 images; without them uint8 is
+    only scaled to 0..1, and floats stay as they are. A regression's targets are (value -
+    target_mean) / target_scale, so that errors can be reported in the user's units; both may be
+    lists or tensors with one number per target. `table` says what a table's columns are and how it
+    is read: see tables.py.
     """
 
     name: str
@@ -77,7 +80,9 @@ class Data:
         return {name: part for name, part in parts.items() if part is not None}
 
     def description(self) -> Description:
-        """Return what a trained model has to know about its inputs and outputs, as plain values for checkpoints."""
+        """Return what a trained model has to know about its inputs and outputs, as plain values for
+        checkpoints.
+        """
         classes = self.classes
         return {
             "dataset": self.name,
@@ -96,7 +101,8 @@ class Data:
     def prepare_as(self, about: Description) -> None:
         """Adopt the classes, mean and units of a description, for a model that was trained on it.
 
-        Classes are matched by name. UserError if one is unknown to the model, or the inputs have another shape.
+        Classes are matched by name. UserError if one is unknown to the model, or the inputs have
+        another shape.
         """
         if self.kind != about["kind"]:
             raise UserError(
@@ -166,7 +172,8 @@ class Data:
             part.targets = change(part.targets)
 
     def part_to_evaluate(self, split: str | None = None) -> str:
-        """Return the name of the part to evaluate: `split`, else the test part, else the validation part.
+        """Return the name of the part to evaluate: `split`, else the test part, else the validation
+        part.
 
         "all" is the training part of data that was not divided.
         """
@@ -198,7 +205,9 @@ class Data:
         return [printable(self.classes[label]) for label in absent]
 
     def check_classes(self) -> None:
-        """Check that there are classes to tell apart, and that no part has one that the training part lacks."""
+        """Check that there are classes to tell apart, and that no part has one that the training
+        part lacks.
+        """
         if self.kind != "classification":
             return
         trained = self._class_counts("train")
@@ -227,7 +236,9 @@ class Data:
 
 
 def input_type(part: Split) -> torch.dtype:
-    """Return the dtype of a part's inputs; a part that does not tell is asked for its first sample."""
+    """Return the dtype of a part's inputs; a part that does not tell is asked for its first
+    sample.
+    """
     inputs = getattr(part, "inputs", None)
     dtype = getattr(part, "dtype", None)
     if isinstance(inputs, Tensor):
@@ -248,10 +259,12 @@ def unknown_class(name: str, known: Sequence[str]) -> UserError:
 
 
 def fingerprint(data: Data) -> str:
-    """Return a short hex string of what a training depends on: with another one, a resume would see other samples.
+    """Return a short hex string of what a training depends on: with another one, a resume would see
+    other samples.
 
-    It covers the values of splits in memory; the names below the root, sizes and labels of image files; the number and
-    the labels of your own splits. It covers no times and no root: a copied folder has the fingerprint of the original.
+    It covers the values of splits in memory; the names below the root, sizes and labels of image
+    files; the number and the labels of your own splits. It covers no times and no root: a copied
+    folder has the fingerprint of the original.
     """
     start = repr((tuple(data.in_shape), data.num_classes, data.kind))
     state = hashlib.blake2b(start.encode(), digest_size=16)
@@ -270,7 +283,9 @@ def fingerprint(data: Data) -> str:
 
 
 def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
-    """Return the numbers of `mean` or `std` as a list; UserError unless there is one per channel."""
+    """Return the numbers of `mean` or `std` as a list; UserError unless there is one per
+    channel.
+    """
     if values is None:
         return None
     if isinstance(values, (str, float, int)) or len(values) != channels:

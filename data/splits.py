@@ -1,4 +1,6 @@
-"""Splits: the parts of a data set, in memory or read from a torch Dataset, and how samples are dealt out to them."""
+"""Splits: the parts of a data set, in memory or read from a torch Dataset, and how samples are
+dealt out to them.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -13,8 +15,9 @@ from stoker.trainer.errors import UserError, check_number
 class Split(Protocol):
     """A part of a data set: what Data takes, and a loader reads.
 
-    `split[[3, 1]]` gives (inputs, targets) of these samples, each stacked in one tensor. A split that can give all of
-    it at once has `tensors()` too, and may then be resident on the device. A regression's may lack `targets`.
+    `split[[3, 1]]` gives (inputs, targets) of these samples, each stacked in one tensor. A split
+    that can give all of it at once has `tensors()` too, and may then be resident on the device. A
+    regression's may lack `targets`.
     """
 
     nbytes: int
@@ -57,10 +60,11 @@ class TensorSplit:
 
 
 class DatasetSplit:
-    """A map-style torch Dataset of (input, target), read sample by sample whenever a batch is wanted.
+    """A map-style torch Dataset of (input, target), read sample by sample whenever a batch is
+    wanted.
 
-    `targets`: the targets of all samples, such as an ImageFolder's `targets`. Without them each sample is read once to
-    learn its target: an input may differ in each epoch, a target may not.
+    `targets`: the targets of all samples, such as an ImageFolder's `targets`. Without them each
+    sample is read once to learn its target: an input may differ in each epoch, a target may not.
     """
 
     def __init__(self, dataset: Any, targets: Sequence[Any] | Tensor | None = None) -> None:
@@ -88,7 +92,9 @@ class DatasetSplit:
 
 
 def check_fractions(**fractions: float) -> list[float]:
-    """Return the values of `val_fraction=` and `test_fraction=`; UserError if they leave too little to train on."""
+    """Return the values of `val_fraction=` and `test_fraction=`; UserError if they leave too little
+    to train on.
+    """
     for key, value in fractions.items():
         check_number(f"dataset.{key}", value, least=0, most=0.95)
     if sum(fractions.values()) > 0.95:
@@ -103,10 +109,12 @@ def split_indices(
     seed: int,
     stratified: bool = True,
 ) -> list[Tensor]:
-    """Divide samples into [rest, part, part, ...]: sorted indices, one part for each of `fractions`.
+    """Divide samples into [rest, part, part, ...]: sorted indices, one part for each of
+    `fractions`.
 
-    `targets` are the samples' labels, or just their number. With `stratified`, each part has the same share of each
-    class, and at least one sample of every class that has enough of them. UserError if a part would be empty.
+    `targets` are the samples' labels, or just their number. With `stratified`, each part has the
+    same share of each class, and at least one sample of every class that has enough of them.
+    UserError if a part would be empty.
     """
     n = targets if isinstance(targets, int) else len(targets)
     groups = [torch.arange(n)]

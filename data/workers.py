@@ -1,4 +1,6 @@
-"""The processes that read for a HostLoader: how many, how they start and end, and what is said when one is lost."""
+"""The processes that read for a HostLoader: how many, how they start and end, and what is said when
+one is lost.
+"""
 
 import atexit
 import contextlib
@@ -25,8 +27,9 @@ from stoker.trainer.errors import TrainingError, UserError, cause, printable
 from stoker.trainer.loading import children_do_not_interrupt
 from stoker.trainer.stopping import SIGNALS
 
-# What it costs to take a batch from a worker: 1.4 ms of 64 or 256 x 3 x 32 x 32 bytes, and of this process's own time
-# 0.06 ms for each MiB (2.6 ms of 37 MiB). Two workers that only copy, 2 cores of an Intel Xeon at 2.6 GHz, median of 3.
+# What it costs to take a batch from a worker: 1.4 ms of 64 or 256 x 3 x 32 x 32 bytes, and of this
+# process's own time 0.06 ms for each MiB (2.6 ms of 37 MiB). Two workers that only copy, 2 cores of
+# an Intel Xeon at 2.6 GHz, median of 3.
 HANDOVER = 1.4e-3
 HANDOVER_MIB = 0.06e-3
 POLL = 1.0  # seconds between two looks at whether the workers still live
@@ -42,10 +45,11 @@ Place = tuple[int, list[int]]
 
 
 def choose_workers(split: Any, batch_size: int) -> int:
-    """Choose how many processes read: none if that is faster than taking batches from them, else one per core, to 8.
+    """Choose how many processes read: none if that is faster than taking batches from them, else
+    one per core, to 8.
 
-    Only image files are tried out: reading your own split might draw random numbers, or open what cannot be shared
-    with workers.
+    Only image files are tried out: reading your own split might draw random numbers, or open what
+    cannot be shared with workers.
     """
     if hasattr(split, "inputs"):
         return 0
@@ -57,7 +61,9 @@ def choose_workers(split: Any, batch_size: int) -> int:
 
 
 def sample_seconds(split: ImageSplit) -> float:
-    """Measure how long this process reads an image, one that is still to be decoded if there is any."""
+    """Measure how long this process reads an image, one that is still to be decoded if there is
+    any.
+    """
     candidates = split.missing()
     if len(candidates) == 0:
         candidates = torch.arange(len(split))
@@ -78,7 +84,9 @@ def sample_seconds(split: ImageSplit) -> float:
 
 
 def decode_seconds(split: Any) -> float:
-    """Estimate how long it takes to decode what is not in the split's cache yet; 0 for what needs no decoding."""
+    """Estimate how long it takes to decode what is not in the split's cache yet; 0 for what needs
+    no decoding.
+    """
     if not isinstance(split, ImageSplit):
         return 0.0
     missing = len(split.missing())
@@ -86,7 +94,8 @@ def decode_seconds(split: Any) -> float:
 
 
 class Workers:
-    """`count` processes that read batches `ahead` of the training; with 0, this process reads each when it is wanted.
+    """`count` processes that read batches `ahead` of the training; with 0, this process reads each
+    when it is wanted.
 
     `timeout`: seconds to wait for a batch from them; 0: no limit.
     """
@@ -121,7 +130,8 @@ class Workers:
                 try:
                     raise batch
                 finally:
-                    # It would hold itself, by this frame, and leave the workers' end to the garbage collector.
+                    # It would hold itself, by this frame, and leave the workers' end to the garbage
+                    # collector.
                     del batch
             yield batch
 
@@ -141,8 +151,8 @@ class Workers:
         try:
             with children_do_not_interrupt(), stops_wait():
                 self.batches = iter(self.loader)
-                # Here, or a signal that has waited would come before anybody knows of the processes to be ended.
-                # private: _workers, the processes of an iterator, torch 2.15
+                # Here, or a signal that has waited would come before anybody knows of the processes
+                # to be ended. private: _workers, the processes of an iterator, torch 2.15
                 self.processes = getattr(self.batches, "_workers", [])
                 self._end_with_this_process()
         except Exception as error:
@@ -160,7 +170,9 @@ class Workers:
             self.batches._timeout = POLL  # private: as above
 
     def _end_with_this_process(self) -> None:
-        """Have the processes killed at exit, before torch waits 5 s for each, and multiprocessing for ever."""
+        """Have the processes killed at exit, before torch waits 5 s for each, and multiprocessing
+        for ever.
+        """
         WORKERS.update(self.processes)
         atexit.unregister(kill_all)
         atexit.register(kill_all)
@@ -235,7 +247,9 @@ def is_late(error: Exception | None) -> bool:
 
 
 class Plan(torch.utils.data.Sampler[Place]):
-    """The sampler of a HostLoader: the batches still to read, set anew each epoch, so that the workers can live on."""
+    """The sampler of a HostLoader: the batches still to read, set anew each epoch, so that the
+    workers can live on.
+    """
 
     def __init__(self) -> None:
         self.batches: list[Place] = []
@@ -250,8 +264,9 @@ class Plan(torch.utils.data.Sampler[Place]):
 class Reader(torch.utils.data.Dataset[Any]):
     """Reads the batch of (epoch, indices), in a worker or not; returns an error as a value.
 
-    As an exception it would arrive inside a traceback. What your own split draws as it reads is a function of the
-    `stream`, (seed, name of the part), of the epoch, and of the first index: so of which batch it is.
+    As an exception it would arrive inside a traceback. What your own split draws as it reads is a
+    function of the `stream`, (seed, name of the part), of the epoch, and of the first index: so of
+    which batch it is.
     """
 
     def __init__(self, split: Any, part: str, workers: int, stream: tuple[Any, ...] = ()) -> None:
@@ -319,7 +334,8 @@ class Reader(torch.utils.data.Dataset[Any]):
 
 
 def begin_worker(_: int, parent: int) -> None:
-    """Prepare a worker: only the training ends it, which finishes its step first when it is told to stop.
+    """Prepare a worker: only the training ends it, which finishes its step first when it is told to
+    stop.
 
     A worker ends by itself within a second or two of its parent's death, whatever it is doing.
     """
@@ -327,11 +343,13 @@ def begin_worker(_: int, parent: int) -> None:
         signal.signal(stop, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    # A fork's parent may have died before it could be asked for; of other kinds it is a server that dies with it.
+    # A fork's parent may have died before it could be asked for; of other kinds it is a server that
+    # dies with it.
     if multiprocessing.get_start_method() != "fork":
         parent = os.getppid()
     threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
-    # A thread of multiprocessing shows a traceback with it if the parent ends in the middle of a hand-over.
+    # A thread of multiprocessing shows a traceback with it if the parent ends in the middle of a
+    # hand-over.
     sys.excepthook = lambda *_: None
 
 
@@ -358,7 +376,9 @@ def kill(workers: Iterable[BaseProcess]) -> None:
 
 @contextlib.contextmanager
 def stops_wait() -> Iterator[None]:
-    """Keep SIGINT and SIGTERM from processes that are started within, until `begin_worker` has them ignored."""
+    """Keep SIGINT and SIGTERM from processes that are started within, until `begin_worker` has them
+    ignored.
+    """
     # A fork server would hand the mask on to other processes than ours.
     is_server = multiprocessing.get_start_method() == "forkserver"
     if is_server or not hasattr(signal, "pthread_sigmask"):

@@ -1,4 +1,7 @@
-"""Checks of the models' arguments. Each raises a ValueError whose text starts with the argument's name."""
+"""Checks of the models' arguments.
+
+Each raises a ValueError whose text starts with the argument's name.
+"""
 
 import difflib
 import math
@@ -33,7 +36,9 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def check_sizes(name: str, sizes: Sequence[int], *, empty: bool = False) -> list[int]:
-    """Return the sizes, whole numbers of at least 1, as a list; it may be `empty` if that is said."""
+    """Return the sizes, whole numbers of at least 1, as a list; it may be `empty` if that is
+    said.
+    """
     is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
     valid = is_list and (empty or len(sizes) > 0)
     valid = valid and all(type(size) is int and size >= 1 for size in sizes)

@@ -1,4 +1,6 @@
-"""ResNet: ResNet-18 as for CIFAR (He et al. 2016, arXiv 1512.03385): a 3x3 stem of stride 1, no pooling."""
+"""ResNet: ResNet-18 as for CIFAR (He et al. 2016, arXiv 1512.03385): a 3x3 stem of stride 1, no
+pooling.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,6 @@
-"""WhitenedCNN: a whitened 2x2 convolution and three blocks, for short trainings; and the callback that whitens it."""
+"""WhitenedCNN: a whitened 2x2 convolution and three blocks, for short trainings; and the callback
+that whitens it.
+"""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,11 +23,12 @@ VIEWS = ("none", "mirror", "mirror_shift")
 class WhitenedCNN(nn.Module):
     """Map images (N, C, H, W) of 3x3 and larger to (N, num_classes).
 
-    The network of Jordan 2024 (arXiv 2404.00498). Each of `widths` is a block of two convolutions that halves the map
-    while it stays at least 2x2. In evaluation the logits are a mean over `views` of the image (section 3.5): "none" is
-    the image alone; "mirror" adds its mirror image; "mirror_shift" gives these two half of the weight, and the other
-    half to both moved by one pixel up and left, and down and right. The first layer is learnt like the others unless
-    Whiten is among the callbacks.
+    The network of Jordan 2024 (arXiv 2404.00498). Each of `widths` is a block of two convolutions
+    that halves the map while it stays at least 2x2. In evaluation the logits are a mean over
+    `views` of the image (section 3.5): "none" is the image alone; "mirror" adds its mirror image;
+    "mirror_shift" gives these two half of the weight, and the other half to both moved by one pixel
+    up and left, and down and right. The first layer is learnt like the others unless Whiten is
+    among the callbacks.
     """
 
     def __init__(
@@ -86,10 +89,12 @@ class WhitenedCNN(nn.Module):
 
     @torch.no_grad()
     def whiten(self, batches: Iterable[Tensor], eps: float = 5e-4) -> None:
-        """Set the first layer's filters so that its outputs on these batches of images are uncorrelated.
+        """Set the first layer's filters so that its outputs on these batches of images are
+        uncorrelated.
 
-        The filters are the eigenvectors of the second moments of the 2x2 patches, each divided by the root of
-        (its eigenvalue + `eps`), and their negatives (section 3.2). Processes that train together add up their moments.
+        The filters are the eigenvectors of the second moments of the 2x2 patches, each divided by
+        the root of (its eigenvalue + `eps`), and their negatives (section 3.2). Processes that
+        train together add up their moments.
         """
         weight = self.first.weight
         moments = torch.zeros(())
@@ -108,7 +113,9 @@ class WhitenedCNN(nn.Module):
 
 
 def convolution(inputs: int, outputs: int) -> nn.Conv2d:
-    """Make a 3x3 convolution that starts as the identity, as far as it has outputs (section 3.3)."""
+    """Make a 3x3 convolution that starts as the identity, as far as it has outputs (section
+    3.3).
+    """
     layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     nn.init.dirac_(layer.weight.data[:inputs])
     return layer
@@ -135,10 +142,11 @@ def weighted_views(images: Tensor, views: str) -> Iterator[tuple[float, Tensor]]
 
 
 class Whiten(Callback):
-    """Whiten the first layer of a WhitenedCNN with the first `images` training images, and freeze its filters.
+    """Whiten the first layer of a WhitenedCNN with the first `images` training images, and freeze
+    its filters.
 
-    Its bias is trained for `bias_epochs` epochs and then frozen too, so that backward stops behind that layer
-    (Jordan 2024, arXiv 2404.00498, section 3.2).
+    Its bias is trained for `bias_epochs` epochs and then frozen too, so that backward stops behind
+    that layer (Jordan 2024, arXiv 2404.00498, section 3.2).
     """
 
     def __init__(self, images: int = 5000, bias_epochs: float = 3) -> None:

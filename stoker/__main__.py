@@ -13,7 +13,8 @@ def main() -> None:
     stopping.listen()  # before anything that takes time
     from stoker.tasks.main import run
 
-    # Like `python -m`, find the modules of the folder that the command runs in, as in model._target_=mine.Net.
+    # Like `python -m`, find the modules of the folder that the command runs in, as in
+    # model._target_=mine.Net.
     if "" not in sys.path:
         sys.path.insert(0, "")
     run(START)

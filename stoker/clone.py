@@ -1,7 +1,8 @@
-"""In a clone the folders `trainer`, `models` and `data` are on the path too: make them the packages of stoker.
+"""In a clone the folders `trainer`, `models` and `data` are on the path too: make them the packages
+of stoker.
 
-Without this, `import trainer` in a clone would load a second copy of every class. In an installed package nothing
-imports this module.
+Without this, `import trainer` in a clone would load a second copy of every class. In an installed
+package nothing imports this module.
 """
 
 import importlib
@@ -15,7 +16,9 @@ from typing import ClassVar
 
 
 class Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `trainer.callbacks` as `stoker.trainer.callbacks`, for each package that `alias` was called with."""
+    """Finds `trainer.callbacks` as `stoker.trainer.callbacks`, for each package that `alias` was
+    called with.
+    """
 
     packages: ClassVar[set[str]] = set()
 

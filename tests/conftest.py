@@ -1,9 +1,12 @@
-"""What the tests of the Trainer share: small data, small models, and how two trainings are compared."""
+"""What the tests of the Trainer share: small data, small models, and how two trainings are
+compared.
+"""
 
 import functools
 import os
 
-# Two test processes share the cores: one thread each, or they would wait for each other. Before torch is imported.
+# Two test processes share the cores: one thread each, or they would wait for each other. Before
+# torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -15,7 +18,9 @@ from stoker.trainer import schedules
 
 
 def make_data(train=60, val=25, features=6, classes=3, dtype=torch.float32, seed=0):
-    """A Data with a train and a val split of random inputs (features,), and classes that can be learnt in part."""
+    """A Data with a train and a val split of random inputs (features,), and classes that can be
+    learnt in part.
+    """
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(train + val, features, generator=generator, dtype=dtype)
     targets = (
@@ -44,7 +49,9 @@ def make_model(features=6, classes=3, dropout=0.0, dtype=torch.float32, seed=0):
 
 
 def make_trainer(model=None, kind=Trainer, **settings):
-    """A Trainer with AdamW and a per-step cosine schedule on the CPU, unless the settings say otherwise."""
+    """A Trainer with AdamW and a per-step cosine schedule on the CPU, unless the settings say
+    otherwise.
+    """
     defaults = {
         "loss": torch.nn.CrossEntropyLoss(),
         "optimizer": functools.partial(torch.optim.AdamW, lr=1e-2),

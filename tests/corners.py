@@ -1,4 +1,5 @@
-"""Unusual trainings, each a function of the strategy: `corners.py STRATEGY FOLDER NAME...` does them as a rank.
+"""Unusual trainings, each a function of the strategy: `corners.py STRATEGY FOLDER NAME...` does
+them as a rank.
 
 What each gives, or the text of its UserError or TrainingError, is in FOLDER/NAME.RANK.
 """
@@ -114,7 +115,9 @@ class Centred(nn.Module):
 
 
 class Steep(nn.Module):
-    """The gradient of its last weight is too large for the scale of fp16, and that of no other one."""
+    """The gradient of its last weight is too large for the scale of fp16, and that of no other
+    one.
+    """
 
     def __init__(self):
         super().__init__()
@@ -232,7 +235,9 @@ def make(strategy, make_model=make_model, kind=Trainer, dtype=DOUBLE, block=2**2
 
 
 def trained(strategy, make_model=make_model, data=None, dtype=DOUBLE, loaders=loaders, **settings):
-    """The whole state after two epochs, and after two that were interrupted; and the last evaluation."""
+    """The whole state after two epochs, and after two that were interrupted; and the last
+    evaluation.
+    """
     data, states = data or small_data(dtype), []
     middle = {}
 
@@ -330,7 +335,9 @@ SAME = {
 
 
 def skipped_steps(strategy):
-    """(scale, rate) after each step in fp16, where only the last shard has a gradient that is too large."""
+    """(scale, rate) after each step in fp16, where only the last shard has a gradient that is too
+    large.
+    """
     watching = Watching(lambda trainer: [trainer.scaler.get_scale(), trainer.lr])
     with make(
         strategy, Steep, dtype=torch.float32, precision="fp16", callbacks=[watching]

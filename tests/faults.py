@@ -11,7 +11,9 @@ from stoker.trainer.errors import TrainingError, UserError
 
 
 class Fault(Callback):
-    """After `step`, `rank` does what `kind` says, once: in the first attempt of torchrun. -1: all ranks do."""
+    """After `step`, `rank` does what `kind` says, once: in the first attempt of torchrun. -1: all
+    ranks do.
+    """
 
     def __init__(self, kind, step, rank=1):
         self.kind, self.step, self.rank = kind, step, rank

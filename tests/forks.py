@@ -1,4 +1,6 @@
-"""Runs train.py in forks of one process that has imported it all, as one process or as ranks; sends them signals."""
+"""Runs train.py in forks of one process that has imported it all, as one process or as ranks; sends
+them signals.
+"""
 
 import atexit
 import contextlib
@@ -49,7 +51,10 @@ GRACE = 30  # seconds that the other ranks have where one has failed
 
 
 class Forks:
-    """The process that forks, as the tests see it; one run at a time. `distributed`: it has what ranks need."""
+    """The process that forks, as the tests see it; one run at a time.
+
+    `distributed`: it has what ranks need.
+    """
 
     def __init__(self, *paths, distributed=False, modules=()):
         path = os.pathsep.join(map(str, (*paths, TRAIN.parent)))
@@ -74,13 +79,13 @@ class Forks:
         )
 
     def run(self, folder, *arguments, signals=(), script=TRAIN, **limits):
-        """`python train.py ...` in `folder`: its pid, exit code (-9 for a kill), output, seconds, how many signals it
-        got, and whether a checkpoint was being written at its end.
+        """`python train.py ...` in `folder`: its pid, exit code (-9 for a kill), output, seconds,
+        how many signals it got, and whether a checkpoint was being written at its end.
 
-        Each of `signals` has a "signal" (its number) and is sent "delay" seconds after the one before it or the start;
-        with "watch", after so many files ("count", or 1) of that pattern have been seen in the folder since then; with
-        "group", to the process and its workers. `limits`: the most bytes of a "file"; "bound" by permissions as root
-        too.
+        Each of `signals` has a "signal" (its number) and is sent "delay" seconds after the one
+        before it or the start; with "watch", after so many files ("count", or 1) of that pattern
+        have been seen in the folder since then; with "group", to the process and its workers.
+        `limits`: the most bytes of a "file"; "bound" by permissions as root too.
         """
         done = self.ask(folder, script, arguments, [{}], ["out", "err"], signals, limits)
         done.pid, done.code, (done.out,), (done.err,) = (
@@ -92,11 +97,12 @@ class Forks:
         return done
 
     def ranks(self, folder, world, *arguments, signals=(), script=TRAIN, environment=()):
-        """`train.py ...` in `folder` as so many ranks of one machine, as torchrun starts them, but without its agent.
+        """`train.py ...` in `folder` as so many ranks of one machine, as torchrun starts them, but
+        without its agent.
 
-        As `run`, with `pids`, `codes`, `outs`, `errs` of all, and `late`: the ranks that had to be killed, since they
-        took too long or another one had failed. A signal goes to all, or to the one that it has as its "rank". Rank 0
-        is the host of the store.
+        As `run`, with `pids`, `codes`, `outs`, `errs` of all, and `late`: the ranks that had to be
+        killed, since they took too long or another one had failed. A signal goes to all, or to the
+        one that it has as its "rank". Rank 0 is the host of the store.
         """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -118,7 +124,9 @@ class Forks:
         return self.ask(folder, script, arguments, environments, names, signals, {})
 
     def ask(self, folder, script, arguments, environments, names, signals, limits):
-        """One job for the process that forks; `names` of the files for what is printed: first all out, then all err."""
+        """One job for the process that forks; `names` of the files for what is printed: first all
+        out, then all err.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         job = {
             "folder": str(folder),
@@ -258,7 +266,9 @@ def be_a_run(folder, script, arguments, environment, files, watched, file=None, 
 
 
 def leave(code):
-    """Ends a fork as Python does, but frees none of what it has from its parent: that takes 1.2 s of a run's 1.8."""
+    """Ends a fork as Python does, but frees none of what it has from its parent: that takes 1.2 s
+    of a run's 1.8.
+    """
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -284,7 +294,9 @@ def wait(children, start, until=lambda: False):
 
 
 def sign(folder, delay, signal, watch=None, count=1):
-    """A function that is true `delay` seconds from now, or from when `count` new files of a pattern were seen."""
+    """A function that is true `delay` seconds from now, or from when `count` new files of a pattern
+    were seen.
+    """
     before = set(glob.glob(watch, root_dir=folder)) if watch else ()
     seen, due = set(), None if watch else time.perf_counter() + delay
 

@@ -1,4 +1,6 @@
-"""What the tests of several processes run in each: a data set, Trainers and callbacks that write down, scripts."""
+"""What the tests of several processes run in each: a data set, Trainers and callbacks that write
+down, scripts.
+"""
 
 import functools
 import json
@@ -49,7 +51,9 @@ def double_cnn(in_shape, num_classes):
 
 
 class Recording(Trainer):
-    """Writes the number of each step and of the samples in its batch to `given.<rank>`, a line a step."""
+    """Writes the number of each step and of the samples in its batch to `given.<rank>`, a line a
+    step.
+    """
 
     def train_step(self, batch):
         numbers = (batch[0][:, 0] * 100).round().int().tolist()
@@ -68,7 +72,9 @@ class Penalised(Recording):
 
 
 class Scaled(Recording):
-    """Its fp16 scaler begins so high that the first steps are skipped, and changes its scale every second step."""
+    """Its fp16 scaler begins so high that the first steps are skipped, and changes its scale every
+    second step.
+    """
 
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
@@ -168,7 +174,9 @@ def evaluate(strategy):
 
 
 def plain(strategy):
-    """A fit as in a notebook, on DataLoaders as everybody writes them; one run is cut off and continued."""
+    """A fit as in a notebook, on DataLoaders as everybody writes them; one run is cut off and
+    continued.
+    """
     data = numbered()
     train, val = (TensorDataset(*part.tensors()) for part in (data.train, data.val))
     loaders = DataLoader(train, batch_size=10, shuffle=True), DataLoader(val, batch_size=9)

@@ -1,4 +1,6 @@
-"""A callback that leaves marks in the working directory, by which a test sees where a run is, and holds it there."""
+"""A callback that leaves marks in the working directory, by which a test sees where a run is, and
+holds it there.
+"""
 
 import time
 from pathlib import Path
@@ -7,7 +9,8 @@ from stoker.trainer.callbacks import Callback
 
 
 class Marks(Callback):
-    """`steps` has a line for the fit's beginning and for each step; `evaluating.<step>` is there during an evaluation.
+    """`steps` has a line for the fit's beginning and for each step; `evaluating.<step>` is there
+    during an evaluation.
 
     Where there is a file `hold.<step>`, the evaluation waits until it is gone.
     """

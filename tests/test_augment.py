@@ -1,4 +1,6 @@
-"""The fused augmentation against one written pixel by pixel; mixing; Beta draws; and what is refused."""
+"""The fused augmentation against one written pixel by pixel; mixing; Beta draws; and what is
+refused.
+"""
 
 import math
 
@@ -14,7 +16,9 @@ def generator(seed=0):
 
 
 def reference(inputs, spec, seed):
-    """The same draws in the same order, then the four operations one after the other on each sample."""
+    """The same draws in the same order, then the four operations one after the other on each
+    sample.
+    """
     g, n, (height, width) = generator(seed), len(inputs), inputs.shape[2:]
 
     def draw(low, high):
@@ -146,7 +150,9 @@ def test_mixup_mixes_inputs_and_targets_by_one_share(dtype):
 
 
 def test_cutmix_shares_are_the_areas():
-    """With image i filled by i and class i, each output's mean has to be the expectation of its soft targets."""
+    """With image i filled by i and class i, each output's mean has to be the expectation of its
+    soft targets.
+    """
     inputs, targets = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 2, 9, 12), torch.arange(6)
     pasted = 0
     for seed in range(30):

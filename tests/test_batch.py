@@ -1,4 +1,6 @@
-"""Every kind of nesting walks, is measured and is cut, and the cut pieces put together are the batch."""
+"""Every kind of nesting walks, is measured and is cut, and the cut pieces put together are the
+batch.
+"""
 
 import collections
 import copy

@@ -23,7 +23,9 @@ RUN = Path(run.__file__)
 
 @pytest.fixture
 def mnist(tmp_path, monkeypatch):
-    """Files in MNIST's format, of 700 + 200 images that can be learnt; DATA_ROOT is where they are."""
+    """Files in MNIST's format, of 700 + 200 images that can be learnt; DATA_ROOT is where they
+    are.
+    """
     generator = torch.Generator().manual_seed(0)
     patterns = torch.randint(0, 200, (10, 28, 28), generator=generator)
     folder = tmp_path / "MNIST" / "raw"
@@ -73,7 +75,10 @@ def bare_on_our_batches(job, clock):
 
 
 def distance(weights, others):
-    """Euclidean. Not by element: Adam divides by the gradient's size, so that rounding counts where that is tiny."""
+    """Euclidean.
+
+    Not by element: Adam divides by the gradient's size, so that rounding counts where that is tiny.
+    """
     return sum((weights[name] - others[name]).square().sum().item() for name in weights) ** 0.5
 
 

@@ -1,4 +1,6 @@
-"""The cache of decoded images: the same pixels with and without it, and nothing in it is believed unseen."""
+"""The cache of decoded images: the same pixels with and without it, and nothing in it is believed
+unseen.
+"""
 
 import json
 import logging
@@ -289,7 +291,9 @@ def test_a_process_without_the_cache_decodes(folder):
 
 
 def epochs(train, count=3):
-    """All batches of so many epochs, of the first one only from the third batch on, as after a resume."""
+    """All batches of so many epochs, of the first one only from the third batch on, as after a
+    resume.
+    """
     train.seek(0, 2)
     return [list(train) for _ in range(count)]
 
@@ -366,7 +370,9 @@ def test_streamed_while_it_is_decoded_and_resident_from_then_on(folder, monkeypa
 
 
 def test_by_blocks(folder, monkeypatch):
-    """Large data is read by blocks of neighbours in the cache; the order knows of no cache and no memory."""
+    """Large data is read by blocks of neighbours in the cache; the order knows of no cache and no
+    memory.
+    """
     monkeypatch.setattr(images, "LARGE", 1000)
     monkeypatch.setattr(images, "BLOCK", 4 * 90)
     monkeypatch.setattr(loader, "WINDOW", 2)

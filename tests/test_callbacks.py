@@ -35,7 +35,9 @@ def loaders(batch_size=8, **options):
 
 
 class Feed(Callback):
-    """Adds a number of the test's choice to each validation row, so that what watches it is told what to see."""
+    """Adds a number of the test's choice to each validation row, so that what watches it is told
+    what to see.
+    """
 
     def __init__(self, values, name="val/score"):
         self.values, self.name = iter(values), name
@@ -51,7 +53,9 @@ class Score(Accuracy):
 
 
 def scored(values, *callbacks, **settings):
-    """A fitted trainer with an evaluation after each of 3 * 8 steps whose val/score is what `values` says."""
+    """A fitted trainer with an evaluation after each of 3 * 8 steps whose val/score is what
+    `values` says.
+    """
     trainer = make_trainer(
         metrics={"score": Score()}, callbacks=[Feed(values), *callbacks], eval_every=1, **settings
     )
@@ -131,7 +135,9 @@ def test_ema_is_taken_back_when_an_evaluation_fails():
 
 
 class Seen(Callback):
-    """Keeps a copy of the weights and statistics after each step, as they are at its place in the list."""
+    """Keeps a copy of the weights and statistics after each step, as they are at its place in the
+    list.
+    """
 
     def __init__(self):
         self.states = []
@@ -299,7 +305,9 @@ class Times(torch.nn.Module):
 
 
 def test_a_gradient_that_overflows_where_the_loss_is_finite_is_seen():
-    """Its squares have no sum in float32, and clipped by an infinite norm it is 0: nothing would ever be learnt."""
+    """Its squares have no sum in float32, and clipped by an infinite norm it is 0: nothing would
+    ever be learnt.
+    """
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     trainer = make_trainer(
         Times(1e30), callbacks=[NaNGuard()], max_grad_norm=1.0, log_every=3, optimizer=optimizer
@@ -421,7 +429,9 @@ def test_auto_watches_what_there_is(metrics, val, name, sign):
 
 
 def test_of_the_training_loss_the_mean_over_an_epoch_counts(tmp_path):
-    """Its rows are of 3, 3 and 2 batches, the last of which has 4 samples; a resume from any step comes to the same."""
+    """Its rows are of 3, 3 and 2 batches, the last of which has 4 samples; a resume from any step
+    comes to the same.
+    """
 
     class Rise(Callback):
         def on_epoch_end(self, trainer):  # epoch 2 is the best, and no row of it
@@ -637,7 +647,9 @@ def schedule_constant(optimizer, total_steps):
 
 
 class Breaks(Callback):
-    """Interrupts the training in the evaluation after step `at`; `dies` is a kill after this step, before the rest."""
+    """Interrupts the training in the evaluation after step `at`; `dies` is a kill after this step,
+    before the rest.
+    """
 
     def __init__(self, at=None, dies=None):
         self.at, self.dies = at, dies
@@ -668,7 +680,9 @@ def rows_of(path):
 
 
 def test_an_evaluation_that_is_done_anew_gives_the_same_row_once(tmp_path):
-    """Stopped in the evaluation after step 6; killed after step 7, before a checkpoint has the row of the step."""
+    """Stopped in the evaluation after step 6; killed after step 7, before a checkpoint has the row
+    of the step.
+    """
 
     def fit(folder, resume=None, **breaks):
         file = tmp_path / folder

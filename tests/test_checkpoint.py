@@ -1,4 +1,6 @@
-"""What is saved comes back bit for bit, damage is refused, and a save that is killed leaves the old file as it was."""
+"""What is saved comes back bit for bit, damage is refused, and a save that is killed leaves the old
+file as it was.
+"""
 
 import collections
 import errno
@@ -27,7 +29,9 @@ DTYPES = [*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint
 
 
 def equal(first, second):
-    """Whether two states are the same to the bit: types, keys in their order, nan equal to itself."""
+    """Whether two states are the same to the bit: types, keys in their order, nan equal to
+    itself.
+    """
     if isinstance(first, torch.Tensor):
         same = (
             isinstance(second, torch.Tensor)
@@ -330,7 +334,9 @@ def assert_refused(path, contents, what):
 
 @pytest.fixture
 def two(tmp_path, small, caplog):
-    """A function: where the newer of two checkpoints is these bytes, one warning names both, and the older is used."""
+    """A function: where the newer of two checkpoints is these bytes, one warning names both, and
+    the older is used.
+    """
     save(path_of(tmp_path, 1), {"step": 1, "callbacks": {}, "x": torch.ones(3)})
     before, after = path_of(tmp_path, 1), path_of(tmp_path, 2)
 
@@ -357,7 +363,9 @@ def test_every_truncation_is_seen_and_the_one_before_is_used(two, small):
 
 
 def test_every_flipped_bit_is_seen_and_the_one_before_is_used(two, small, large):
-    """Of the header's length all 64 bits, of its padding all, and of its JSON and of the tensors some."""
+    """Of the header's length all 64 bits, of its padding all, and of its JSON and of the tensors
+    some.
+    """
     header = 8 + int.from_bytes(small[:8], "little")
     padding = range(8 * len(small[:header].rstrip(b" ")), 8 * header)
     draw, many = random.Random(0), 10 if large else 1

@@ -1,4 +1,6 @@
-"""What is typed and what comes of it: mistakes, runs that repeat themselves, sweeps, resumes, and every config."""
+"""What is typed and what comes of it: mistakes, runs that repeat themselves, sweeps, resumes, and
+every config.
+"""
 
 import concurrent.futures
 import inspect
@@ -30,7 +32,8 @@ from stoker.trainer.errors import UserError
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 TRAIN = str(ROOT / "train.py")
-# One thread: sums have one order, and two runs fit beside each other. No GPU: what is expected is what a CPU gives.
+# One thread: sums have one order, and two runs fit beside each other. No GPU: what is expected is
+# what a CPU gives.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -39,7 +42,9 @@ PATIENCE = 300  # seconds for one command: for a hang, no limit to be near to
 
 
 def run(folder, *arguments, python=(TRAIN,), patience=PATIENCE, **environment):
-    """`python train.py ...` in `folder`: its exit code, its output, and what lies in the folder afterwards."""
+    """`python train.py ...` in `folder`: its exit code, its output, and what lies in the folder
+    afterwards.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, *python, *arguments]
     done = subprocess.run(
@@ -461,7 +466,8 @@ LATE = [
     ("+metrics.a=3", "error: metrics.a: this needs a _target_", "Type metrics.a._target_=..."),
 ]
 
-# One process imports what each command needs, and a fork of it answers each, two at a time: 0.5 s each and not 2.
+# One process imports what each command needs, and a fork of it answers each, two at a time: 0.5 s
+# each and not 2.
 FORKS = """
     import atexit, gc, importlib, json, os, runpy, sys
     train, commands = sys.argv[1], json.load(open(sys.argv[2]))
@@ -500,7 +506,9 @@ FORKS = """
 
 @pytest.fixture(scope="module")
 def no_torch(tmp_path_factory):
-    """A folder for PYTHONPATH whose torch cannot be imported: with it, what is answered is answered without torch."""
+    """A folder for PYTHONPATH whose torch cannot be imported: with it, what is answered is answered
+    without torch.
+    """
     folder = tmp_path_factory.mktemp("no_torch")
     for name in ("torch", "torchvision", "numpy"):
         (folder / f"{name}.py").write_text(
@@ -516,7 +524,9 @@ def answers(folder, table, *modules, **environment):
 
 
 def forked(folder, commands, *modules, **environment):
-    """What came of each command (a list of arguments), run in a folder of its own, folder/0, folder/1, ..."""
+    """What came of each command (a list of arguments), run in a folder of its own, folder/0,
+    folder/1, ...
+    """
     if not hasattr(os, "fork"):
         pytest.skip("os.fork is not on this platform")
     commands = [(str(folder / str(i)), arguments) for i, arguments in enumerate(commands)]
@@ -639,7 +649,9 @@ MODULES = """
 
 @pytest.fixture(scope="module")
 def default(tmp_path_factory):
-    """The default run, beside it the same with a name, whose modules are listed; then what is asked of them."""
+    """The default run, beside it the same with a name, whose modules are listed; then what is asked
+    of them.
+    """
     folder = tmp_path_factory.mktemp("default")
     wrapper = ("-c", textwrap.dedent(MODULES), str(folder / "modules.json"), TRAIN)
     first, second = at_once(
@@ -786,7 +798,9 @@ def test_evaluate_gives_the_same_numbers_to_the_last_digit(default):
 
 
 def test_a_finished_run_continues_to_the_same_result(default):
-    """Nothing is left to train, so the result and the rows are what they were; only clocks and memory may differ."""
+    """Nothing is left to train, so the result and the rows are what they were; only clocks and
+    memory may differ.
+    """
     assert (
         default.continued.code == 0
         and default.continued.err == ""
@@ -993,7 +1007,9 @@ LONG += (
 
 @pytest.mark.skipif(os.name != "posix", reason="sends itself a SIGINT")
 def test_ctrl_c_and_the_same_command_again_end_where_the_whole_run_ends(tmp_path):
-    """The signal that Ctrl-C sends, in the middle of an epoch, between two checkpoints: always at the same step."""
+    """The signal that Ctrl-C sends, in the middle of an epoch, between two checkpoints: always at
+    the same step.
+    """
     (tmp_path / "press.py").write_text(PRESS, encoding="utf-8")
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "pressed").touch()  # so that nothing is pressed there
@@ -1058,7 +1074,9 @@ def compose():
 
 
 def trained(compose, tmp_path, *overrides):
-    """What was built, after two steps on 200 made-up samples (or what the overrides say), and an evaluation."""
+    """What was built, after two steps on 200 made-up samples (or what the overrides say), and an
+    evaluation.
+    """
     cfg = compose(
         "max_steps=2",
         "batch_size=32",
@@ -1211,7 +1229,10 @@ def nodes(config, name=""):
     ("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS]
 )
 def test_the_keys_are_the_constructors_arguments(group, option):
-    """All of them for what is ours; for torch's some of them. What the run itself hands over is not among them."""
+    """All of them for what is ours; for torch's some of them.
+
+    What the run itself hands over is not among them.
+    """
     config = OmegaConf.to_container(
         OmegaConf.load(CONFIGS / group / f"{option}.yaml"), resolve=False
     )
@@ -1261,9 +1282,11 @@ def test_the_trainers_settings_are_top_level_keys():
     ids=lambda path: path.stem,
 )
 def test_every_key_has_a_comment(path):
-    """At the end of its line. Not so: _target_ and _partial_, which are Hydra's; a key that only passes another on
-    (${...}), which has the comment; a key that opens a group; a callback on one line, whose class says it; the block
-    for Hydra. Each file of a group begins with what it is.
+    """At the end of its line.
+
+    Not so: _target_ and _partial_, which are Hydra's; a key that only passes another on (${...}),
+    which has the comment; a key that opens a group; a callback on one line, whose class says it;
+    the block for Hydra. Each file of a group begins with what it is.
     """
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# ")

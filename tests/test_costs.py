@@ -1,4 +1,6 @@
-"""What a step costs, in things that can be counted: Python calls, operators, host syncs, reads of the data, imports."""
+"""What a step costs, in things that can be counted: Python calls, operators, host syncs, reads of
+the data, imports.
+"""
 
 import functools
 import inspect

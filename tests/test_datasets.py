@@ -1,4 +1,6 @@
-"""Every data set: its parts are disjoint, complete and stratified, and each mistake has its answer."""
+"""Every data set: its parts are disjoint, complete and stratified, and each mistake has its
+answer.
+"""
 
 import math
 import os
@@ -449,7 +451,9 @@ def test_synthetic_mistakes_name_their_key(options):
 
 
 def test_every_config_is_its_constructor():
-    """The keys and values of configs/dataset/NAME.yaml are the arguments and defaults of the function NAME."""
+    """The keys and values of configs/dataset/NAME.yaml are the arguments and defaults of the
+    function NAME.
+    """
     import inspect
 
     from omegaconf import OmegaConf

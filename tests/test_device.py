@@ -1,4 +1,6 @@
-"""Devices, precisions, seeds, fused optimizers; what is said of a wrong device; backends stay in one file."""
+"""Devices, precisions, seeds, fused optimizers; what is said of a wrong device; backends stay in
+one file.
+"""
 
 import ast
 import functools
@@ -472,9 +474,11 @@ def docstrings(tree):
 
 
 def backend_names(tree):
-    """The lines that know a backend: an attribute or a name such as `torch.cuda`, or a string with "cuda" in it.
+    """The lines that know a backend: an attribute or a name such as `torch.cuda`, or a string with
+    "cuda" in it.
 
-    Not so: docstrings, and strings that are only shown: those inside a `raise`, and the help's example commands.
+    Not so: docstrings, and strings that are only shown: those inside a `raise`, and the help's
+        example commands.
     """
     shown = docstrings(tree)
     for node in ast.walk(tree):
@@ -514,7 +518,8 @@ def test_the_sources_are_all_looked_at():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_only_device_py_knows_a_backend(path):
     lines = list(backend_names(ast.parse(path.read_text(encoding="utf-8"))))
-    # settings.py has their names, and nothing else of them: a misspelled device is answered before torch is imported.
+    # settings.py has their names, and nothing else of them: a misspelled device is answered before
+    # torch is imported.
     knows = path.relative_to(ROOT).as_posix() in ("trainer/device.py", "trainer/settings.py")
     assert (lines == []) != knows
 

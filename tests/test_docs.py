@@ -1,4 +1,6 @@
-"""The site: it is built without a warning and without the network, knows every module, and its commands are real."""
+"""The site: it is built without a warning and without the network, knows every module, and its
+commands are real.
+"""
 
 import ast
 import importlib.util
@@ -34,7 +36,9 @@ CHROMIUM = next(
 
 
 def commands(text):
-    """The `python ...` commands of a text, each a list of words without `python`; a backslash ends no line."""
+    """The `python ...` commands of a text, each a list of words without `python`; a backslash ends
+    no line.
+    """
     lines = re.sub(r"\\\n\s*", " ", text).splitlines()
     lines = [line.strip() for line in lines if re.match(r"\s*python (train\.py|-m) ", line)]
     return [shlex.split(line, comments=True)[1:] for line in lines]
@@ -174,7 +178,10 @@ def test_pages_and_a_search_open_from_the_disk_without_an_error(site, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
 def test_each_command_of_a_page_is_understood(page, monkeypatch):
-    """Composed, and nothing is trained. What a page includes from examples/ is that folder's to test."""
+    """Composed, and nothing is trained.
+
+    What a page includes from examples/ is that folder's to test.
+    """
     monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py")])  # beside which the groups lie
     for command in commands(page.read_text(encoding="utf-8")):
         if command[0] == "train.py" and "--help" not in command:
@@ -193,7 +200,9 @@ def test_each_command_of_a_page_is_understood(page, monkeypatch):
 
 
 def python_of(page):
-    """The blocks of Python of a page, one after the other, as somebody who reads it would type them."""
+    """The blocks of Python of a page, one after the other, as somebody who reads it would type
+    them.
+    """
     return "\n".join(
         re.findall(
             r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
@@ -220,7 +229,9 @@ def test_the_python_of_a_page_runs(page, tmp_path):
 
 @pytest.mark.slow
 def test_what_comes_after_a_training_is_as_its_page_says(forks, tmp_path):
-    """Its commands for runs/mine, then its Python: what is exported and served answers as the test says."""
+    """Its commands for runs/mine, then its Python: what is exported and served answers as the test
+    says.
+    """
     for name in ("onnxruntime", "onnxscript"):
         pytest.importorskip(name)
     text, images = AFTER.read_text(encoding="utf-8"), datasets.digits().test.inputs

@@ -1,4 +1,6 @@
-"""The doctor: what it finds in networks that cannot learn, what it says of those that can, and that it changes none."""
+"""The doctor: what it finds in networks that cannot learn, what it says of those that can, and that
+it changes none.
+"""
 
 import functools
 from types import SimpleNamespace

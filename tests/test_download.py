@@ -1,4 +1,6 @@
-"""Downloads from a server on this machine: what is right arrives whole, and nothing else arrives."""
+"""Downloads from a server on this machine: what is right arrives whole, and nothing else
+arrives.
+"""
 
 import gzip
 import hashlib

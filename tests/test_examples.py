@@ -58,7 +58,9 @@ def test_each_example_is_short_and_shows_its_command(file):
 
 
 def expected(file, number):
-    """(name, value) of "Expect test/acc 0.978 and 0.722" for the command of this number; None where nothing is said."""
+    """(name, value) of "Expect test/acc 0.978 and 0.722" for the command of this number; None where
+    nothing is said.
+    """
     found = re.search(
         r"^Expect (test/\w+) ([\d.]+)(?: and ([\d.]+))?",
         file.read_text(encoding="utf-8"),
@@ -337,7 +339,9 @@ def test_fine_tuning_leaves_the_body_alone_for_an_epoch_and_then_trains_it_slowl
 
 
 def test_the_command_for_fine_tuning_takes_a_folder_of_images(forks, tmp_path):
-    """As it is typed, but for the weights, which would be fetched, and the sizes of the images and of the body."""
+    """As it is typed, but for the weights, which would be fetched, and the sizes of the images and
+    of the body.
+    """
     for i in range(30):
         folder = tmp_path / "images" / ("bright" if i % 2 else "dark")
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""Exported models: what another program computes from them is what the model itself does, or nothing is left."""
+"""Exported models: what another program computes from them is what the model itself does, or
+nothing is left.
+"""
 
 import importlib.util
 import json

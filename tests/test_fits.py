@@ -1,4 +1,6 @@
-"""Random numbers and orders of one fit and of the next: equal runs are equal, and no fit repeats another."""
+"""Random numbers and orders of one fit and of the next: equal runs are equal, and no fit repeats
+another.
+"""
 
 import functools
 import gc
@@ -18,7 +20,9 @@ from stoker.trainer.callbacks import Callback, Checkpoint
 
 @pytest.fixture(autouse=True, scope="module")
 def little_garbage():
-    """The end of each fit collects garbage, which takes as long as the fit where all that was imported is looked at."""
+    """The end of each fit collects garbage, which takes as long as the fit where all that was
+    imported is looked at.
+    """
     gc.freeze()
     yield
     gc.unfreeze()

@@ -10,7 +10,8 @@ from stoker.trainer.trainer import Trainer
 def test_the_flops_of_linear_layers_are_two_for_each_weight_and_product():
     weights = (20 * 30, 30 * 7)
     model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 7))
-    # Forward, the gradient of each weight, and that of each input but the first layer's, which nobody asks for.
+    # Forward, the gradient of each weight, and that of each input but the first layer's, which
+    # nobody asks for.
     assert flops.per_sample(model, (20,)) == 2 * sum(weights) + 2 * sum(weights) + 2 * weights[1]
 
 

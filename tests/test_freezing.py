@@ -1,4 +1,6 @@
-"""Weights that are frozen and trained again in a fit: as in plain torch, and the same in every file."""
+"""Weights that are frozen and trained again in a fit: as in plain torch, and the same in every
+file.
+"""
 
 import copy
 import functools

@@ -108,7 +108,9 @@ def test_no_step_waits_for_the_gpu(precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_captured_steps_are_eager_steps_to_the_bit(precision):
-    """With dropout, clipping, micro-batches, EMA, a schedule and a ragged last batch in each epoch."""
+    """With dropout, clipping, micro-batches, EMA, a schedule and a ragged last batch in each
+    epoch.
+    """
     devices.choose_kernels(torch.device("cuda"), deterministic=True)
     results = []
     for compile in (False, "graph"):
@@ -223,7 +225,9 @@ def test_data_parallel_gives_what_one_gpu_gives():
 
 @pytest.mark.parametrize(("wait", "least", "most"), [(0.0, 0.0, 0.1), (0.04, 0.4, 0.9)])
 def test_the_split_of_time_is_the_gpu_s_own_and_not_that_of_the_queue(wait, least, most):
-    """Python is far ahead of large products, which are not its waiting; a loader that is slower than they are is."""
+    """Python is far ahead of large products, which are not its waiting; a loader that is slower
+    than they are is.
+    """
 
     class Slow:
         batch_size = 8
@@ -258,7 +262,9 @@ def test_the_split_of_time_is_the_gpu_s_own_and_not_that_of_the_queue(wait, leas
 @two_gpus
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_gpus_train_what_one_does(tmp_path, strategy):
-    """With NCCL, the statistics of BatchNorm over both, accumulation, clipping, EMA, and an exact resume."""
+    """With NCCL, the statistics of BatchNorm over both, accumulation, clipping, EMA, and an exact
+    resume.
+    """
     job = [
         "model=cnn",
         "model.channels=[8,16]",

@@ -1,4 +1,6 @@
-"""Captured steps equal eager ones to the bit; here by a recorder that does the work again, on a GPU by CUDA graphs."""
+"""Captured steps equal eager ones to the bit; here by a recorder that does the work again, on a GPU
+by CUDA graphs.
+"""
 
 import copy
 import functools
@@ -20,7 +22,10 @@ from stoker.trainer.steps import GraphStep, captures
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Stands in for CUDA: a replay does the work once more, on the memory of the recording. Gives the recordings."""
+    """Stands in for CUDA: a replay does the work once more, on the memory of the recording.
+
+    Gives the recordings.
+    """
     recordings = []
 
     def record(work, batch, device):
@@ -73,7 +78,8 @@ def test_captured_equals_eager(recorded, optimizer):
     )
     for name in ("model", "callbacks", "scheduler", "step"):
         assert_same(captured[name], eager[name], name)
-    # Whole batches with and without the bias, ragged ones without; one of those with it came but once.
+    # Whole batches with and without the bias, ragged ones without; one of those with it came but
+    # once.
     assert len(recorded) == len(trainer.special_step.captured.graphs) == 3 and {
         len(batch[0]) for batch in recorded
     } == {8, 4}

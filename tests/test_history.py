@@ -1,4 +1,6 @@
-"""The rows that `fit` returns, numbers of your own in them, metrics of training batches, and rates."""
+"""The rows that `fit` returns, numbers of your own in them, metrics of training batches, and
+rates.
+"""
 
 import functools
 import gc
@@ -27,7 +29,9 @@ def loaders(data=None):
 
 @pytest.fixture(autouse=True, scope="module")
 def little_garbage():
-    """The end of each fit collects garbage, which takes as long as the fit where all that was imported is looked at."""
+    """The end of each fit collects garbage, which takes as long as the fit where all that was
+    imported is looked at.
+    """
     gc.freeze()
     yield
     gc.unfreeze()

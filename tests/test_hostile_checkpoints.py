@@ -1,4 +1,6 @@
-"""Checkpoint files that somebody made on purpose: no code of theirs runs, none costs time or memory, none is used."""
+"""Checkpoint files that somebody made on purpose: no code of theirs runs, none costs time or
+memory, none is used.
+"""
 
 import json
 import os
@@ -30,7 +32,9 @@ class Canary:
 
 
 def signed(path, tree, tensors=(), **changes):
-    """A file with a right SHA-256 over whatever is in it: who wants to deceive computes it as well."""
+    """A file with a right SHA-256 over whatever is in it: who wants to deceive computes it as
+    well.
+    """
     tree, tensors = (
         tree if isinstance(tree, str) else json.dumps(tree),
         dict(tensors) or {"x": torch.zeros(1)},
@@ -157,7 +161,8 @@ HOSTILE = {
     "a link to elsewhere": lambda path: path.symlink_to("/etc/passwd"),
 }
 
-# Its memory is bounded, beside what it has to begin with, and its time. What it finds goes out as JSON.
+# Its memory is bounded, beside what it has to begin with, and its time. What it finds goes out as
+# JSON.
 SCRIPT = """
     import json, logging, os, resource, signal, sys
     from stoker.trainer import checkpoint
@@ -191,7 +196,9 @@ SCRIPT = """
 
 
 def escaped(path):
-    """The same JSON string with its marks written as \\u005b and the like, which nobody counts before it is parsed."""
+    """The same JSON string with its marks written as \\u005b and the like, which nobody counts
+    before it is parsed.
+    """
     signed(path, "[" + "[]," * 10**6 + "1]")
     contents = path.read_bytes()
     length = struct.unpack("<Q", contents[:8])[0]

@@ -1,4 +1,6 @@
-"""Data sets that mean harm: no code of theirs runs, nothing waits for ever, nothing outside is touched."""
+"""Data sets that mean harm: no code of theirs runs, nothing waits for ever, nothing outside is
+touched.
+"""
 
 import gzip
 import os
@@ -31,7 +33,9 @@ class Boom:
 
 @pytest.fixture
 def place(tmp_path):
-    """A folder for a hostile data set; beside it nothing may appear or change, and it all takes a few seconds."""
+    """A folder for a hostile data set; beside it nothing may appear or change, and it all takes a
+    few seconds.
+    """
     folder, keep = tmp_path / "data", tmp_path / "keep.txt"
     folder.mkdir()
     keep.write_text("mine")
@@ -48,7 +52,9 @@ def place(tmp_path):
 
 
 def refused(words, call):
-    """Whether the call is a UserError of one to three lines that no terminal could take for commands."""
+    """Whether the call is a UserError of one to three lines that no terminal could take for
+    commands.
+    """
     with pytest.raises(UserError, match=words) as caught:
         call()
     message = str(caught.value)

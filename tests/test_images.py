@@ -1,4 +1,6 @@
-"""Image folders: every file is in one part, its pixels are torchvision's, and each mistake has its answer."""
+"""Image folders: every file is in one part, its pixels are torchvision's, and each mistake has its
+answer.
+"""
 
 import os
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""A trained model after its run: what is loaded, evaluated elsewhere and applied to files is what was tested."""
+"""A trained model after its run: what is loaded, evaluated elsewhere and applied to files is what
+was tested.
+"""
 
 import csv
 import functools
@@ -192,7 +194,9 @@ def raw_test_inputs(runs, name):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_what_is_loaded_is_what_was_tested(runs, name):
-    """The same outputs, bit for bit, as the Trainer's on the data set's own test part, and the result of the run."""
+    """The same outputs, bit for bit, as the Trainer's on the data set's own test part, and the
+    result of the run.
+    """
     model, data = package.load(runs / name), in_place(runs, name)
     outputs = model(raw_test_inputs(runs, name))
     assert not model.training and not outputs.requires_grad
@@ -445,7 +449,9 @@ def test_images_of_another_size_are_resized(forks, runs, tmp_path):
 
 
 def test_the_rows_of_a_table_get_the_trainers_own_predictions(forks, runs):
-    """Whatever else is in the file, with and without the target; the numbers are of the data's own units."""
+    """Whatever else is in the file, with and without the target; the numbers are of the data's own
+    units.
+    """
     data = in_place(runs, "prices")
     model = package.load(runs / "prices")
     rows = list(houses(300))
@@ -662,7 +668,9 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
 
 
 def test_no_file_that_is_there_is_replaced(forks, runs):
-    """The input, another table, a run's own files; but a run is exported again into its own place."""
+    """The input, another table, a run's own files; but a run is exported again into its own
+    place.
+    """
     best = next(iter((runs / "prices" / "checkpoints").iterdir()))
     (runs / "new.md").write_text("of before")
     outputs = {
@@ -815,7 +823,9 @@ def test_the_parts_of_its_own_data(forks, runs):
 def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(
     forks, runs, tmp_path, size
 ):
-    """Two of the three classes, which are others' numbers there, brighter: as the model itself sees them."""
+    """Two of the three classes, which are others' numbers there, brighter: as the model itself sees
+    them.
+    """
     from stoker.data.images import decode_image
 
     write_images(tmp_path / "two", ("cat", "dog"), size=size, seed=1, bright=20)
@@ -842,7 +852,9 @@ def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(
 def test_a_renamed_copy_of_the_images_that_is_in_order_again_gives_the_same_numbers(
     forks, runs, tmp_path
 ):
-    """A copy with the same names is the same data, to the last digit; so is one as another data set."""
+    """A copy with the same names is the same data, to the last digit; so is one as another data
+    set.
+    """
     shutil.copytree(runs / "images", tmp_path / "copy")
     expected = evaluated(forks, runs, "run=folder")
     assert evaluated(forks, runs, "run=folder", f"dataset.root={tmp_path / 'copy'}") == expected
@@ -885,7 +897,9 @@ def test_another_table_is_read_by_the_columns_and_units_of_the_run(forks, runs, 
 
 
 def test_any_number_of_rows_of_any_classes_can_be_evaluated(forks, runs, tmp_path):
-    """Fewer than a batch of the training, all of one class, without a column that the training has ignored."""
+    """Fewer than a batch of the training, all of one class, without a column that the training has
+    ignored.
+    """
     rows = [row for row in houses(100, seed=7) if row["grade"] == "high"][:9]
     write_table(tmp_path / "few.csv", rows, ("age", "town", "size", "grade", "price"))
     every = (f"dataset.path={tmp_path / 'few.csv'}", "split=all")

@@ -120,7 +120,9 @@ def test_files_that_fit_nothing_or_are_none_are_explained(trained, tmp_path):
 
 @pytest.fixture
 def built():
-    """A function from overrides to the weights that a run begins with, and the lines that are printed."""
+    """A function from overrides to the weights that a run begins with, and the lines that are
+    printed.
+    """
 
     def weights(*overrides, resumes=False):
         options = ["dataset=synthetic", "device=cpu", "model.hidden=[16]", "run_dir=x", *overrides]

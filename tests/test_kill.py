@@ -1,6 +1,8 @@
-"""Real processes, killed at any moment or hindered, and continued by the same command, end as if nothing had been.
+"""Real processes, killed at any moment or hindered, and continued by the same command, end as if
+nothing had been.
 
-`pytest --large -n 0 tests/test_kill.py` kills 500 times, interrupts 100 times and says so; KILL_SEED=N: other moments.
+`pytest --large -n 0 tests/test_kill.py` kills 500 times, interrupts 100 times and says so;
+KILL_SEED=N: other moments.
 """
 
 import collections
@@ -24,8 +26,9 @@ from stoker.trainer import checkpoint
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 
 SEED = int(os.environ.get("KILL_SEED", "0"))
-# All that has a state: dropout, augmentation, a schedule a step, micro-batches, EMA, patience, evaluations within the
-# epoch, a ragged last batch (of 12); 2.7 MB of it, so that a write takes some milliseconds.
+# All that has a state: dropout, augmentation, a schedule a step, micro-batches, EMA, patience,
+# evaluations within the epoch, a ragged last batch (of 12); 2.7 MB of it, so that a write takes
+# some milliseconds.
 JOB = ["dataset=synthetic", "dataset.n=380", "dataset.in_shape=[1,8,8]", "run_dir=run"]
 JOB += [
     "dataset.augment=[flip,{crop: 2},{mixup: 0.2}]",
@@ -108,7 +111,9 @@ def assert_continues(forks, folder, whole, *arguments):
 
 
 def moment_of_a_kill(draw, seconds, writing):
-    """When to kill: while a checkpoint is being written, or at any moment, the first ones and the last ones often."""
+    """When to kill: while a checkpoint is being written, or at any moment, the first ones and the
+    last ones often.
+    """
     if writing:
         return {
             "watch": PART,
@@ -169,14 +174,17 @@ def moment_of_a_signal(draw, seconds):
 
 
 def assert_interrupted(done, folder, number, times):
-    """The code is the signal's, the words are few, and the newest checkpoint is of the very last step."""
+    """The code is the signal's, the words are few, and the newest checkpoint is of the very last
+    step.
+    """
     run = folder / "run"
     if (
         done.code == -number and not done.err
     ):  # before the first line of train.py, or after its last one
         assert done.out == "" or "task=evaluate" in done.out, done.out
         return
-    # What a shell says of a process that was ended by a signal; Python's own end knows no handler any more.
+    # What a shell says of a process that was ended by a signal; Python's own end knows no handler
+    # any more.
     code = 128 - done.code if times == 2 and done.code < 0 else done.code
     assert code == 128 + number, (done.code, done.err)
     lines = [line for line in done.err.splitlines() if line]
@@ -230,7 +238,9 @@ def test_an_interrupted_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, 
 
 @pytest.mark.slow
 def test_an_interrupt_while_workers_start(forks, whole, tmp_path, large):
-    """Those of the test's loader, after the last checkpoint; what ends them has to know them by then."""
+    """Those of the test's loader, after the last checkpoint; what ends them has to know them by
+    then.
+    """
     for i in range(30 if large else 3):
         moment = {"watch": LAST, "delay": 0.06 * i / (30 if large else 3)}
         interrupt = {"signal": signal.SIGINT, "group": True, **moment}
@@ -292,7 +302,9 @@ def test_a_clock_that_was_set_back(forks, whole, cut):
 
 @pytest.mark.slow
 def test_a_disk_that_is_full(forks, whole, cut, large):
-    """No file may have more bytes: those of the configuration, of the rows, of a checkpoint at its begin or end."""
+    """No file may have more bytes: those of the configuration, of the rows, of a checkpoint at its
+    begin or end.
+    """
     before = contents(cut / "run", "*.ckpt")
     for limit in [1500, 2_600_000, 3000, 100_000, 2_000_000][: None if large else 2]:
         assert_explained(forks.run(cut, *JOB, file=limit), 3)
@@ -345,7 +357,9 @@ def test_too_long_a_path(forks, tmp_path):
 
 
 def test_two_runs_in_one_directory(forks, whole, tmp_path):
-    """The second ends with code 75, whatever its settings, and the first does not notice; it waits meanwhile."""
+    """The second ends with code 75, whatever its settings, and the first does not notice; it waits
+    meanwhile.
+    """
     hold = tmp_path / "first" / "hold.16"
     hold.parent.mkdir()
     hold.touch()

@@ -1,6 +1,8 @@
-"""Real processes that train together: who speaks, who is named, how all of them end, and what the exit code is.
+"""Real processes that train together: who speaks, who is named, how all of them end, and what the
+exit code is.
 
-`pytest --large tests/test_launch.py` has each fault at more moments, with both strategies, and by torchrun too.
+`pytest --large tests/test_launch.py` has each fault at more moments, with both strategies, and by
+torchrun too.
 """
 
 import contextlib
@@ -80,7 +82,9 @@ def last(run):
 
 
 def start(folder, *command, **environment):
-    """A program in `folder`, with its output in files; in a group of its own, as a terminal has it."""
+    """A program in `folder`, with its output in files; in a group of its own, as a terminal has
+    it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     own |= {
@@ -510,7 +514,9 @@ def test_how_many_processes_there_are():
 
 @pytest.mark.slow
 def test_two_hosts_train_what_one_does(forks, whole, tmp_path):
-    """Two network namespaces with addresses of their own, a cable between them, and torchrun on each."""
+    """Two network namespaces with addresses of their own, a cable between them, and torchrun on
+    each.
+    """
     if subprocess.run(
         ["unshare", "-rn", "ip", "link"], capture_output=True, check=False
     ).returncode:

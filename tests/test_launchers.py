@@ -1,4 +1,5 @@
-"""Jobs of a sweep in processes of their own: each is the run that it would be alone, and none outlives its sweep.
+"""Jobs of a sweep in processes of their own: each is the run that it would be alone, and none
+outlives its sweep.
 
 `pytest --large tests/test_launchers.py` stops and kills a sweep of each launcher.
 """
@@ -68,7 +69,9 @@ def needs(launcher):
 
 
 def start(folder, *arguments):
-    """A process of `python train.py -m ...` in `folder`, whose output goes to the files out and err."""
+    """A process of `python train.py -m ...` in `folder`, whose output goes to the files out and
+    err.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(folder)}
@@ -126,7 +129,8 @@ def alone(folder, *arguments):
 
 def test_each_job_has_its_own_slot_first_and_then_the_next_ones():
     assert launchers.order(5, 4) == [1, 2, 3, 0]
-    # One trial a GPU on four: job number % 4. Two on each of two: both GPUs have one before one of them has two.
+    # One trial a GPU on four: job number % 4. Two on each of two: both GPUs have one before one of
+    # them has two.
     for gpus, per_gpu in ((4, 1), (2, 2)):
         jobs, _ = launchers.how_many("auto", per_gpu, gpus, cores=16)
         names = ["cpu", "cuda", *(f"cuda:{i}" for i in range(gpus))]
@@ -192,7 +196,9 @@ def test_a_slot_is_one_process_alone(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
-    """Two at once have a thread each on two cores, and a job with a mistake is none of the others' business."""
+    """Two at once have a thread each on two cores, and a job with a mistake is none of the others'
+    business.
+    """
     needs(launcher)
     at_once = max(2, launchers.cores())
     done = sweep(
@@ -227,7 +233,9 @@ def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_jobs_end_with_their_sweep_and_go_on_with_it(tmp_path, launcher, number, large):
-    """Each saves the step it is at, none is begun any more, and the same command ends them as they would have been."""
+    """Each saves the step it is at, none is begun any more, and the same command ends them as they
+    would have been.
+    """
     needs(launcher)
     if not large and (launcher, number) != ("joblib", signal.SIGTERM):
         pytest.skip("one of them without --large")

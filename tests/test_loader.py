@@ -1,4 +1,6 @@
-"""The same batches from every loader, for any number of workers, after any seek; no global generator is touched."""
+"""The same batches from every loader, for any number of workers, after any seek; no global
+generator is touched.
+"""
 
 import random
 import weakref
@@ -277,7 +279,9 @@ def test_a_users_mistake_in_a_worker_stays_two_lines(workers):
 
 
 def test_workers_end_with_the_loader():
-    """A cycle of references would leave them to the garbage collector, which takes 5 s a worker to end them."""
+    """A cycle of references would leave them to the garbage collector, which takes 5 s a worker to
+    end them.
+    """
     loader = HostLoader(images(), "train", 7, workers=1, shuffle=True, augment=["flip", "mixup"])
     list(loader)
     (worker,) = loader.workers.processes

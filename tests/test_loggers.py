@@ -118,7 +118,10 @@ def values_of(items):
 
 
 def records_of(folder, first=0):
-    """What wandb's files hold from the `first` on. Its service still writes when it has said that a run has ended."""
+    """What wandb's files hold from the `first` on.
+
+    Its service still writes when it has said that a run has ended.
+    """
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"))[first:]:
         for _ in range(600):
             records = list(records_in(path.read_bytes()))
@@ -129,7 +132,9 @@ def records_of(folder, first=0):
 
 
 def records_in(content):
-    """The records of a file so far: blocks of 32 KB with fragments of records, as LevelDB's log has them."""
+    """The records of a file so far: blocks of 32 KB with fragments of records, as LevelDB's log has
+    them.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     at, whole = 7, b""
@@ -155,7 +160,9 @@ def of_rows(folder):
 
 
 def as_kept(tool, numbers):
-    """TensorBoard keeps float32; the others one value a step, so not the epoch of an evaluation's row once more."""
+    """TensorBoard keeps float32; the others one value a step, so not the epoch of an evaluation's
+    row once more.
+    """
     if tool != "tensorboard":
         return {name: list(dict(values).items()) for name, values in numbers.items()}
     return {
@@ -291,7 +298,9 @@ def test_an_id_that_no_run_has_is_none(tmp_path, text):
 
 
 def test_tensorboards_hparams_tab_has_the_settings_and_compares_unlike_runs(told):
-    """With a list of metrics, an experiment's, the tab of all runs would have those of the first run alone."""
+    """With a list of metrics, an experiment's, the tab of all runs would have those of the first
+    run alone.
+    """
     from tensorboard.plugins.hparams.metadata import (
         EXPERIMENT_TAG,
         SESSION_END_INFO_TAG,

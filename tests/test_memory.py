@@ -17,7 +17,8 @@ def test_many_jobs_take_the_memory_of_one(tmp_path, large):
 
     A job is 73 MiB, and the allocator's own noise up to 40.
 
-    Jobs that left their data or weights behind would add five times as much, or, of twenty, seventeen times.
+    Jobs that left their data or weights behind would add five times as much, or, of twenty,
+    seventeen times.
     """
     jobs = 20 if large else 8
     settings = [

@@ -425,7 +425,9 @@ def test_equals_torchmetrics(name):
     ],
 )
 def test_torchmetrics_are_built_with_the_arguments_that_they_have(name, options):
-    """The number of classes is offered to every metric, and those that hand **kwargs on refuse it."""
+    """The number of classes is offered to every metric, and those that hand **kwargs on refuse
+    it.
+    """
     kind = getattr(
         importlib.import_module(f"torchmetrics.{name.split('.')[0]}"), name.split(".")[1]
     )

@@ -1,4 +1,6 @@
-"""Too little memory: half as many samples at once and the same mathematics, or an error that says what to lower."""
+"""Too little memory: half as many samples at once and the same mathematics, or an error that says
+what to lower.
+"""
 
 import copy
 import functools
@@ -40,10 +42,11 @@ class FullBackward(torch.autograd.Function):
 
 
 class Small(torch.nn.Module):
-    """A model on a device that holds `most` samples in training, and `most_evaluated` in evaluation.
+    """A model on a device that holds `most` samples in training, and `most_evaluated` in
+    evaluation.
 
-    It is too late when that shows: the statistics have been updated and random numbers drawn, and in the backward pass
-    the head has its gradient.
+    It is too late when that shows: the statistics have been updated and random numbers drawn, and
+    in the backward pass the head has its gradient.
     """
 
     def __init__(

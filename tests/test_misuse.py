@@ -1,4 +1,6 @@
-"""What a script may get wrong: each is a UserError of one to three lines that says what to give, or a warning."""
+"""What a script may get wrong: each is a UserError of one to three lines that says what to give, or
+a warning.
+"""
 
 import functools
 import io

@@ -1,4 +1,6 @@
-"""Every model on every shape it claims: outputs, a gradient for each parameter, learning; and what it refuses."""
+"""Every model on every shape it claims: outputs, a gradient for each parameter, learning; and what
+it refuses.
+"""
 
 import functools
 import itertools

@@ -73,10 +73,12 @@ def test_a_plan_says_all_and_leaves_nothing(train, tmp_path):
 
 @pytest.mark.slow
 def test_its_memory_is_that_of_the_run(train, tmp_path):
-    """Within 10 % of the peak that the run then has. The model is large: a small one's is Python's and PyTorch's.
+    """Within 10 % of the peak that the run then has.
 
-    Both are medians of three: where the allocator puts the large copies moves the peak of one and the same run by up
-    to 12 % (1,012 to 1,136 MiB in five runs on 2 cores of an AMD EPYC).
+    The model is large: a small one's is Python's and PyTorch's.
+
+    Both are medians of three: where the allocator puts the large copies moves the peak of one and
+    the same run by up to 12 % (1,012 to 1,136 MiB in five runs on 2 cores of an AMD EPYC).
     """
     job = ["model.hidden=[4000,3000]", "ema=0.99", "max_steps=12", "eval_every=4"]
     planned, measured = [], []

@@ -1,4 +1,6 @@
-"""Settings with a mistake in them, made at random: each is answered in three lines that name the key."""
+"""Settings with a mistake in them, made at random: each is answered in three lines that name the
+key.
+"""
 
 import random
 import string
@@ -64,7 +66,9 @@ TINY = ["epochs=1", "device=cpu"]
 
 
 def slip(rng, word, taken=()):
-    """The word with one letter doubled, dropped, replaced, or swapped with the next; none of `taken`."""
+    """The word with one letter doubled, dropped, replaced, or swapped with the next; none of
+    `taken`.
+    """
     while True:
         i, letters = rng.randrange(len(word)), list(word)
         kind = rng.choice(["swap", "drop", "double", "replace"])
@@ -81,7 +85,8 @@ def slip(rng, word, taken=()):
             return other
 
 
-# Each gives (what is typed, what the answer names, what it suggests or None). Those of EARLY need no torch.
+# Each gives (what is typed, what the answer names, what it suggests or None). Those of EARLY need
+# no torch.
 
 
 def key_typo(rng):
@@ -438,7 +443,9 @@ LATE = [torch_has_to_know] * 3 + [maybe_right] * 2
 
 
 def table(kinds, count):
-    """So many different mutations of these kinds, always the same ones: (kind, typed, names, suggestion)."""
+    """So many different mutations of these kinds, always the same ones: (kind, typed, names,
+    suggestion).
+    """
     rng, found = random.Random(0), {}
     for i in range(20 * count):
         kind = kinds[i % len(kinds)]

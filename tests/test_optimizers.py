@@ -1,4 +1,6 @@
-"""Optimizers in their fused form and without torch's wrappers: the same steps, hooks, names; and decoupled_sgd."""
+"""Optimizers in their fused form and without torch's wrappers: the same steps, hooks, names; and
+decoupled_sgd.
+"""
 
 import functools
 import math
@@ -51,7 +53,9 @@ def test_not_where_there_is_none():
 
 @pytest.mark.parametrize("dampening", [0, 0.5])
 def test_a_first_step_that_the_scaler_skips_leaves_no_momentum(dampening):
-    """What torch's fused SGD would take for it then is memory that nobody has written: here, mostly nan."""
+    """What torch's fused SGD would take for it then is memory that nobody has written: here, mostly
+    nan.
+    """
     weights = [torch.nn.Parameter(torch.ones(50_000)) for _ in range(2)]
     groups = [{"params": [weight]} for weight in weights]
     settings = {"lr": 0.5, "momentum": 0.9, "dampening": dampening}

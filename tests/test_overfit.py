@@ -1,4 +1,6 @@
-"""Overfitting a few batches: what can be learnt by heart is, and what cannot is said, with what to look at."""
+"""Overfitting a few batches: what can be learnt by heart is, and what cannot is said, with what to
+look at.
+"""
 
 import functools
 

@@ -1,4 +1,6 @@
-"""Parts of a project of your own, built in process: what works, and what is said where it does not."""
+"""Parts of a project of your own, built in process: what works, and what is said where it does
+not.
+"""
 
 import functools
 import os

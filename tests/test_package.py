@@ -1,4 +1,6 @@
-"""What `import stoker` gives, and what it does not import; the command in a folder with modules of its own."""
+"""What `import stoker` gives, and what it does not import; the command in a folder with modules of
+its own.
+"""
 
 import importlib
 import os
@@ -75,7 +77,9 @@ class Net(torch.nn.Linear):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_works_beside_packages_of_the_users_own(name, tmp_path):
-    """Modules named like the package's folders break nothing, and a folder configs/ adds options."""
+    """Modules named like the package's folders break nothing, and a folder configs/ adds
+    options.
+    """
     for own in ("data/__init__.py", "models.py", "trainer.py", "examples/__init__.py"):
         path = tmp_path / own
         path.parent.mkdir(exist_ok=True)

@@ -85,7 +85,9 @@ def train(forks, folder, world, *job):
 
 
 def saved(folder):
-    """{step: state} of the checkpoints in a folder; not how the optimizer works there, nor what is about them."""
+    """{step: state} of the checkpoints in a folder; not how the optimizer works there, nor what is
+    about them.
+    """
     states = {step: checkpoint.load(path) for step, path in checkpoint.files(folder).items()}
     for state in states.values():
         state.pop("about", None)
@@ -96,7 +98,9 @@ def saved(folder):
 
 
 def left(folder, world=1):
-    """The checkpoints, rows and results in a run directory, without what a clock says, and what each rank was given."""
+    """The checkpoints, rows and results in a run directory, without what a clock says, and what
+    each rank was given.
+    """
     run = folder / "run"
     states = saved(run / "checkpoints")
     rows = [
@@ -120,7 +124,9 @@ def left(folder, world=1):
 
 
 def assert_close(value, other, where="", within=CLOSE):
-    """Any nesting of dicts, lists, tensors and values: the same but for roundings, of a tensor's largest number."""
+    """Any nesting of dicts, lists, tensors and values: the same but for roundings, of a tensor's
+    largest number.
+    """
     assert type(value) is type(other), (where, value, other)
     if isinstance(value, torch.Tensor):
         assert value.dtype == other.dtype and value.shape == other.shape, where
@@ -153,7 +159,9 @@ def assert_close(value, other, where="", within=CLOSE):
 
 
 def assert_same_training(several, one, within=CLOSE):
-    """The weights and all other state of each checkpoint, all rows, and the test of the best weights."""
+    """The weights and all other state of each checkpoint, all rows, and the test of the best
+    weights.
+    """
     assert_close(several.states, one.states, "state", within)
     assert_close(several.rows, one.rows, "rows", within)
     assert_close(several.numbers, one.numbers, "result", within)
@@ -229,8 +237,9 @@ def test_so_they_are_for_other_jobs(forks, single, tmp_path, job, large):
         )
 
 
-# 64 images in batches of 10, the last of 4; the statistics of BatchNorm are those of the whole batch. In float64: in
-# float32 another order in memory alone puts the weights of convolutions and BatchNorm off by 3e-6.
+# 64 images in batches of 10, the last of 4; the statistics of BatchNorm are those of the whole
+# batch. In float64: in float32 another order in memory alone puts the weights of convolutions and
+# BatchNorm off by 3e-6.
 IMAGES = [
     "run_dir=run",
     "dataset._target_=jobs.pictures",
@@ -465,7 +474,10 @@ def steps_done(state):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp2", "fsdp4", "ddp4", "fsdp2"])
 def test_the_scale_of_fp16_is_that_of_all_ranks(forks, whole, tmp_path, kind, large):
-    """A step is skipped by all or by none: the weights would fall apart. A single process goes on with the scale."""
+    """A step is skipped by all or by none: the weights would fall apart.
+
+    A single process goes on with the scale.
+    """
     if not (large or kind in ("ddp2", "fsdp2")):
         pytest.skip("--large")
     job = [*JOB, "trainer._target_=jobs.Scaled", "precision=fp16"]

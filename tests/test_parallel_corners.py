@@ -1,4 +1,6 @@
-"""Unusual models, optimizers and uses of the Trainer on several processes: the same numbers, or a plain word."""
+"""Unusual models, optimizers and uses of the Trainer on several processes: the same numbers, or a
+plain word.
+"""
 
 import functools
 import os
@@ -22,7 +24,9 @@ SHARDS = "Type strategy=ddp, or another optimizer if it is that. A step has to c
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """What each rank gives in each corner, {corner: [that of rank 0, ...]}: a function of (world, strategy)."""
+    """What each rank gives in each corner, {corner: [that of rank 0, ...]}: a function of (world,
+    strategy).
+    """
     forks = Forks(Path(__file__).parent, distributed=True)
 
     @functools.cache
@@ -91,7 +95,9 @@ def test_what_is_predicted_and_evaluated_before_a_fit_is_that_of_one_process(giv
 
 @pytest.mark.slow
 def test_fsdp_has_its_part_of_parameters_gradients_and_optimizer_state(given, worlds):
-    """4 MiB of weights (and 8 KiB of biases), as many of gradients, and twice as many of AdamW's means."""
+    """4 MiB of weights (and 8 KiB of biases), as many of gradients, and twice as many of AdamW's
+    means.
+    """
     (one,) = given(1, "single")["memory"]
     assert one == pytest.approx([4.008, 4.008, 8.016], abs=0.001)
     for world, strategy in worlds:

@@ -1,4 +1,6 @@
-"""The report: what is on the page is what the run did, and somebody's run directory is only text on it."""
+"""The report: what is on the page is what the run did, and somebody's run directory is only text on
+it.
+"""
 
 import base64
 import html
@@ -47,7 +49,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Page(HTMLParser):
-    """The elements of a page, [(tag, attributes, the text in it)], each of which has to be closed."""
+    """The elements of a page, [(tag, attributes, the text in it)], each of which has to be
+    closed.
+    """
 
     EMPTY = ("meta", "img", "br", "wbr")
 
@@ -100,7 +104,9 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tested(run):
-    """(data, inputs, labels, logits) of the test part, computed by hand from the weights that the run has left."""
+    """(data, inputs, labels, logits) of the test part, computed by hand from the weights that the
+    run has left.
+    """
     data = datasets.digits()
     model = MLP(data.in_shape, data.num_classes)
     model.load_state_dict(load_file(run[0] / "model.safetensors"))
@@ -344,7 +350,9 @@ def forks():
 
 @pytest.mark.slow
 def test_two_processes_see_what_one_sees(forks, run, tmp_path):
-    """The run has ended: started again, it is only tested again, here by two processes with batches that do not fit."""
+    """The run has ended: started again, it is only tested again, here by two processes with batches
+    that do not fit.
+    """
     shutil.copytree(run[0], tmp_path / "run")
     before = read(tmp_path / "run")
     typed = ["epochs=2", "optimizer.lr=2e-3", "run_dir=run", "eval_batch_size=51", "report=false"]
@@ -998,7 +1006,9 @@ def test_only_small_pictures_are_shown(change):
 
 
 def test_the_page_stays_below_a_megabyte(run, tmp_path):
-    """Pictures of noise, classes with long names, many settings and long curves: what is too much is left out."""
+    """Pictures of noise, classes with long names, many settings and long curves: what is too much
+    is left out.
+    """
     shutil.copytree(run[0], tmp_path / "run")
     seen, generator = read(tmp_path / "run"), random.Random(0)
     Image.frombytes("RGB", (90, 90), generator.randbytes(90 * 90 * 3)).save(

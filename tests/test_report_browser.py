@@ -1,4 +1,6 @@
-"""The report in a real browser: nothing is asked for, nothing is complained of, light and dark, wide and narrow."""
+"""The report in a real browser: nothing is asked for, nothing is complained of, light and dark,
+wide and narrow.
+"""
 
 import contextlib
 import json
@@ -27,7 +29,9 @@ SWITCHES = (
 
 
 class Browser:
-    """A headless Chromium, spoken to by the DevTools protocol: JSON and a zero byte, through pipes 3 and 4."""
+    """A headless Chromium, spoken to by the DevTools protocol: JSON and a zero byte, through pipes
+    3 and 4.
+    """
 
     def __init__(self, folder):
         (read, self.write), (self.read, write) = os.pipe(), os.pipe()
@@ -68,7 +72,9 @@ class Browser:
         return json.loads(message)
 
     def open(self, path, width, scheme="light"):
-        """Shows the file to a screen of this width that wants light or dark; gives the events until it was there."""
+        """Shows the file to a screen of this width that wants light or dark; gives the events until
+        it was there.
+        """
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -173,7 +179,9 @@ CONTRASTS = """(() => {
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_what_is_drawn_and_written_stands_out(page, browser, scheme):
-    """By the measures of WCAG 2: 4.5 for text, here in the matrix's cells, and 3 for lines and bars."""
+    """By the measures of WCAG 2: 4.5 for text, here in the matrix's cells, and 3 for lines and
+    bars.
+    """
     browser.open(page, 1000, scheme)
     text, lines = browser.value(CONTRASTS)
     assert text >= 4.5 and lines >= 3

@@ -1,4 +1,6 @@
-"""A training that was cut off and continued ends with the very bits of one that was not, whatever changed between."""
+"""A training that was cut off and continued ends with the very bits of one that was not, whatever
+changed between.
+"""
 
 import functools
 import gc
@@ -23,7 +25,9 @@ BATCH, STEPS = 8, 24
 
 @pytest.fixture(autouse=True, scope="module")
 def little_garbage():
-    """The end of each fit collects garbage, which takes as long as the fit where all that was imported is looked at."""
+    """The end of each fit collects garbage, which takes as long as the fit where all that was
+    imported is looked at.
+    """
     gc.freeze()
     yield
     gc.unfreeze()
@@ -105,9 +109,11 @@ def fit(
     patience=50,
     **settings,
 ):
-    """The trainer after a fit from the newest checkpoint in `folder`, or from step 0, to its end or until it dies.
+    """The trainer after a fit from the newest checkpoint in `folder`, or from step 0, to its end or
+    until it dies.
 
-    It has all that has a state: dropout, BatchNorm, a schedule a step, micro-batches, clipping, EMA, patience.
+    It has all that has a state: dropout, BatchNorm, a schedule a step, micro-batches, clipping,
+        EMA, patience.
     """
     torch.manual_seed(0)
     callbacks = [*callbacks(), EarlyStopping(patience), Checkpoint(folder, every=every, keep=100)]
@@ -141,7 +147,9 @@ def fit(
 
 
 def cut(folder, *deaths, loaders=("resident",), **settings):
-    """The trainer after a fit that died so often and was continued each time, each time with the next loaders."""
+    """The trainer after a fit that died so often and was continued each time, each time with the
+    next loaders.
+    """
     for die_at, kind in zip((*deaths, None), itertools.cycle(loaders)):
         trainer = fit(folder, kind, die_at=die_at, **settings)
     return trainer

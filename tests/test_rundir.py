@@ -1,4 +1,6 @@
-"""The run directory: what continues what, and what is never lost by a command that somebody typed."""
+"""The run directory: what continues what, and what is never lost by a command that somebody
+typed.
+"""
 
 import json
 import os
@@ -32,7 +34,9 @@ JOB += ("+callbacks.stop._target_=test_rundir.Stop",)
 
 
 class Stop(Callback):
-    """Sends this process a SIGTERM after the step whose number is in the file `stop`, where there is one."""
+    """Sends this process a SIGTERM after the step whose number is in the file `stop`, where there
+    is one.
+    """
 
     def on_fit_start(self, trainer):
         self.at = int(Path("stop").read_text()) if Path("stop").exists() else None
@@ -239,7 +243,9 @@ def test_an_evaluation_on_other_classes_is_refused(forks, tmp_path):
 
 
 def test_a_signal_while_a_checkpoint_is_read_does_not_make_it_a_damaged_one(tmp_path, monkeypatch):
-    """Its exception would come up in the middle of safetensors' code, which gives another one for it."""
+    """Its exception would come up in the middle of safetensors' code, which gives another one for
+    it.
+    """
     path = checkpoint.path_of(tmp_path, 1)
     checkpoint.save(path, {"step": 1, "callbacks": {}, "weight": torch.ones(3)})
     digest, before = checkpoint.digest, signal.getsignal(signal.SIGTERM)
@@ -305,7 +311,9 @@ def test_no_process_of_git_is_left_in_the_training(forks, tmp_path):
 
 
 class Fail(Callback):
-    """Raises a TrainingError after the step whose number is in the file `fail`, where there is one."""
+    """Raises a TrainingError after the step whose number is in the file `fail`, where there is
+    one.
+    """
 
     def on_step_end(self, trainer):
         if Path("fail").exists() and trainer.step == int(Path("fail").read_text()):

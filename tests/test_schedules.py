@@ -106,10 +106,10 @@ def test_onecycle():
 
 
 def test_onecycle_is_torchs_own_to_within_a_step():
-    """torch counts total_steps - 1 intervals and puts the peak at peak * total_steps - 1, so that its last step has the
-    final rate; here there are total_steps intervals, and the final rate would come after the last step. So torch's rate
-    at t lies between ours at t and at t + 1, and on the way down, where both have (1 - peak) * total_steps intervals,
-    it is exactly ours at t + 1.
+    """torch counts total_steps - 1 intervals and puts the peak at peak * total_steps - 1, so that
+    its last step has the final rate; here there are total_steps intervals, and the final rate would
+    come after the last step. So torch's rate at t lies between ours at t and at t + 1, and on the
+    way down, where both have (1 - peak) * total_steps intervals, it is exactly ours at t + 1.
     """
     total, peak = 200, 0.3
     sgd = optimizer()
@@ -146,7 +146,9 @@ WITH_WARMUP = [name for name in ALL if name != "onecycle"]
     [(0.1, 5), (0.25, 12), (10, 10), (1, 1), (0, 0), (0.0, 0), (7.0, 7), (0.001, 0)],
 )
 def test_warmup_as_share_and_as_steps(name, warmup, steps):
-    """(t + 1) / (steps + 1): the first step does something; the whole rate comes with the first step after it."""
+    """(t + 1) / (steps + 1): the first step does something; the whole rate comes with the first
+    step after it.
+    """
     total = 50
     found = rates(ALL[name], total, warmup=warmup)
     close(found[:steps], [(t + 1) / (steps + 1) for t in range(steps)])

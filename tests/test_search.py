@@ -1,4 +1,6 @@
-"""Searches: what Optuna and Ax propose is trained, pruned, told, and gone on with after a kill; by real runs."""
+"""Searches: what Optuna and Ax propose is trained, pruned, told, and gone on with after a kill; by
+real runs.
+"""
 
 import importlib.util
 import inspect
@@ -315,7 +317,9 @@ def test_what_a_model_has_not_is_not_searched(forks, tmp_path):
 @needs_fork
 @needs_optuna
 def test_another_storage_and_the_launcher_of_several_processes(forks, tmp_path, large):
-    """The trials of one batch have numbers that follow one another, and the jobs have the same ones."""
+    """The trials of one batch have numbers that follow one another, and the jobs have the same
+    ones.
+    """
     import optuna
 
     parallel = large and importlib.util.find_spec("joblib") is not None

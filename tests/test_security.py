@@ -1,4 +1,6 @@
-"""Somebody's run directory is data: nothing in it is run, looked up in the environment, or written to elsewhere."""
+"""Somebody's run directory is data: nothing in it is run, looked up in the environment, or written
+to elsewhere.
+"""
 
 import ast
 import hashlib
@@ -301,7 +303,9 @@ def test_what_configs_name_is_of_the_listed_kinds(typed):
 
 
 def test_the_examples_are_nobodys_until_they_are_typed(typed):
-    """An installed package has none, and a folder `examples` beside the user's files may hold anything."""
+    """An installed package has none, and a folder `examples` beside the user's files may hold
+    anything.
+    """
     with pytest.raises(UserError, match=r"Type trusted=\[examples\] if it is your own"):
         trust.locate("trainer", "examples.gan.GANTrainer")
     typed += ["trainer._target_=examples.gan.GANTrainer"]
@@ -316,8 +320,8 @@ def test_what_is_typed_is_ones_own(typed):
     assert trust.locate("loss", "json.dumps") is json.dumps
 
 
-# Somebody's run directory. Each takes a good one and makes it hostile; `away` is a folder outside it, `canary` a file
-# that is not there, which what must not run would make.
+# Somebody's run directory. Each takes a good one and makes it hostile; `away` is a folder outside
+# it, `canary` a file that is not there, which what must not run would make.
 
 GOOD = ["epochs=1", "device=cpu", "run_dir=run", "model.hidden=[8]"]
 
@@ -570,8 +574,8 @@ def good(tmp_path_factory):
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes and links")
 def test_hostile_run_directories_do_nothing(tmp_path, good, large):
-    """Evaluated, applied, exported, and continued by the command that made them: as ever, or three lines, and nothing
-    outside.
+    """Evaluated, applied, exported, and continued by the command that made them: as ever, or three
+    lines, and nothing outside.
     """
     names = [name for name in HOSTILE if large or name in SMALL]
     commands, before = [], []
@@ -759,7 +763,9 @@ class Mine(Callback):
 
 @pytest.mark.slow
 def test_nothing_from_the_environment_is_left_anywhere(tmp_path):
-    """In keys of all kinds, typed as ${oc.env:...}: neither on the disk nor on the screen, mistakes included."""
+    """In keys of all kinds, typed as ${oc.env:...}: neither on the disk nor on the screen, mistakes
+    included.
+    """
     (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
     mine = [
         "+callbacks.mine._target_=mine.Mine",

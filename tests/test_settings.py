@@ -1,4 +1,6 @@
-"""The table of settings against what it stands for, and files that are asked for by their folder."""
+"""The table of settings against what it stands for, and files that are asked for by their
+folder.
+"""
 
 from pathlib import Path
 
@@ -32,7 +34,9 @@ def test_a_folder_to_resume_from_is_answered_with_its_newest_checkpoint(tmp_path
 
 
 def test_what_is_not_ours_may_have_other_values():
-    """An optimizer, a model or an augmentation of one's own may know rates and shares that ours refuse."""
+    """An optimizer, a model or an augmentation of one's own may know rates and shares that ours
+    refuse.
+    """
     parts = {
         "optimizer": {"lr": -1},
         "model": {"dropout": 5},
@@ -97,7 +101,9 @@ def composed(*overrides):
 
 
 def test_every_key_of_the_config_has_one_record():
-    """Its own, or for the arguments of a part that of the group; and each record is of a key that there is."""
+    """Its own, or for the arguments of a part that of the group; and each record is of a key that
+    there is.
+    """
     options = [f"dataset={path.stem}" for path in CONFIGS.glob("dataset/*.yaml")]
     options += [f"callbacks={path.stem}" for path in CONFIGS.glob("callbacks/*.yaml")]
     keys = set(composed())

@@ -1,4 +1,6 @@
-"""States that no training has written are refused before anything is loaded; those of every optimizer load."""
+"""States that no training has written are refused before anything is loaded; those of every
+optimizer load.
+"""
 
 import copy
 import functools
@@ -194,7 +196,9 @@ OPTIONS |= {"RMSprop": [{}, {"centered": True, "momentum": 0.9}], "LBFGS": [], "
     ],
 )
 def test_the_state_of_each_optimizer_is_known_and_loads(kind, options):
-    """What a step on the meta device shows is what a real one leaves, and so a moment that is missing is noticed."""
+    """What a step on the meta device shows is what a real one leaves, and so a moment that is
+    missing is noticed.
+    """
 
     def build():
         torch.manual_seed(0)
@@ -271,7 +275,9 @@ def test_an_optimizer_of_ones_own_loads_what_it_saved(tmp_path):
 
 
 def test_a_checkpoint_of_another_device_works_the_way_of_this_one():
-    """A graph on a GPU has capturable=True and rates in tensors, which the CPU's own form cannot do with."""
+    """A graph on a GPU has capturable=True and rates in tensors, which the CPU's own form cannot do
+    with.
+    """
     parameter = torch.nn.Parameter(torch.ones(3))
     one, other = (torch.optim.AdamW([parameter], lr=0.1, fused=fused) for fused in (True, None))
     parameter.grad = torch.ones(3)

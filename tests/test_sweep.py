@@ -1,4 +1,5 @@
-"""Sweeps: what is in the table is what the jobs left, each job is the run that it would be alone, none is run twice.
+"""Sweeps: what is in the table is what the jobs left, each job is the run that it would be alone,
+none is run twice.
 
 `pytest --large -n 0 tests/test_sweep.py` kills a sweep of 24 jobs 20 times.
 """
@@ -46,7 +47,9 @@ FILES |= {"evaluation.json"}
 
 
 class Returned(Callback):
-    """Appends what each job gives to Hydra, and so to a sweeper, to the file `returned`; its files to `written`."""
+    """Appends what each job gives to Hydra, and so to a sweeper, to the file `returned`; its files
+    to `written`.
+    """
 
     def on_multirun_start(self, config, **_):
         write = json_files.write_json
@@ -107,7 +110,9 @@ def arguments_of(command):
 
 
 def identities(folder):
-    """{job: (inode, time of its last change)} of each result: what is run again to its end has another."""
+    """{job: (inode, time of its last change)} of each result: what is run again to its end has
+    another.
+    """
     found = {path.parent.name: path.stat() for path in folder.glob("*/result.json")}
     return {job: (status.st_ino, status.st_mtime_ns) for job, status in found.items()}
 
@@ -289,7 +294,9 @@ def test_the_result_of_a_job_is_written_once(swept):
 
 
 def test_a_job_is_the_run_that_it_would_be_alone(forks, tmp_path, large):
-    """Whatever the jobs before it have left in the process: a mode, threads, a compiled optimizer, an error."""
+    """Whatever the jobs before it have left in the process: a mode, threads, a compiled optimizer,
+    an error.
+    """
     job = ("dataset=synthetic", "dataset.n=100", "dataset.in_shape=[1,8,8]", "epochs=1")
     # ema=2 is a mistake; deterministic=true imports the compiler, which takes long.
     modes = "deterministic=true,false" if large else "precision=bf16,fp32"
@@ -532,7 +539,9 @@ def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
 
 
 def test_of_runs_on_different_data_none_is_the_best(tmp_path, capsys):
-    """Each is shown with the number that it has, what decides and what was tested before the loss, reports linked."""
+    """Each is shown with the number that it has, what decides and what was tested before the loss,
+    reports linked.
+    """
     bests = {
         "a": ("val/r2", 0.75, "acc"),
         "b": ("val/acc", 0.5, "acc"),

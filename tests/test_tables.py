@@ -129,7 +129,9 @@ def test_csv_kind_auto(table, values, kind, classes):
     ],
 )
 def test_the_classes_of_a_column_are_told_apart_and_known_again(table, names):
-    """Also where they are numbers that have many digits, or begin like numbers; in a table that has not all of them."""
+    """Also where they are numbers that have many digits, or begin like numbers; in a table that has
+    not all of them.
+    """
     text = "a,b,y\n" + "\n".join(f"{i},{i % 7},{names[i % 3]}" for i in range(90))
     data = table(text, target="y", kind="classification")
     assert len(set(data.classes)) == 3
@@ -177,7 +179,9 @@ def test_labels_are_those_of_the_file_letter_by_letter(table, names, order):
 
 
 def test_a_label_that_a_run_does_not_know_is_refused_or_named(table, caplog):
-    """1.0 is 1 written by pandas beside a gap; 01 is not one of "1" and "001", and a long id is itself alone."""
+    """1.0 is 1 written by pandas beside a gap; 01 is not one of "1" and "001", and a long id is
+    itself alone.
+    """
 
     def text(names):
         return "x,y\n" + "".join(f"{i / 7},{names[i % 2]}\n" for i in range(40))
@@ -238,7 +242,9 @@ def test_words_for_nothing_are_classes_of_a_text_and_gaps_among_numbers(table, c
     ],
 )
 def test_numbers_in_another_notation_stop_with_the_settings_that_read_them(table, write, settings):
-    """What is typed as advised gives the numbers that Python formatted, in a column and in a target."""
+    """What is typed as advised gives the numbers that Python formatted, in a column and in a
+    target.
+    """
     step = 1 if "000" in write else 97  # also thousands
     numbers = [i * 37 % 130 * step + 100 for i in range(150)]
     written = [write.format(number) for number in numbers]
@@ -334,7 +340,9 @@ def test_codes_that_are_read_as_numbers_are_named(table, caplog):
 
 
 def test_csv_learns_from_the_training_part_alone(table):
-    """Rows of the other parts change no training row, and a category that they alone have is all zeros."""
+    """Rows of the other parts change no training row, and a category that they alone have is all
+    zeros.
+    """
     text = rows()
     plain = table(HEADER + "\n".join(text), target="price", split_seed=5)
     _, val, test = split_indices(100, [0.1, 0.2], 5, stratified=False)
@@ -487,7 +495,9 @@ def test_csv_mistakes(table, text, options, words):
 
 
 def test_a_run_is_told_of_categories_that_it_has_not_seen(table, caplog):
-    """The first of each column, with its line; in what it was trained on there is none, and what is missing is none."""
+    """The first of each column, with its line; in what it was trained on there is none, and what is
+    missing is none.
+    """
     text = HEADER + "\n".join(rows())
     about = table(text, target="price").description()
     again = table(

@@ -22,7 +22,9 @@ POINTS = 0.05
 
 @pytest.fixture
 def virtual(monkeypatch):
-    """A clock that only sleeping, and reading it (20 us), advances: a busy machine cannot fail a test."""
+    """A clock that only sleeping, and reading it (20 us), advances: a busy machine cannot fail a
+    test.
+    """
     now = [0.0]
 
     def sleep(seconds):
@@ -44,14 +46,18 @@ def short_fits_count(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_clock(request, large):
-    """The virtual clock; `pytest --large` takes the real one, which wants a quiet machine, but where a test names this
-    one: what it holds is of steps that are nothing but sleep, or of what a look at the clock costs."""
+    """The virtual clock; `pytest --large` takes the real one, which wants a quiet machine, but
+    where a test names this
+    one: what it holds is of steps that are nothing but sleep, or of what a look at the clock costs.
+    """
     if not large:
         request.getfixturevalue("virtual")
 
 
 class Clock:
-    """Seconds that were spent within it, counted where they are spent: what the shares are held against."""
+    """Seconds that were spent within it, counted where they are spent: what the shares are held
+    against.
+    """
 
     def __init__(self, at_least=0.0):
         self.at_least, self.seconds = at_least, 0.0

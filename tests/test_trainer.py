@@ -1,4 +1,6 @@
-"""The Trainer against loops written by hand: what it computes, how it resumes, what cannot change a training."""
+"""The Trainer against loops written by hand: what it computes, how it resumes, what cannot change a
+training.
+"""
 
 import copy
 import functools
@@ -338,7 +340,9 @@ def test_global_generators_do_not_reach_a_training():
 
 
 def test_what_is_drawn_after_a_training_is_what_would_have_been_without():
-    """Or the models that are made in a loop, each after the training of the last, would all be the same one."""
+    """Or the models that are made in a loop, each after the training of the last, would all be the
+    same one.
+    """
     train_loader, val_loader = loaders()
     trainer = make_trainer(make_model(dropout=0.5))
     before = torch.get_rng_state()
@@ -446,7 +450,9 @@ def test_a_metric_that_counts_is_a_number_like_all_others():
     "optimizer", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)]
 )
 def test_a_channels_last_model_resumes_exactly(tmp_path, optimizer):
-    """A file holds contiguous tensors, and a fused optimizer reads the memory of its means as it lies."""
+    """A file holds contiguous tensors, and a fused optimizer reads the memory of its means as it
+    lies.
+    """
 
     def images(split):
         generator = torch.Generator().manual_seed(len(split))
@@ -650,7 +656,9 @@ def test_dp_without_gpus_says_so_once_and_changes_nothing(caplog):
 
 
 def test_data_parallel_state_has_plain_names(tmp_path):
-    """Without a GPU torch's own wrapper passes through: what is saved under it goes into a plain trainer."""
+    """Without a GPU torch's own wrapper passes through: what is saved under it goes into a plain
+    trainer.
+    """
     wrapped = make_trainer(callbacks=[Checkpoint(tmp_path)], epochs=1)
     wrapped.model = torch.nn.DataParallel(wrapped.module)
     wrapped.fit(*loaders())

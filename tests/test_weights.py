@@ -1,4 +1,6 @@
-"""The same numbers for any cut of the batches, also where a loss is no mean over samples: plain torch says which."""
+"""The same numbers for any cut of the batches, also where a loss is no mean over samples: plain
+torch says which.
+"""
 
 import copy
 import functools
@@ -71,7 +73,9 @@ def rare():
 
 
 def mostly_0():
-    """Batches in which whole micro-batches, and all samples of the first of 3 ranks, are class 0."""
+    """Batches in which whole micro-batches, and all samples of the first of 3 ranks, are class
+    0.
+    """
     batches = rare()
     del batches[1]  # all of it: no mean in plain torch either
     for _, targets in batches:

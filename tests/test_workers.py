@@ -1,4 +1,6 @@
-"""Workers of a loader that raise, die, hang or outlive the training: real processes, each ending as documented."""
+"""Workers of a loader that raise, die, hang or outlive the training: real processes, each ending as
+documented.
+"""
 
 import ast
 import os

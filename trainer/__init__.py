@@ -7,7 +7,8 @@ if __name__ == "trainer":  # imported in a clone, by the name of its folder
 
 
 def __getattr__(name: str) -> object:
-    # `from stoker.trainer import errors` stays free of torch: a mistake on the command line is answered before its import.
+    # `from stoker.trainer import errors` stays free of torch: a mistake on the command line is
+    # answered before its import.
     if name == "Trainer":
         from stoker.trainer.trainer import Trainer
 

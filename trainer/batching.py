@@ -1,4 +1,6 @@
-"""What a Trainer knows of batches: how many samples they have, where to cut them, what they weigh."""
+"""What a Trainer knows of batches: how many samples they have, where to cut them, what they
+weigh.
+"""
 
 from typing import Any
 

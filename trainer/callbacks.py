@@ -88,8 +88,8 @@ class Monitor(Callback):
     validation loss, or the training loss. Rows hold the training loss of a part of an epoch: what
     counts is the mean over the epoch, at its end.
 
-    With `mode` "max" or "min", it may also be a number that is given to `trainer.log`. Each row that
-    has it counts.
+    With `mode` "max" or "min", it may also be a number that is given to `trainer.log`. Each row
+    that has it counts.
     """
 
     name: str  # of the number, from `on_fit_start` on
@@ -697,7 +697,9 @@ class NaNGuard(Callback):
                 self.first_state = None
 
     def is_saved(self, trainer: "Trainer") -> bool:
-        """Return whether a Checkpoint has saved a state of this fit: a replay begins at the last."""
+        """Return whether a Checkpoint has saved a state of this fit: a replay begins at the
+        last.
+        """
         savers = [one for one in trainer.callbacks if isinstance(one, Checkpoint)]
         return any(saver.saved > self.first_step for saver in savers)
 

@@ -150,8 +150,8 @@ def values_in(header: bytes) -> int:
 def copy(state: Any, everywhere: bool = False) -> Any:
     """Return the state with its tensors copied, on the CPU and contiguous: training may continue.
 
-    Sharded tensors are put together, for which all processes have to call this; rank 0 gets them, or
-    all do (`everywhere`).
+    Sharded tensors are put together, for which all processes have to call this; rank 0 gets them,
+    or all do (`everywhere`).
     """
     if isinstance(state, torch.Tensor):
         state = parallel.whole(state)

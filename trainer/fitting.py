@@ -82,8 +82,8 @@ def warn_of_weights(trainer: "Trainer") -> None:
     name = checkpoint.first_nonfinite(trainer.module)
     if name is not None and launch.is_first():
         log.warning(
-            "The weights of %s are not finite after step %d. A NaNGuard() among the callbacks stops "
-            "earlier, and names the first such step and its cause.",
+            "The weights of %s are not finite after step %d. A NaNGuard() among the callbacks "
+            "stops earlier, and names the first such step and its cause.",
             name,
             trainer.step,
         )

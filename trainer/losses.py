@@ -93,7 +93,8 @@ def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
 
 
 def divisor(loss: Any) -> Divisor | None:
-    """Return the function from a batch's targets to what the mean of one of torch's losses divides by.
+    """Return the function from a batch's targets to what the mean of one of torch's losses divides
+    by.
 
     None if that is the number of samples, or the loss is not one of torch's.
     """

@@ -386,8 +386,8 @@ def warn_of_untrained(trainer: "Trainer") -> None:
     trainer.untrained = set(names)
     if is_news and launch.is_first():
         log.warning(
-            "No optimizer has %s: not trained. Give the optimizer all of the model's parameters, or "
-            "name a second optimizer in stateful().",
+            "No optimizer has %s: not trained. Give the optimizer all of the model's parameters, "
+            "or name a second optimizer in stateful().",
             first_few(names, 3),
         )
 

@@ -88,8 +88,8 @@ class Schedule:
             raise UserError(
                 f"param_groups[{i}]['lr'] was set to {rate:g}, and the schedule "
                 f"({self.description}) changes the rate at each step.\n"
-                f"Call trainer.set_lr({rate:g}): the schedule multiplies this rate, by {factor:.3g} "
-                "at this step."
+                f"Call trainer.set_lr({rate:g}): the schedule multiplies this rate, by "
+                f"{factor:.3g} at this step."
             )
 
     def get_last_lr(self) -> list[float]:

@@ -92,7 +92,9 @@ def check_device(device: Any) -> None:
 
 
 def check_strategy(strategy: Any) -> tuple[str, list[int] | None]:
-    """Return (name, GPUs listed or None) of `auto`, `dp:0+1` and so on; UserError for anything else."""
+    """Return (name, GPUs listed or None) of `auto`, `dp:0+1` and so on; UserError for anything
+    else.
+    """
     name, _, listed = as_typed(strategy).partition(":")
     if name not in STRATEGIES or (listed and name != "dp"):
         raise UserError(
@@ -145,14 +147,18 @@ LIMITS: Mapping[str, Limit] = {
 
 
 def check(key: str, value: Any, *, optional: bool = False) -> Any:
-    """Return `value` if the table allows it for `key`, or None if `optional`; UserError otherwise."""
+    """Return `value` if the table allows it for `key`, or None if `optional`; UserError
+    otherwise.
+    """
     if value is None and optional:
         return None
     return LIMITS[key].check(key, value)
 
 
 def check_micro_batch(size: int | str | None, parts: int = 1) -> Any:
-    """Return `size`; UserError if it is no size, or if `grad_accum_steps` cuts the batch as well."""
+    """Return `size`; UserError if it is no size, or if `grad_accum_steps` cuts the batch as
+    well.
+    """
     if size is not None and parts > 1:
         raise UserError(
             f"micro_batch={as_typed(size)} and grad_accum_steps={parts} both cut the batch. "
@@ -162,7 +168,9 @@ def check_micro_batch(size: int | str | None, parts: int = 1) -> Any:
 
 
 def check_together(values: Mapping[str, Any]) -> None:
-    """Raise UserError for settings that do not go with several processes or with sharded weights."""
+    """Raise UserError for settings that do not go with several processes or with sharded
+    weights.
+    """
     name, _ = check_strategy(values.get("strategy"))
     devices = values.get("devices", "auto")
     started = 1  # processes that this one starts

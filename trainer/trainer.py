@@ -133,8 +133,8 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
         Args:
             train_loader: Iterable of batches with a length.
             val_loader: Iterable of batches for evaluations; None has none.
-            resume: Where to go on: a checkpoint file, its contents, or a folder, of which the newest
-                is taken. None begins at step 0 with these weights, and repeats no earlier fit.
+            resume: Where to go on: a checkpoint file, its contents, or the newest in a folder. None
+                begins at step 0 with these weights, and repeats no earlier fit.
         """
         fitting.prepare(self, train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch

@@ -1,4 +1,6 @@
-"""The record of evaluation.json: how the best weights do on each class, and on the hardest samples."""
+"""The record of evaluation.json: how the best weights do on each class, and on the hardest
+samples.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +8,9 @@ from typing import Any
 
 @dataclass
 class Sample:
-    """A sample of the evaluation: class indices of a classification, or the numbers of a regression."""
+    """A sample of the evaluation: class indices of a classification, or the numbers of a
+    regression.
+    """
 
     index: int  # its place in the split
     true: Any
@@ -22,7 +26,10 @@ class Sample:
 
 @dataclass
 class Evaluation:
-    """What evaluation.json says. `points` is of a regression; `classes` to `confusion` are of a classification."""
+    """What evaluation.json says.
+
+    `points` is of a regression; `classes` to `confusion` are of a classification.
+    """
 
     split: str
     kind: str  # "classification" or "regression"

@@ -1,4 +1,6 @@
-"""Examine the best weights while they are tested: the classes confused, the hardest samples, the errors."""
+"""Examine the best weights while they are tested: the classes confused, the hardest samples, the
+errors.
+"""
 
 import base64
 import dataclasses
@@ -94,7 +96,8 @@ def highest(values: Tensor) -> list[int]:
 class Classes(Examination):
     """The confusion matrix, and the samples with the highest loss and the highest entropy.
 
-    The loss is minus the logarithm of the true class's probability, whatever the model was trained with.
+    The loss is minus the logarithm of the true class's probability, whatever the model was trained
+    with.
     """
 
     width = 5
@@ -133,7 +136,8 @@ def classified(index: int, row: Tensor) -> Sample:
 
 
 class Numbers(Examination):
-    """Evenly spread (true, predicted) of a regression, and the samples with the highest mean squared error.
+    """Evenly spread (true, predicted) of a regression, and the samples with the highest mean
+    squared error.
 
     The record has the first `MOST_TARGETS` of several targets, in the user's units.
     """
@@ -173,8 +177,8 @@ def evaluate(
 ) -> tuple[dict[str, float], Evaluation | None]:
     """Return what `trainer.evaluate` returns, and the record for `write`.
 
-    The record is None if a subclass of the Trainer may mean something else by outputs, or if the model or the loss has
-    other outputs than usual.
+    The record is None if a subclass of the Trainer may mean something else by outputs, or if the
+    model or the loss has other outputs than usual.
     """
     if not is_usual(trainer, data):
         return trainer.evaluate(loader, split), None
@@ -216,7 +220,9 @@ def without_none(entries: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def show(sample: Sample, part: Split, data: Data) -> None:
-    """Add the file, the line, the picture and the columns of a sample, as far as its split has them."""
+    """Add the file, the line, the picture and the columns of a sample, as far as its split has
+    them.
+    """
     index = sample.index
     files: Any = getattr(part, "files", None)
     if hasattr(files, "root"):
@@ -280,7 +286,9 @@ def columns(inputs: Tensor, data: Data) -> dict[str, Any]:
 
 
 def in_file(value: float, column: dict[str, Any], fills_in: bool) -> float | str:
-    """Return what a table's file has for a standardised value, which is 0 for a missing one that was filled in."""
+    """Return what a table's file has for a standardised value, which is 0 for a missing one that
+    was filled in.
+    """
     mean = column["mean"]
     if fills_in and value == 0:
         return f"{mean:.6g} (the mean)"
@@ -288,7 +296,9 @@ def in_file(value: float, column: dict[str, Any], fills_in: bool) -> float | str
 
 
 def as_written(value: float, mean: float, std: float) -> float:
-    """Return the number with the fewest decimals whose standardised value this is: float32 lost those of the file."""
+    """Return the number with the fewest decimals whose standardised value this is: float32 lost
+    those of the file.
+    """
     number = value * std + mean
     for digits in range(-15, 31):
         rounded = round(number, digits)

@@ -233,9 +233,9 @@ def predict(
 
     A row has "file" or "line", and for a classification "class", "probability" and
     "probabilities", {class: probability}; for a regression "value", in the data's units. Only one
-    batch is read at a time. `reading`: `missing`, `delimiter`, `decimal` and `marks`, by default those
-    of the run's table.
-    UserError for what cannot be read; with `skip` such images are left out, with a warning.
+    batch is read at a time. `reading`: `missing`, `delimiter`, `decimal` and `marks`, by default
+    those of the run's table. UserError for what cannot be read; with `skip` such images are left
+    out, with a warning.
     """
     about = model.about
     path = os.path.expanduser(str(path))

@@ -1,4 +1,7 @@
-"""Pages and cards from templates/. The HTML pages stand alone: no script, no network, light and dark."""
+"""Pages and cards from templates/.
+
+The HTML pages stand alone: no script, no network, light and dark.
+"""
 
 import functools
 import re

@@ -1,4 +1,6 @@
-"""The config.yaml of a run, which may be anybody's: read as plain data, and adapted to this machine."""
+"""The config.yaml of a run, which may be anybody's: read as plain data, and adapted to this
+machine.
+"""
 
 import json
 import re
@@ -41,11 +43,12 @@ def check_folder(folder: str | Path) -> None:
 
 
 def of_this_machine(cfg: DictConfig) -> DictConfig:
-    """Return the config of the run directory `run`, for a task that trains nothing, on this machine.
+    """Return the config of the run directory `run`, for a task that trains nothing, on this
+    machine.
 
-    Its data may lie elsewhere here, and an evaluation may be on other data. Settings that only a training needs are
-    left out, and so is what reaches out of the run directory. The loaders have their defaults, except for what is
-    typed, and for data that had to be streamed.
+    Its data may lie elsewhere here, and an evaluation may be on other data. Settings that only a
+    training needs are left out, and so is what reaches out of the run directory. The loaders have
+    their defaults, except for what is typed, and for data that had to be streamed.
     """
     if cfg.run is None:
         raise UserError(f"task={cfg.task} needs a run directory. Type run={cfg.run_dir or 'DIR'}.")
@@ -116,7 +119,9 @@ def adapt_dataset(dataset: Config) -> None:
 
 
 def check_parts(config: Config) -> None:
-    """Raise UserError for settings out of their limits, and for nodes that may build what is not trusted."""
+    """Raise UserError for settings out of their limits, and for nodes that may build what is not
+    trusted.
+    """
     settings.check_all(config)
     for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
         without_downloads(group, config[group])
@@ -150,7 +155,8 @@ def is_logger(node: Any) -> bool:
 
 
 def load_config(key: str, folder: str | Path) -> Config:
-    """Return the config that a run was started with, as plain data; UserError if `folder` is not a run directory.
+    """Return the config that a run was started with, as plain data; UserError if `folder` is not a
+    run directory.
 
     Only a small mapping without tags and aliases is read. Its ${...} stay as they are.
     """
@@ -176,7 +182,9 @@ def load_config(key: str, folder: str | Path) -> Config:
 
 
 def overrides_in(folder: Path) -> list[str] | None:
-    """Return what was typed for a run, from the first line of its config.yaml; None if it does not say."""
+    """Return what was typed for a run, from the first line of its config.yaml; None if it does not
+    say.
+    """
     try:
         first = files.read(folder / CONFIG, MOST_YAML).partition(b"\n")[0]
         overrides = json.loads(first.removeprefix(TYPED.encode()))
@@ -198,7 +206,8 @@ def hint_for(key: str, folder: Path) -> str:
 
 
 def check_yaml(text: str) -> None:
-    """Raise ValueError for what our files do not have, and what makes a small file costly, or builds objects.
+    """Raise ValueError for what our files do not have, and what makes a small file costly, or
+    builds objects.
 
     The events are checked one by one, before anything is put together.
     """
@@ -221,10 +230,12 @@ def check_yaml(text: str) -> None:
 def resolved(
     key: str, folder: str | Path, config: Config, parts: Iterable[str] | None = None
 ) -> Config:
-    """Return a saved config, or these parts of it, with every ${key.path} replaced by that key's value.
+    """Return a saved config, or these parts of it, with every ${key.path} replaced by that key's
+    value.
 
-    UserError for any other ${...}: a resolver such as ${oc.env:NAME} would take something of this machine into
-    somebody's config. It stays only where this project's own config has the very same text for the key.
+    UserError for any other ${...}: a resolver such as ${oc.env:NAME} would take something of this
+    machine into somebody's config. It stays only where this project's own config has the very same
+    text for the key.
     """
     resolver = Resolver(key, folder, config)
     if parts is None:
@@ -236,7 +247,9 @@ def resolved(
 
 
 class Resolver:
-    """Replaces each ${key.path} in a config, within a budget: OmegaConf would follow any chain of them."""
+    """Replaces each ${key.path} in a config, within a budget: OmegaConf would follow any chain of
+    them.
+    """
 
     def __init__(self, key: str, folder: str | Path, config: Config) -> None:
         self.place = f"{key}={folder}"
@@ -299,7 +312,8 @@ class Resolver:
 
 
 def for_reading(config: Any) -> Config:
-    """Return {dotted key: value} of this run's config, with each ${key} replaced by that key's value.
+    """Return {dotted key: value} of this run's config, with each ${key} replaced by that key's
+    value.
 
     Any other ${...}, such as one that reads the environment, stays as it is written.
     """
