@@ -21,10 +21,11 @@ from stoker.trainer.errors import (
     is_one_slip,
     log,
 )
+from stoker.trainer.history import weight_of
 from stoker.trainer.metrics import Mean
 from stoker.trainer.readable import number
 from stoker.trainer.state import ANYTHING, check_like, frozen, refuse
-from stoker.trainer.window import NUMBERS, weight_of
+from stoker.trainer.window import NUMBERS
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer

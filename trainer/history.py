@@ -13,6 +13,13 @@ Points = list[tuple[float, float]]
 COLORS = {"train/loss": "#1f77b4", "val/loss": "#d62728"}
 
 
+def weight_of(row: Row) -> float:
+    """Return what the training loss of a row counts in a mean over rows."""
+    samples: float = row.get("train/samples", 1)
+    weight: float = row.get("train/weight", samples)
+    return weight
+
+
 class History(list[Row]):
     """The rows of a fit, one for each step that logged something: {"step": ..., "epoch": ..., ...}.
 

@@ -1,8 +1,7 @@
 """The window of steps since the last logged row: mean loss, gradients, and time."""
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -19,13 +18,6 @@ NUMBERS = (
     "train/skipped_steps",
     "train/grad_norm",
 )
-
-
-def weight_of(row: Mapping[str, Any]) -> float:
-    """Return what the training loss of a row counts in a mean over rows."""
-    samples: float = row.get("train/samples", 1)
-    weight: float = row.get("train/weight", samples)
-    return weight
 
 
 class Window:

@@ -5,7 +5,7 @@ from typing import Any
 
 from stoker.runs.report.inputs import Best, Row
 from stoker.runs.report.words import epoch, shortened
-from stoker.trainer.window import weight_of
+from stoker.trainer.history import weight_of
 
 Points = list[tuple[float, float]]
 
