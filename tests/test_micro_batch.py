@@ -227,7 +227,7 @@ def refusal(work, *args):
 @pytest.mark.parametrize(
     ("most", "settings", "says", "advice"),
     [
-        (3, {}, "with a batch of 8, in the training", "micro_batch=auto (less memory, with different results, since BatchNorm1d sees"),
+        (3, {}, "with a batch of 8, in the training", "micro_batch=auto (less memory, with different results, since Dropout sees"),
         (3, {"micro_batch": 4}, "with a batch of 8 in micro-batches of 4", "a lower micro_batch or batch_size"),
         (3, {"grad_accum_steps": 2}, "with a batch of 8 in 2 parts", "micro_batch=auto"),
         (0, {"micro_batch": "auto"}, "with a batch of 8 in micro-batches of 1", "a smaller model"),

@@ -109,7 +109,7 @@ def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor 
     before = scale.clone()
     trainer.scaler.update()
     is_skipped = scale < before
-    trainer.window.skipped.update(is_skipped.float())
+    trainer.window.add_skipped(is_skipped)
     return None if norm is None else torch.where(is_skipped, 0.0, parallel.whole(norm))
 
 

@@ -53,6 +53,11 @@ class Window:
         if launch.is_first():
             self.grad_norm.update(norm)
 
+    def add_skipped(self, is_skipped: torch.Tensor) -> None:
+        """Note whether the fp16 scaler skipped a step, which all processes do alike."""
+        if launch.is_first():
+            self.skipped.update(is_skipped.float())
+
     def row(self, rates: Sequence[float]) -> dict[str, float]:
         """Return the numbers of the window, over all processes, and forget its steps.
 
@@ -63,6 +68,7 @@ class Window:
         """
         loss = self.loss.over_ranks()
         grad_norm = self.grad_norm.over_ranks()
+        skipped = self.skipped.over_ranks()
         weight = float(loss.weight)
         row = {"train/loss": loss.compute().item()} if weight else {}
         row["train/lr"] = float(rates[0])
@@ -74,10 +80,10 @@ class Window:
             for i, rate in enumerate(rates[1:], 1):
                 row[f"train/lr/{i}"] = float(rate)
         done = 1.0  # share of the steps that were not skipped
-        if self.skipped.samples:
-            skipped = self.skipped.over_ranks().compute().item()
-            row["train/skipped_steps"] = round(skipped * self.skipped.samples)
-            done -= skipped
+        if skipped.samples:
+            share = skipped.compute().item()
+            row["train/skipped_steps"] = round(share * skipped.samples)
+            done -= share
         if grad_norm.samples and done:
             row["train/grad_norm"] = grad_norm.compute().item() / done
         self.clear()
