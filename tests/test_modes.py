@@ -63,7 +63,7 @@ def test_a_plan_says_all_and_leaves_nothing(train, tmp_path):
     assert names == wanted
     assert "plan     10 epochs of 20 steps = 200 steps" in done.out
     assert "lr 0.000273 at step 1, 0.003 at step 11, 2.05e-07 at step 200" in done.out
-    assert "set      optimizer.lr=0.003, scheduler.warmup=0.05 (all that" in done.out
+    assert "set      optimizer.lr=0.003, scheduler.warmup=0.05 (everything that" in done.out
     assert re.search(r"of 200 steps \([\d.]+ m?s each\)", done.out)
     assert "run      runs/<date>-mlp-digits; nothing was written" in done.out
     assert (

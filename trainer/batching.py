@@ -2,6 +2,7 @@
 weigh.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Batching:
                 return self.divisor(targets)
         return self.samples(batch)
 
-    @property
+    @functools.cached_property
     def sample_dims(self) -> batches.SampleDimOf:
         """`sample_dim`, as the plain function where a subclass has not overridden it."""
         is_usual = type(self).sample_dim is Batching.sample_dim
@@ -75,7 +76,7 @@ class Batching:
 
     def weigh(self, batch: Any) -> None:
         """Note the samples and the weight of a step's batch, which is this process's part."""
-        self.step_samples = self.samples(batch)
+        self.step_samples = batches.size(batch, self.sample_dims)  # `samples`, in one call less
         self.step_weight = self.step_samples if self.weighs_samples else self.loss_weight(batch)
         if parallel.joined > 1:
             global_size = self.train_loader.global_size

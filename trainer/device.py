@@ -333,7 +333,8 @@ def seed_generators(device: torch.device, seed: int, replicas: Sequence[int] = (
 
     It takes 14 us; torch.manual_seed alone goes through every backend in 275 us.
     """
-    seed_python(seed)
+    random.seed(seed)  # as `seed_python`, in one call less per step
+    numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if device.type == "cpu":
         return

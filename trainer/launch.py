@@ -92,7 +92,8 @@ def program() -> list[str]:
     """Return `stoker`, or `python train.py` in a clone: the words in front of the settings."""
     started = Path(sys.argv[0]).resolve()
     package = Path(__file__).resolve().parents[1] / "stoker"
-    is_console = started.stem == "stoker" or package in started.parents  # python -m stoker
+    is_module = started.parts[-2:] == ("stoker", "__main__.py") or package in started.parents
+    is_console = started.stem == "stoker" or is_module
     return ["python", SCRIPT] if is_clone() and not is_console else ["stoker"]
 
 
