@@ -1,6 +1,4 @@
-"""The loops that are written by hand: the tutorials', the best one we know, and a captured step on
-a GPU.
-"""
+"""The loops that are written by hand: the tutorials', the best one we know, and a captured step on a GPU."""
 
 import ctypes
 
@@ -50,8 +48,7 @@ def accuracy(job, model, batches):
 def ideal(job, clock):
     """The best loop we know: resident uint8 images, one gather for 16 batches, and slices of it.
 
-    Its variants are channels_last, mallopt (the allocator keeps its pages), onednn (linears) and
-    fused (optimizer).
+    Its variants are channels_last, mallopt (the allocator keeps its pages), onednn (linears) and fused (optimizer).
     """
     if "mallopt" in job.variants:
         keep_pages()
@@ -126,9 +123,7 @@ def replay(job, clock):
 
 
 def resident(job):
-    """(a function: epoch -> its batches, the test batches, steps per epoch) of uint8 images that
-    lie on the device.
-    """
+    """(a function: epoch -> its batches, the test batches, steps per epoch) of uint8 images that lie on the device."""
     from stoker.data.loader import permutation
 
     train, test, *scale = work.arrays(job)
@@ -184,9 +179,7 @@ def keep_pages():
 
 
 class OneDNNLinear(torch.autograd.Function):
-    """A linear layer in exact fp32 through oneDNN instead of MKL, which runs AMD processors at
-    AVX2's rate.
-    """
+    """A linear layer in exact fp32 through oneDNN instead of MKL, which runs AMD processors at AVX2's rate."""
 
     @staticmethod
     def forward(ctx, inputs, weight, bias):

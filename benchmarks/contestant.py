@@ -1,6 +1,4 @@
-"""Runs one contestant in this process, as the job on the command line says, and prints its numbers
-as JSON.
-"""
+"""Runs one contestant in this process, as the job on the command line says, and prints its numbers as JSON."""
 
 import importlib
 import json

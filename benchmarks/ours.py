@@ -34,9 +34,7 @@ class Watch(Callback):
 
 
 class FirstStep(Callback):
-    """Prints the time of the first row, which is that of the first step where a run has only
-    one.
-    """
+    """Prints the time of the first row, which is that of the first step where a run has only one."""
 
     def on_log(self, trainer, row):
         if "train/loss" in row:
@@ -44,9 +42,7 @@ class FirstStep(Callback):
 
 
 def ours(job, clock):
-    """Variants: writing (rows and checkpoints, as train.py does), timed, streamed; Trainer
-    arguments as key=value.
-    """
+    """Variants: writing (rows and checkpoints, as train.py does), timed, streamed; Trainer arguments as key=value."""
     clock.begin()
     if {"ready", "one"} & set(job.variants):
         train, val = work.loaders(job)

@@ -16,9 +16,7 @@ def only_fp32(job):
 
 
 def lightning(job, clock):
-    """Trainer with its progress bar, logger and checkpoints; torchmetrics for the accuracy, as its
-    guide has it.
-    """
+    """Trainer with its progress bar, logger and checkpoints; torchmetrics for the accuracy, as its guide has it."""
     import lightning as pl
     import torchmetrics
 
@@ -82,9 +80,7 @@ def accelerate(job, clock):
 
 
 def hf(job, clock):
-    """The Trainer of transformers, with its progress bar, its logging and its checkpoints; a
-    constant rate.
-    """
+    """The Trainer of transformers, with its progress bar, its logging and its checkpoints; a constant rate."""
     from transformers import Trainer, TrainingArguments
 
     class Net(torch.nn.Module):
@@ -146,9 +142,7 @@ def as_dict(collate):
 
 
 def ignite(job, clock):
-    """create_supervised_trainer and its evaluator, with the progress bar and the running mean of
-    its examples.
-    """
+    """create_supervised_trainer and its evaluator, with the progress bar and the running mean of its examples."""
     only_fp32(job)
     from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
     from ignite.handlers.tqdm_logger import ProgressBar
@@ -197,8 +191,7 @@ def skorch(job, clock):
     train, test = work.loaders(job)
     clock.steps = len(train)
     factory = work.optimizer(job)
-    # A list of batches would be taken for the columns of a table; the data itself comes from the
-    # iterators.
+    # A list of batches would be taken for the columns of a table; the data itself comes from the iterators.
     train_set, test_set = (
         torch.utils.data.Subset(part.dataset, range(len(part.dataset))) for part in (train, test)
     )

@@ -1,6 +1,4 @@
-"""Prints one table of paired ratios: `python benchmarks/run.py --help`. It imports no torch; each
-contestant does.
-"""
+"""Prints one table of paired ratios: `python benchmarks/run.py --help`. It imports no torch; each contestant does."""
 
 import argparse
 import importlib.metadata
@@ -216,9 +214,7 @@ def positive(text):
 
 
 def contestants(options):
-    """(the names to run, {name: why it is not there}) of what was asked, or of all; the base is
-    always there.
-    """
+    """(the names to run, {name: why it is not there}) of what was asked, or of all; the base is always there."""
     what = WHATS[options.what]
     names = options.contestants
     if names is None:
@@ -248,9 +244,7 @@ def version(distribution):
 
 
 def run_one(label, seed, options, folder):
-    """The numbers of one contestant, trained in a process of its own, or {"note": why there are
-    none}.
-    """
+    """The numbers of one contestant, trained in a process of its own, or {"note": why there are none}."""
     name, _, variants = label.partition(":")
     variants = variants.split("+") if variants else []
     job = {
@@ -326,12 +320,10 @@ def derive(results, what):
 
 
 def table(rounds, missing, columns, compared, base):
-    """Markdown lines: medians over the rounds, and the median (least to most) of each round's ratio
-    to `base`.
+    """Markdown lines: medians over the rounds, and the median (least to most) of each round's ratio to `base`.
 
-    `rounds`: [{contestant: {column: number} or {"note": text}}]. An accuracy is a mean with its
-    deviation. The rows are in order of the ratio; `missing` and those without numbers in some round
-    come last, with the reason.
+    `rounds`: [{contestant: {column: number} or {"note": text}}]. An accuracy is a mean with its deviation. The rows
+    are in order of the ratio; `missing` and those without numbers in some round come last, with the reason.
     """
     notes, rows = dict(missing), []
     for name in rounds[0]:
@@ -392,9 +384,7 @@ def machine(options):
 
 
 def copy_images(folder, each):
-    """Copies the first `each` training images of every class, and all test images, of
-    DATA_ROOT/cifar10_jpeg.
-    """
+    """Copies the first `each` training images of every class, and all test images, of DATA_ROOT/cifar10_jpeg."""
     source = Path(os.environ["DATA_ROOT"], "cifar10_jpeg")
     for part, most in (("train", each), ("test", None)):
         for kind in sorted(path for path in (source / part).iterdir() if path.is_dir()):

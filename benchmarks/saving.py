@@ -1,6 +1,4 @@
-"""What checkpoints cost: the default job with and without them, and how long a large one holds a
-training up.
-"""
+"""What checkpoints cost: the default job with and without them, and how long a large one holds a training up."""
 
 import contextlib
 import functools
@@ -46,9 +44,7 @@ class Ticks(Callback):
 
 
 def default(job, clock):
-    """The job of `python train.py`, as its config builds it; variant saving: with the checkpoints
-    of that config.
-    """
+    """The job of `python train.py`, as its config builds it; variant saving: with the checkpoints of that config."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
@@ -104,9 +100,7 @@ class Ballast(torch.nn.Module):
 
 
 def large(job, clock, every=1500):
-    """Steps of a few milliseconds, and every so many of them a checkpoint of the MiB that the
-    variant says.
-    """
+    """Steps of a few milliseconds, and every so many of them a checkpoint of the MiB that the variant says."""
     [mib] = [MIB[variant] for variant in job.variants if variant in MIB]
     torch.manual_seed(job.seed)
     batch = (torch.randn(256, 256), torch.randint(0, 10, (256,)))
@@ -131,8 +125,7 @@ def large(job, clock, every=1500):
 
 
 def held_up(times, begun, written):
-    """Medians over the saves: the longest wait between two steps, all waiting until the file is
-    there, and the writing.
+    """Medians over the saves: the longest wait between two steps, all waiting until the file is there, and the writing.
 
     A step has waited for as long as it came later than the median one.
     """

@@ -1,8 +1,6 @@
-"""What ddp and fsdp cost: a table of formulas (`python benchmarks/scale.py`), and what is measured
-here (`--measure`).
+"""What ddp and fsdp cost: a table of formulas (`python benchmarks/scale.py`), and what is measured here (`--measure`).
 
-docs/scale.md explains the formulas. For the table no torch is needed, and nothing in it is
-measured.
+docs/scale.md explains the formulas. For the table no torch is needed, and nothing in it is measured.
 """
 
 import argparse
@@ -31,10 +29,7 @@ class Model(typing.NamedTuple):
 
 
 class Cluster(typing.NamedTuple):
-    """All of it is assumed.
-
-    `flops` a second of one device; bytes a second that it sends, and seconds of a message.
-    """
+    """All of it is assumed. `flops` a second of one device; bytes a second that it sends, and seconds of a message."""
 
     flops: float = 400e12  # 40 % of an H100's 989e12 in bf16
     inside: float = 450e9  # NVLink 4, a direction: 900 GB/s in both
@@ -50,19 +45,15 @@ class Cluster(typing.NamedTuple):
 
 
 MODELS = {
-    # 4.1e9 multiplications and additions an image of 224x224 (He 2016, arXiv 1512.03385), three
-    # times for both passes.
+    # 4.1e9 multiplications and additions an image of 224x224 (He 2016, arXiv 1512.03385), three times for both passes.
     "ResNet-50": Model(25.6e6, 3 * 2 * 4.1e9 * 4096, "4,096 images", 10),
-    # 6 P a token (Kaplan 2020, arXiv 2001.08361), and 2 P where the blocks are worked through
-    # again.
+    # 6 P a token (Kaplan 2020, arXiv 2001.08361), and 2 P where the blocks are worked through again.
     "7 B": Model(7e9, 8 * 7e9 * 2**22, "4,194,304 tokens", 33),
 }
 
 
 def sent(strategy, parameters, world, parts=1):
-    """Bytes that each device sends in a step of so many micro-batches, and receives: rings, numbers
-    of 4 bytes.
-    """
+    """Bytes that each device sends in a step of so many micro-batches, and receives: rings, numbers of 4 bytes."""
     share = (world - 1) / world * 4 * parameters
     return {"ddp": 2, "fsdp": 2 * parts + 1}[strategy] * share
 
@@ -75,9 +66,7 @@ def messages(strategy, parameters, world, units, parts=1):
 
 
 def held(strategy, parameters, world, units, ema=False):
-    """Bytes of weights, gradients, AdamW's two means and an average on each device; activations
-    come on top.
-    """
+    """Bytes of weights, gradients, AdamW's two means and an average on each device; activations come on top."""
     numbers = 4 * (4 + ema) * parameters
     if strategy == "ddp" or world == 1:
         return numbers
@@ -131,9 +120,7 @@ RUNS = {  # (processes, threads of each, strategy)
 
 
 def measure(work, batch_size, steps, rounds):
-    """Markdown lines: medians over the rounds, in each of which every run comes once, in random
-    order.
-    """
+    """Markdown lines: medians over the rounds, in each of which every run comes once, in random order."""
     results = {name: [] for name in RUNS}
     for number in range(rounds):
         for name in random.Random(number).sample(list(RUNS), len(RUNS)):
@@ -165,9 +152,7 @@ def measure(work, batch_size, steps, rounds):
 
 
 def run_job(work, strategy, batch_size, steps, seed):
-    """Trains on random images of 1x28x28; prints the seconds of a step and the bytes that the
-    machine sent in it.
-    """
+    """Trains on random images of 1x28x28; prints the seconds of a step and the bytes that the machine sent in it."""
     import functools
 
     import torch
@@ -208,9 +193,7 @@ def run_job(work, strategy, batch_size, steps, seed):
 
 
 def bytes_sent():
-    """Bytes that have gone through the loopback interface, which is what gloo sends over on one
-    machine; Linux.
-    """
+    """Bytes that have gone through the loopback interface, which is what gloo sends over on one machine; Linux."""
     lines = Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()
     return next(
         int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:")

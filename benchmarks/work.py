@@ -26,8 +26,7 @@ class Job:
     """One training of one contestant. `started` is time.time() just before its process was."""
 
     name: str
-    # "ready": batches that lie in memory; "one": a single random one; others are a contestant's
-    variants: tuple = ()
+    variants: tuple = ()  # "ready": batches that lie in memory; "one": a single random one; others are a contestant's
     work: str = "mlp"
     epochs: int = 3
     seed: int = 0
@@ -98,9 +97,7 @@ def read(job):
 
 
 def arrays(job):
-    """((inputs, targets) to train on, the same to evaluate on, mean, std): uint8 (N, C, H, W) and
-    int64 (N,).
-    """
+    """((inputs, targets) to train on, the same to evaluate on, mean, std): uint8 (N, C, H, W) and int64 (N,)."""
     data = read(job)
     return data.train.tensors(), data.val.tensors(), data.mean, data.std
 
@@ -176,9 +173,7 @@ def tutorial_datasets(job):
 
 
 class Photographs(torch.utils.data.Dataset):
-    """Does what torchvision.datasets.CIFAR10 does: an array to a PIL image, and that through the
-    transform.
-    """
+    """Does what torchvision.datasets.CIFAR10 does: an array to a PIL image, and that through the transform."""
 
     def __init__(self, inputs, targets, transform):
         self.images, self.targets = inputs.permute(0, 2, 3, 1).numpy(), targets.tolist()
@@ -231,16 +226,12 @@ class Clock:
         self.evaluation_starts.append(time.perf_counter())
 
     def evaluated(self, accuracy):
-        """The evaluation after it is done; the accuracy is a number, so the device has nothing left
-        to do.
-        """
+        """The evaluation after it is done; the accuracy is a number, so the device has nothing left to do."""
         self.ends.append(time.perf_counter())
         self.accuracies.append(float(accuracy))
 
     def results(self):
-        """Seconds and microseconds; the medians leave out the first epoch, a warm-up that also
-        reads the data.
-        """
+        """Seconds and microseconds; the medians leave out the first epoch, a warm-up that also reads the data."""
         train = [
             start - end for start, end in zip(self.evaluation_starts, self.ends[:-1], strict=True)
         ]
