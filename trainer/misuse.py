@@ -384,11 +384,10 @@ def warn_of_untrained(trainer: "Trainer") -> None:
             names.append(name)
     is_news = not trainer.untrained >= set(names)
     trainer.untrained = set(names)
-    if is_news and launch.is_first():
-        log.warning(
-            "No optimizer has %s: not trained. Give the optimizer all of the model's parameters, "
-            "or name a second optimizer in stateful().",
-            first_few(names, 3),
+    if is_news:
+        warn(
+            f"No optimizer has {first_few(names, 3)}: not trained. Give the optimizer all of the "
+            "model's parameters, or name a second optimizer in stateful()."
         )
 
 
