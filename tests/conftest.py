@@ -3,6 +3,7 @@ compared.
 """
 
 import functools
+import gc
 import os
 
 # Two test processes share the cores: one thread each, or they would wait for each other. Before
@@ -89,6 +90,16 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--large") and config.option.markexpr == "not slow":
         config.option.markexpr = ""  # the large counts are those of the slow tests
+
+
+@pytest.fixture(scope="module")
+def little_garbage():
+    """The end of each fit collects garbage, which takes as long as the fit where all that was
+    imported is looked at.
+    """
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ another.
 """
 
 import functools
-import gc
 import random
 
 import numpy
@@ -17,15 +16,7 @@ from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics.lr_find import lr_find
 from stoker.trainer.callbacks import Callback, Checkpoint
 
-
-@pytest.fixture(autouse=True, scope="module")
-def little_garbage():
-    """The end of each fit collects garbage, which takes as long as the fit where all that was
-    imported is looked at.
-    """
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("little_garbage")
 
 
 class Killed(BaseException):

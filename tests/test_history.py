@@ -3,7 +3,6 @@ rates.
 """
 
 import functools
-import gc
 import json
 import sys
 
@@ -27,14 +26,7 @@ def loaders(data=None):
     return DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 8)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def little_garbage():
-    """The end of each fit collects garbage, which takes as long as the fit where all that was
-    imported is looked at.
-    """
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("little_garbage")
 
 
 class Rows(Callback):

@@ -3,7 +3,6 @@ changed between.
 """
 
 import functools
-import gc
 import itertools
 
 import pytest
@@ -23,14 +22,7 @@ from stoker.trainer.metrics import Accuracy
 BATCH, STEPS = 8, 24
 
 
-@pytest.fixture(autouse=True, scope="module")
-def little_garbage():
-    """The end of each fit collects garbage, which takes as long as the fit where all that was
-    imported is looked at.
-    """
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("little_garbage")
 
 
 class Killed(BaseException):
