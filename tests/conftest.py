@@ -5,6 +5,7 @@ compared.
 import functools
 import gc
 import os
+import sys
 
 # Two test processes share the cores: one thread each, or they would wait for each other. Before
 # torch is imported.
@@ -16,6 +17,8 @@ import torch
 from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
 from stoker.trainer import schedules
+
+modules_frozen = 0  # how many modules `little_garbage` has seen
 
 
 def make_data(train=60, val=25, features=6, classes=3, dtype=torch.float32, seed=0):
@@ -92,14 +95,21 @@ def pytest_configure(config):
         config.option.markexpr = ""  # the large counts are those of the slow tests
 
 
-@pytest.fixture(scope="module")
+def pytest_unconfigure():
+    gc.unfreeze()  # or some libraries take what is left at the end for leaks
+
+
+@pytest.fixture(autouse=True)
 def little_garbage():
-    """The end of each fit collects garbage, which takes as long as the fit where all that was
-    imported is looked at.
+    """Keep what was imported out of the garbage collector.
+
+    Each fit ends with a collection, which would take longer than the fit.
     """
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    global modules_frozen
+    if len(sys.modules) != modules_frozen:
+        gc.collect()
+        gc.freeze()
+        modules_frozen = len(sys.modules)
 
 
 @pytest.fixture(scope="module")

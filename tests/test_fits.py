@@ -16,8 +16,6 @@ from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics.lr_find import lr_find
 from stoker.trainer.callbacks import Callback, Checkpoint
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
-
 
 class Killed(BaseException):
     """What no code is prepared for."""

@@ -26,9 +26,6 @@ def loaders(data=None):
     return DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 8)
 
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
-
-
 class Rows(Callback):
     def __init__(self):
         self.rows = []

@@ -22,9 +22,6 @@ from stoker.trainer.metrics import Accuracy
 BATCH, STEPS = 8, 24
 
 
-pytestmark = pytest.mark.usefixtures("little_garbage")
-
-
 class Killed(BaseException):
     """What no code is prepared for: as after a kill, nothing of the step is finished."""
 
