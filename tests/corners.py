@@ -13,6 +13,7 @@ from torch import nn, optim
 
 from examples.gan import GAN, GANTrainer
 from stoker import Trainer
+from stoker.command import ranks
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader
 from stoker.models.whitened_cnn import Whiten, WhitenedCNN
@@ -448,7 +449,8 @@ REFUSED = {
 
 
 def main(strategy, folder, *names):
-    launch.quieten()
+    ranks.quieten()
+    ranks.join()
     work = SAME | ALIKE | REFUSED | {"memory": memory}
     for name in names:
         try:
@@ -457,7 +459,7 @@ def main(strategy, folder, *names):
             given = str(error)
         torch.save(given, f"{folder}/{name}.{launch.rank()}")
     parallel.leave()
-    launch.leave()
+    ranks.leave()
 
 
 if __name__ == "__main__":

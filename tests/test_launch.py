@@ -23,7 +23,7 @@ from conftest import assert_same
 from forks import Forks
 from test_cli import answers, run
 
-from stoker.command import processes
+from stoker.command import invocation, processes
 from stoker.trainer import checkpoint, launch
 from stoker.trainer.errors import UserError
 
@@ -224,11 +224,10 @@ def test_ranks_with_other_code_are_refused(forks, tmp_path):
     script.write_text(
         textwrap.dedent("""
         import os
-        from stoker.command import exit_codes
-        from stoker.trainer import launch
+        from stoker.command import exit_codes, ranks
         def main():
             own = {"train.py": b"1", "mine.py": os.environ["RANK"].encode()}
-            launch.check_alike({"code": own if os.environ["RANK"] != "2" else {"train.py": b"1"}})
+            ranks.check_alike({"code": own if os.environ["RANK"] != "2" else {"train.py": b"1"}})
         exit_codes.run(main)
     """)
     )
@@ -557,4 +556,4 @@ def test_commands_are_printed_as_they_were_typed(started, torchrun, words, monke
     if torchrun:
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert " ".join(launch.command()) == words
+    assert " ".join(invocation.command()) == words

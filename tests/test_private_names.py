@@ -16,7 +16,7 @@ PRIVATE = {
     ("stoker/sweeps/ax_search.py", "hydra_plugins.hydra_ax_sweeper._core"): "Ax's client",
     ("stoker/sweeps/optuna_search.py", "hydra_plugins.hydra_optuna_sweeper._impl"): "its ranges",
     ("trainer/device.py", "torch.utils._triton"): "whether Triton works on this machine",
-    ("trainer/launch.py", "_run_exitfuncs"): "exit handlers before os._exit",
+    ("stoker/command/ranks.py", "_run_exitfuncs"): "exit handlers before os._exit",
     ("trainer/optimizers.py", "_global_optimizer_post_hooks"): "whether all optimizers have hooks",
     ("trainer/optimizers.py", "_global_optimizer_pre_hooks"): "whether all optimizers have hooks",
     ("trainer/optimizers.py", "_optimizer_step_post_hooks"): "whether a step has hooks",

@@ -6,6 +6,7 @@ import torch
 from test_weights import CASES, LSTM, Known, TimeFirst, fitted, holes, mean_of_known, texts
 from torch import nn
 
+from stoker.command import ranks
 from stoker.trainer import checkpoint, launch, parallel
 
 OTHERS = {
@@ -16,7 +17,8 @@ OTHERS = {
 
 
 def main(strategy, folder):
-    launch.quieten()
+    ranks.quieten()
+    ranks.join()
     done = {}
     for name, (loss, make, *settings) in {**CASES, **OTHERS}.items():
         options = settings[0] if settings else {}
@@ -28,7 +30,7 @@ def main(strategy, folder):
     if launch.is_first():
         torch.save(done, f"{folder}/done")
     parallel.leave()
-    launch.leave()
+    ranks.leave()
 
 
 if __name__ == "__main__":

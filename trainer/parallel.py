@@ -41,10 +41,10 @@ alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=Fa
 joined: int = 1  # processes that train together, once `start` has joined them
 
 
-def start(strategy: str, device: torch.device, timeout: float = 300) -> str:
+def start(strategy: str, device: torch.device) -> str:
     """Join the other processes if torchrun has started several; return what "auto" stands for.
 
-    A process waits at most `timeout` seconds for the others.
+    A process waits at most `launch.timeout` seconds for the others.
 
     Raises:
         UserError: The strategy is for one process, and there are several.
@@ -57,7 +57,7 @@ def start(strategy: str, device: torch.device, timeout: float = 300) -> str:
         raise UserError(
             f"strategy={strategy}: {launch.world_size()} processes were started, and each would "
             "train by itself.\n"
-            f"Type strategy=auto, or {' '.join(launch.program())} without torchrun."
+            "Type strategy=auto, or leave out torchrun."
         )
     if not dist.is_initialized():
         backend = "gloo"
@@ -65,10 +65,10 @@ def start(strategy: str, device: torch.device, timeout: float = 300) -> str:
             backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         dist.init_process_group(
             backend,
-            store=launch.store(timeout),
+            store=launch.store(),
             rank=launch.rank(),
             world_size=launch.world_size(),
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=launch.timeout),
         )
     joined = dist.get_world_size()
     return "ddp" if name == "auto" else name

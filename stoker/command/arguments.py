@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from stoker import configs
-from stoker.command import settings
+from stoker.command import invocation, settings
 from stoker.command.dotted import flat, plain
 from stoker.trainer import launch
 from stoker.trainer.errors import UserError, is_one_slip
@@ -129,7 +129,7 @@ def check(arguments: Sequence[str]) -> None:
     """Raise UserError for what Hydra would misunderstand, or report only in each job of a sweep."""
     sweep = is_sweep(arguments)
     if sweep and launch.world_size() > 1:
-        program = " ".join(launch.program())
+        program = " ".join(invocation.program())
         raise UserError(
             f"-m: a sweep starts its runs itself. Type {program} -m ... strategy=ddp devices=N."
         )

@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from stoker import __version__
-from stoker.command import arguments, processes
+from stoker.command import arguments, processes, ranks
 from stoker.command.help import help_text
 from stoker.command.messages import explanation, message
 from stoker.trainer import launch, stopping
@@ -60,8 +60,8 @@ def run(main: Callable[[], Any]) -> None:
     except SystemExit as end:
         code = end.code
     finally:
-        launch.leave()
-    launch.end(code)
+        ranks.leave()
+    ranks.end(code)
 
 
 def run_and_report(main: Callable[[], Any]) -> int:
@@ -71,7 +71,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
         KeyboardInterrupt: a signal came.
     """
     open_closed()
-    launch.quieten()
+    ranks.quieten()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     logging.getLogger("hydra").setLevel(logging.CRITICAL)
     try:
@@ -130,7 +130,7 @@ def say_interrupted() -> int:
         )
     code: int | None = stopping.exit_code()
     if launch.world_size() > 1:
-        text, code = launch.last_words("signal", text, code)
+        text, code = ranks.last_words("signal", text, code)
     if text:
         print(text, file=sys.stderr, flush=True)
     return code or DONE
@@ -168,11 +168,11 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
         text = whole if code == BUG else f"{whole}\n{text}"
     sys.stdout.flush()  # so that it comes after what was printed before, also in a file
     if launch.world_size() > 1:
-        lost = launch.is_lost(error)
+        lost = ranks.is_lost(error)
         if lost and code == BUG:
             text = f"error: lost contact with another process.\n{cause(error)}"
             code = FAILED
-        text, ended = launch.last_words("lost" if lost else "error", text, code)
+        text, ended = ranks.last_words("lost" if lost else "error", text, code)
         code = BUG if ended is None else ended
     codes.append(code)
     if text and not isinstance(error, processes.JobFailed):  # whose processes have printed it

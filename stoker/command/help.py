@@ -1,7 +1,7 @@
 """The text of `--help`: examples, the groups, and the keys of configs/train.yaml."""
 
 from stoker import configs
-from stoker.trainer import launch
+from stoker.command import invocation
 
 EXAMPLES = {
     "": "the default: an MLP on handwritten digits, in seconds",
@@ -16,7 +16,7 @@ EXAMPLES = {
 
 def help_text() -> str:
     """Return the help text."""
-    command = " ".join(launch.program())
+    command = " ".join(invocation.program())
     lines = [f"Train a model:  {command} [key=value ...] [group=option ...]", ""]
     width = len(command) + 1 + max(map(len, EXAMPLES))
     for typed, meaning in EXAMPLES.items():

@@ -11,11 +11,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from stoker import configs
-from stoker.command import arguments, settings
+from stoker.command import arguments, invocation, settings
 from stoker.command.defaults import of_choices
 from stoker.command.dotted import flat
 from stoker.command.references import explain_broken, reason
-from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, did_you_mean, nearest, printable
 
 LONGEST = 500  # characters of a line: a value or a path may have any number
@@ -100,9 +99,8 @@ def no_such_option(error: BaseException) -> str | None:
         hint = did_you_mean(choice, [path.stem for path in configs.options(group)])
         return f"configs/{within[1]}.yaml: its defaults name {missing}, which does not exist.{hint}"
     if group == "hydra/sweeper" and choice in ("optuna", "ax"):
-        return (
-            f"sweep={choice} needs Hydra's plugin of that name.\nType {launch.pip_install(choice)}."
-        )
+        install = invocation.pip_install(choice)
+        return f"sweep={choice} needs Hydra's plugin of that name.\nType {install}."
     if group == "hydra/launcher":  # propose only installed ones that have been tested
         tested = {"basic", *(path.stem for path in configs.options(group))}
         options = [option for option in options if option in tested]
@@ -234,5 +232,5 @@ def options_with(group: str, key: str) -> list[tuple[str, str]]:
 
 def see_help() -> str:
     """Return the line that points to the help."""
-    program = " ".join(launch.program())
+    program = " ".join(invocation.program())
     return f"Type {program} --help to see the keys."

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.command import invocation
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import TrainingError, UserError
 
@@ -61,7 +62,7 @@ def check_among_several(strategy: str, name: str, devices: int | str) -> None:
         raise UserError(
             f"strategy={strategy}: {started}, and each would train by itself.\nType strategy=auto."
         )
-    if devices != "auto" and os.environ.get("ROLE_NAME") != launch.ROLE:
+    if devices != "auto" and os.environ.get("ROLE_NAME") != invocation.ROLE:
         raise UserError(
             f"devices={devices}: {started}. Leave it out; --nproc-per-node sets how many there are."
         )
@@ -100,13 +101,13 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
         max_nodes=1,
         nproc_per_node=processes,
         run_id=str(uuid.uuid4()),
-        role=launch.ROLE,
+        role=invocation.ROLE,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
     )
-    is_script = Path(sys.argv[0]).name == launch.SCRIPT
+    is_script = Path(sys.argv[0]).name == invocation.SCRIPT
     program = [sys.argv[0]] if is_script else ["-m", "stoker"]
     logging.disable(logging.CRITICAL)  # torchrun's agent repeats what the ranks have printed
     try:

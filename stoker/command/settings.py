@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from stoker.command import invocation
 from stoker.trainer import checkpoint_names, launch
 from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean
 from stoker.trainer.settings import (
@@ -279,7 +280,7 @@ def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str,
                 "Leave out one of them."
             )
     if launch.world_size() > 1:
-        program = " ".join(launch.program())
+        program = " ".join(invocation.program())
         raise UserError(f"debug=true is for one process. Type {program}, without torchrun.")
     return values
 

@@ -5,8 +5,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from stoker.command import settings
-from stoker.trainer import launch
+from stoker.command import invocation, settings
 
 # A value that Hydra reads as one text without quotes.
 PLAIN = r"[A-Za-z0-9_/.:+-][A-Za-z0-9_/.:+ -]*(?<! )"
@@ -18,7 +17,7 @@ def command(overrides: Iterable[str], *more: str, start: Iterable[str] | None = 
     Settings that only matter at the start of a run are left out. The command begins with `start`,
     by default this program.
     """
-    words = list(start or launch.program())
+    words = list(start or invocation.program())
     last: dict[str, str] = {}
     for override in [*overrides, *more]:
         key, _, _ = override.partition("=")

@@ -17,8 +17,7 @@ from typing import Any
 import hydra
 from hydra.errors import InstantiationException
 
-from stoker.command import arguments
-from stoker.trainer import launch
+from stoker.command import arguments, invocation
 from stoker.trainer.errors import UserError, did_you_mean
 
 # A target typed on the command line is always trusted; one in your own config file needs
@@ -181,7 +180,7 @@ def similar_target(target: str) -> str:
     """Return " Did you mean X?" for a target that does not exist, or how to install it."""
     parts = target.split(".")
     if parts[0] == "torchmetrics" and importlib.util.find_spec(parts[0]) is None:
-        return f"\nType {launch.pip_install('metrics')}."
+        return f"\nType {invocation.pip_install('metrics')}."
     known = len(parts) - 1
     while known and ".".join(parts[:known]) not in sys.modules:
         known -= 1

@@ -20,6 +20,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stoker.command import invocation
 from stoker.command.build import build
 from stoker.command.settings import FORMATS
 from stoker.data import tables
@@ -29,7 +30,7 @@ from stoker.runs.inference import Trained, check_output
 from stoker.runs.page import render
 from stoker.runs.provenance import versions
 from stoker.runs.result import RunResult
-from stoker.trainer import checkpoint, launch
+from stoker.trainer import checkpoint
 from stoker.trainer.batch import entries
 from stoker.trainer.errors import TrainingError, UserError, check_choice, log, printable
 from stoker.trainer.files import replacing, write_text
@@ -65,7 +66,7 @@ def check(form: str | None, output: str | None = None) -> None:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if form == "onnx" and missing:
         names = " and ".join(missing)
-        raise UserError(f"format=onnx needs {names}.\nType {launch.pip_install('onnx')}.")
+        raise UserError(f"format=onnx needs {names}.\nType {invocation.pip_install('onnx')}.")
     if output is not None:
         check_output(output)
         check_output(f"{output}.md")

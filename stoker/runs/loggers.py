@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stoker.command import settings
+from stoker.command import invocation, settings
 from stoker.runs import pictures
 from stoker.runs.directory import ENDING, METRICS
 from stoker.runs.json_files import finite
 from stoker.runs.lock import wait_for
 from stoker.runs.result import has_failed
 from stoker.runs.rows import Row, lines_of, read_rows
-from stoker.trainer import launch, parallel
+from stoker.trainer import parallel
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, log, printable
 from stoker.trainer.files import open_plain, read, replacing, write_text
@@ -440,7 +440,9 @@ def open_experiment(uri: str, name: str) -> tuple[Any, str]:
 def need(package: str, tool: str) -> None:
     """Raise UserError, before anything is trained, if the package is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise UserError(f"callbacks={package} needs {tool}.\nType {launch.pip_install(package)}.")
+        raise UserError(
+            f"callbacks={package} needs {tool}.\nType {invocation.pip_install(package)}."
+        )
 
 
 def name_of(folder: Path, group: str | None) -> str:

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stoker.command import arguments, exit_codes
+from stoker.command import arguments, exit_codes, invocation
 from stoker.command.shell import command, setting
 from stoker.runs import json_files
 from stoker.runs.directory import RESULT
 from stoker.runs.json_files import is_number
 from stoker.runs.provenance import Revision, versions
 from stoker.runs.rows import last_values, metrics_in, read_rows, training_speed
-from stoker.trainer import launch
 from stoker.trainer.errors import NotFinite
 from stoker.trainer.readable import number, numbers, seconds
 from stoker.trainer.stopping import StopReason
@@ -279,7 +278,9 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
         evaluate.append(f"trusted=[{','.join(packages)}]")
     yield f"         {command(evaluate)}"
     if (result.steps or 0) < (result.total_steps or 0):
-        again = command(result.overrides or [], setting("run_dir", folder), start=launch.command())
+        again = command(
+            result.overrides or [], setting("run_dir", folder), start=invocation.command()
+        )
         yield f"         {again}"
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.command import arguments, exit_codes, settings
+from stoker.command import arguments, exit_codes, invocation, settings
 from stoker.command.shell import setting
 from stoker.runs import result as results
 from stoker.runs import saved_config
@@ -22,7 +22,7 @@ from stoker.runs.json_files import read_json, write_json
 from stoker.runs.lock import is_held
 from stoker.runs.result import Best, RunResult, are_overrides
 from stoker.runs.rows import read_rows
-from stoker.trainer import checkpoint_names, launch, readable
+from stoker.trainer import checkpoint_names, readable
 from stoker.trainer.errors import UserError, as_typed, printable
 
 JOB = "job.json"  # the typed settings of a job
@@ -224,7 +224,7 @@ def command_to_continue(folder: Path) -> str:
     if typed is None:
         return f"the same command with {place}"
     typed = [override for override in typed if not override.startswith("hydra.sweep.dir=")]
-    return shlex.join([*launch.program(), *typed, place])
+    return shlex.join([*invocation.program(), *typed, place])
 
 
 def of_another_sweep(folder: Path, reason: str) -> UserError:

@@ -15,13 +15,13 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from stoker.command import exit_codes, settings
+from stoker.command import exit_codes, invocation, settings
 from stoker.runs import lock
 from stoker.runs.directory import RESULT, remove_empty
 from stoker.sweeps.jobs import Job, read_job, typed_for
 from stoker.trainer import stopping
 from stoker.trainer.errors import RunInUse, UserError, check_number, printable
-from stoker.trainer.launch import cores, pip_install
+from stoker.trainer.launch import cores
 from stoker.trainer.readable import number
 from stoker.trainer.settings import GPUS, VISIBLE_GPUS
 
@@ -54,7 +54,7 @@ def check_installed(launcher: str) -> None:
     if extra and not plugin:
         raise UserError(
             f"hydra/launcher={launcher}: its plugin is not installed.\n"
-            f"Type {pip_install(extra)}, or leave this out to run one job at a time."
+            f"Type {invocation.pip_install(extra)}, or leave this out to run one job at a time."
         )
 
 

@@ -20,7 +20,7 @@ from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from stoker.command import exit_codes, settings, subcommand
+from stoker.command import exit_codes, invocation, settings, subcommand
 from stoker.command.shell import command
 from stoker.runs.directory import CONFIG, make
 from stoker.runs.json_files import read_json
@@ -46,7 +46,7 @@ class SweepCallback(Callback):
     def begin(self, config: DictConfig) -> None:
         """Check the sweep, and announce a grid; a search does so when it knows its keys."""
         if launch.world_size() > 1:
-            program = " ".join(launch.program())
+            program = " ".join(invocation.program())
             raise UserError(
                 f"-m: a sweep is one process. Type {program} -m ... devices=N, without torchrun."
             )

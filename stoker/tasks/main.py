@@ -11,7 +11,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from stoker.command import arguments, exit_codes, processes, settings, shell
+from stoker.command import arguments, exit_codes, invocation, processes, ranks, settings, shell
 from stoker.command.check import check_config, keep_texts
 from stoker.command.dotted import plain
 from stoker.command.retarget import retarget
@@ -95,7 +95,7 @@ def prepare(cfg: DictConfig) -> None:
     retarget(cfg)
     task = job.task_typed(cfg)
     if task and launch.world_size() > 1:
-        program = " ".join(launch.program())
+        program = " ".join(invocation.program())
         raise UserError(f"{task} is for one process. Type {program}, without torchrun.")
 
 
@@ -173,7 +173,7 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
             return
     elif folder is None or code != exit_codes.FAILED or not (folder / "config.yaml").is_file():
         return  # nothing has begun, or rank 0 is on another machine
-    elif launch.world_size() > 1 and launch.is_lost(error):
+    elif launch.world_size() > 1 and ranks.is_lost(error):
         return  # a run that lost a process can be resumed, like one that was killed
     written = write_failure(folder, error, code, training.doctor_warnings)
     if written and code == exit_codes.FAILED and draws_report(cfg):

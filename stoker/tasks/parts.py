@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from stoker.command import settings
+from stoker.command import ranks, settings
 from stoker.command.build import build, check_node, check_size, is_on
 from stoker.command.dotted import plain
 from stoker.command.trust import locate
 from stoker.sweeps import launchers
-from stoker.trainer import launch
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +73,7 @@ def building(
 
     device = devices.choose(launchers.device(cfg.device, devices.available()))
     process.tune_process(device, list(cfg.tune), cfg.deterministic)
-    parallel.start(cfg.strategy, device, cfg.rank_timeout)
+    parallel.start(cfg.strategy, device)
     data, loading = build_data(cfg, about)
     only = None
     if state is not None:
@@ -125,7 +124,7 @@ def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data"
         augmentations.append(item)
     loading["augment"] = augmentations
     trained = {"trained": about} if about else {}
-    with launch.one_first("data"):  # fills the caches that the other processes use
+    with ranks.one_first("data"):  # fills the caches that the other processes use
         data = build("dataset", dataset, **trained)
     return data, loading
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from stoker.command import arguments, dotted, processes, settings, shell
+from stoker.command import arguments, dotted, invocation, processes, ranks, settings, shell
 from stoker.command.build import build
 from stoker.command.trust import own_packages
 from stoker.runs import directory, json_files, lock, provenance, resume, saved_config
@@ -37,7 +37,7 @@ def train(cfg: DictConfig) -> None:
     """Train in the run directory, and lock it meanwhile."""
     with open_dict(cfg):
         launch.timeout = cfg.rank_timeout
-        launch.check_alike(
+        ranks.check_alike(
             {
                 "code": processes.source_files(),
                 "versions": shared_versions(),
@@ -46,7 +46,7 @@ def train(cfg: DictConfig) -> None:
         )
         cfg.run_dir = launch.agreed("run_dir", lambda: job.run_directory(cfg), lasting=True)
         stopping.resume_command = shell.command(
-            arguments.typed(), shell.setting("run_dir", cfg.run_dir), start=launch.command()
+            arguments.typed(), shell.setting("run_dir", cfg.run_dir), start=invocation.command()
         )
     folder = Path(cfg.run_dir)
     with lock.held(folder) if launch.is_first() else contextlib.nullcontext():
@@ -70,7 +70,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     started = job.started_at()
     from stoker.trainer import checkpoint, parallel
 
-    revision = provenance.revision(ROOT if launch.is_clone() else Path.cwd())
+    revision = provenance.revision(ROOT if invocation.is_clone() else Path.cwd())
     begins = checkpoint.together(
         "resume", lambda: resume.to_resume(folder, cfg.resume, cfg.overwrite, cfg)
     )
@@ -83,7 +83,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
         saver.about = describe(cfg, parts, origin)
         add_profile(cfg, parts, folder)
         loggers = describe_to_loggers(cfg, parts, folder, git.revision if git else None)
-        launch.check_alike(
+        ranks.check_alike(
             {
                 "data": {parts.data.name: saver.about["data"]},
                 "code": processes.source_files(own_packages(arguments.typed())),
@@ -230,7 +230,7 @@ def offering_replay() -> Iterator[None]:
             raise
         typed = [one for one in arguments.typed() if not one.startswith("run_dir=")]
         resumed = shell.setting("resume", error.replay)
-        command = shell.command(typed, "log_every=1", start=[*launch.program(), resumed])
+        command = shell.command(typed, "log_every=1", start=[*invocation.program(), resumed])
         raise NotFinite(f"{error.explanation}\nTo replay that step: {command}") from error
 
 
