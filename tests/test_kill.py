@@ -13,6 +13,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -142,7 +144,7 @@ def test_a_killed_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large,
             assert done.code in (0, -9) and done.err == "", (done.code, done.err)
             assert_continues(forks, folder, whole)
         except AssertionError as error:
-            failures.append(f"KILL_SEED={SEED}, run {runs}, {moment}: {str(error)[:400]}")
+            failures.append(f"KILL_SEED={SEED}, run {runs}, {moment}: {str(error)[:1000]}")
         else:
             shutil.rmtree(folder)
         runs += 1
@@ -201,6 +203,29 @@ def assert_interrupted(done, folder, number, times):
         checkpoint.newest(run / "checkpoints")  # good
 
 
+def test_a_second_signal_adds_no_word_to_what_was_said():
+    code = """
+import signal
+from stoker.trainer import stopping
+stopping.listen()
+stopping.ready = True
+stopping.resume_command = "python train.py"
+try:
+    signal.raise_signal(signal.SIGTERM)
+except stopping.Interrupted:
+    {said}
+    signal.raise_signal(signal.SIGTERM)
+"""
+    for said, err in [
+        ("stopping.last_words('interrupted.')", "interrupted.\n"),
+        ("pass", "ended at once. To resume:\npython train.py\n"),
+    ]:
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(said=said)], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stderr) == (143, err)
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, large, capsys):
     """By one signal or two, to the process or to its workers as well."""
@@ -223,7 +248,7 @@ def test_an_interrupted_run_ends_as_if_nothing_had_been(forks, whole, tmp_path, 
             assert_continues(forks, folder, whole, *more)
         except AssertionError as error:
             about = f"{number.name} {times} times, {kind}, {moment}, {more}"
-            failures.append(f"KILL_SEED={SEED}, run {runs}, {about}: {str(error)[:400]}")
+            failures.append(f"KILL_SEED={SEED}, run {runs}, {about}: {str(error)[:1000]}")
         else:
             shutil.rmtree(folder)
         runs += 1

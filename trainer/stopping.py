@@ -16,6 +16,7 @@ ready: bool = False  # whether somebody would handle an exception
 code: int | None = None  # the exit code to use in place of the signal's
 gentle: Callable[[str], object] | None = None  # called with the signal's name, not an exception
 resume_command: str | None = None  # the command that continues this run, once its folder is known
+told: bool = False  # what to do next has been printed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ def hear(number: int, _: FrameType | None) -> None:
     if received is not None and "RANK" in os.environ and time.monotonic() < received_at + 1:
         return
     if received is not None or not ready:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" and not told:
             advice = f" To resume:\n{resume_command}" if resume_command else ""
             os.write(2, f"ended at once.{advice}\n".encode())
         # No clean-up: it may be what takes so long. Files are written whole or not at all.
@@ -65,6 +66,13 @@ def hear(number: int, _: FrameType | None) -> None:
     if gentle is None:
         raise Interrupted
     gentle(signal.Signals(number).name)
+
+
+def last_words(text: str) -> None:
+    """Print what to do after a signal. The next signal ends the process without a word."""
+    global told
+    print(text, file=sys.stderr, flush=True)
+    told = True
 
 
 def end_unheard(unraisable: "sys.UnraisableHookArgs") -> None:

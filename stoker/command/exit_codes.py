@@ -132,7 +132,7 @@ def say_interrupted() -> int:
     if launch.world_size() > 1:
         text, code = ranks.last_words("signal", text, code)
     if text:
-        print(text, file=sys.stderr, flush=True)
+        stopping.last_words(text)
     return code or DONE
 
 

@@ -1,6 +1,5 @@
 """Draw a run's report at its end, unless report=false."""
 
-import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -29,10 +28,7 @@ def draw_report(folder: Path) -> None:
     try:
         print(f"report   {report.write(folder)}")
     except KeyboardInterrupt:
-        print(
-            f"\ninterrupted after the end of the run. To draw its report:\n{again}",
-            file=sys.stderr,
-        )
+        stopping.last_words(f"\ninterrupted after the end of the run. To draw its report:\n{again}")
         raise SystemExit(stopping.exit_code()) from None
     except Exception as error:
         log.warning("the report could not be drawn (%s). To try again: %s", cause(error), again)

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -265,7 +264,7 @@ def say_interrupted(cfg: DictConfig, folder: Path, saver: "Checkpoint") -> None:
         text += f" To resume:\n{stopping.resume_command}"
         if draws_report(cfg):
             text += f"\nTo see it so far: {report_command(folder)}"
-    print(text, file=sys.stderr)
+    stopping.last_words(text)
 
 
 def finish_loggers(folder: Path, loggers: list["Logger"], result: RunResult) -> None:
