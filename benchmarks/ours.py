@@ -8,12 +8,12 @@ import torch
 
 from benchmarks import work
 from stoker import Trainer
+from stoker.command.tuning import few_threads, tune_process
 from stoker.data.loader import make_loaders
 from stoker.diagnostics.timing import Timing
 from stoker.runs.loggers import JSONL
 from stoker.trainer.callbacks import Callback, Checkpoint, NaNGuard, Progress
 from stoker.trainer.metrics import Accuracy
-from stoker.trainer.process import few_threads, tune_process
 
 
 class Watch(Callback):

@@ -7,11 +7,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from stoker.command.tuning import tune_process
     from stoker.runs.inference import load
     from stoker.runs.weights import init_from
     from stoker.trainer.callbacks import Callback
     from stoker.trainer.errors import TrainingError, UserError
-    from stoker.trainer.process import tune_process
     from stoker.trainer.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -34,7 +34,7 @@ _MODULES = {
     "UserError": "stoker.trainer.errors",
     "init_from": "stoker.runs.weights",
     "load": "stoker.runs.inference",
-    "tune_process": "stoker.trainer.process",
+    "tune_process": "stoker.command.tuning",
 }
 
 

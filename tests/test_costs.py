@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stoker.command.tuning import spare_the_compiler
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics import timing
 from stoker.trainer.callbacks import EMA, NaNGuard
-from stoker.trainer.optimizers import spare_the_compiler
 from stoker.trainer.trainer import Trainer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)

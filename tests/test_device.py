@@ -433,7 +433,7 @@ def test_the_trainer_leaves_other_errors_alone(doing):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no triton")
 def test_what_is_left_alone_is_gone_at_the_end():
-    code = "import triton; from stoker.trainer import process; process.freeze_imports()"
+    code = "import triton; from stoker.command import tuning; tuning.freeze_imports()"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )

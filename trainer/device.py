@@ -501,7 +501,7 @@ def release(device: torch.device) -> None:
     gc.collect()
     libc = glibc()
     if libc is not None:
-        libc.malloc_trim(0)  # what `process.keep_pages` has kept
+        libc.malloc_trim(0)  # what `tuning.keep_pages` has kept
     if device.type != "cpu":
         # torch.accelerator.empty_cache fails on mps in some releases.
         torch.get_device_module(device).empty_cache()

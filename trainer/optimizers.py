@@ -272,19 +272,6 @@ def zero_grad(optimizer: Any, left_out: Iterable[torch.Tensor] = ()) -> None:
             parameter.grad = None
 
 
-def spare_the_compiler() -> None:
-    """Let optimizers be built, saved and loaded without an import of torch's compiler (a second).
-
-    The methods below import it only to tell it to look away. This tells each of them, for the whole
-    process, that it needs no telling: do not compile a function that calls one of them.
-    """
-    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-        if not hasattr(method, "__dynamo_disable"):
-            # private: __dynamo_disable, where torch._compile looks before the import, torch 2.15
-            method.__dynamo_disable = method
-
-
 def decoupled_sgd(
     params: Groups,
     lr: float,

@@ -31,11 +31,11 @@ class Parts:
 
     def threads(self, cfg: DictConfig) -> contextlib.AbstractContextManager[None]:
         """Return the context for a fit: one thread if the steps are too small for more."""
-        from stoker.trainer import process
+        from stoker.command import tuning
 
         if "threads" not in cfg.tune or self.trainer.device.type != "cpu":
             return contextlib.nullcontext()
-        return process.few_threads(self.trainer.module, cfg.batch_size)
+        return tuning.few_threads(self.trainer.module, cfg.batch_size)
 
     def by_split(self) -> dict[str, Any]:
         """Return {split: loader} for the splits that exist."""
@@ -67,12 +67,13 @@ def building(
         about: The description of the checkpoint's data; this data is prepared in the same way.
         split: The split to evaluate.
     """
+    from stoker.command import tuning
     from stoker.data.description import columns_line
     from stoker.trainer import device as devices
-    from stoker.trainer import parallel, process, summary
+    from stoker.trainer import parallel, summary
 
     device = devices.choose(launchers.device(cfg.device, devices.available()))
-    process.tune_process(device, list(cfg.tune), cfg.deterministic)
+    tuning.tune_process(device, list(cfg.tune), cfg.deterministic)
     parallel.start(cfg.strategy, device)
     data, loading = build_data(cfg, about)
     only = None

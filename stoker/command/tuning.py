@@ -1,12 +1,13 @@
 """Tune the whole process for training: memory allocator, threads, kernels, garbage collection.
 
-Nothing in the core calls this by itself. The command `stoker` does, and a script may.
+The core does nothing to the process. The command `stoker` calls this, and a script may.
 """
 
 import atexit
 import contextlib
 import functools
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from stoker.trainer import device as devices
-from stoker.trainer import optimizers, settings
+from stoker.trainer import settings
 
 # Multiply-adds of a forward pass over one batch, below which one thread is enough.
 FEW = 10_000_000
@@ -39,7 +40,7 @@ def tune_process(
     """
     settings.check("tune", parts)
     freeze_imports()
-    optimizers.spare_the_compiler()
+    spare_the_compiler()
     devices.choose_kernels(device, deterministic)
     if device.type == "cpu" and "allocator" in parts:
         keep_pages()
@@ -55,6 +56,19 @@ def freeze_imports() -> None:
     # nanobind reports each of triton's objects that is alive at the end as a leak.
     if "triton" in sys.modules:
         atexit.register(gc.unfreeze)
+
+
+def spare_the_compiler() -> None:
+    """Let optimizers be built, saved and loaded without an import of torch's compiler (a second).
+
+    The methods below import it only to tell it to look away. This tells each of them, for the whole
+    process, that it needs no telling: do not compile a function that calls one of them.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
+        if not hasattr(method, "__dynamo_disable"):
+            # private: __dynamo_disable, where torch._compile looks before the import, torch 2.15
+            method.__dynamo_disable = method
 
 
 def keep_pages() -> None:

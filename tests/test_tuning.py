@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import make_model, make_trainer
 
+from stoker.command import tuning
 from stoker.trainer import device as devices
-from stoker.trainer import process
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError
 
@@ -33,7 +33,7 @@ def threads_in_a_fit(model, batch_size):
         torch.utils.data.TensorDataset(inputs, torch.arange(batch_size) % 3), batch_size
     )
     trainer = make_trainer(model, callbacks=[Count()])
-    with process.few_threads(trainer.module, batch_size):
+    with tuning.few_threads(trainer.module, batch_size):
         trainer.fit(loader)
     assert torch.get_num_threads() == 2
     return counts
@@ -45,15 +45,15 @@ def test_a_small_step_of_dense_layers_has_one_thread_and_others_all(two_threads,
         torch.nn.Unflatten(1, (1, 2, 3)), torch.nn.Conv2d(1, 3, (2, 3)), torch.nn.Flatten()
     )
     assert threads_in_a_fit(images, 64) == {2}
-    monkeypatch.setattr(process, "FEW", 1000)
+    monkeypatch.setattr(tuning, "FEW", 1000)
     assert threads_in_a_fit(make_model(), 64) == {2}
-    monkeypatch.setattr(process, "FEW", 10**7)
+    monkeypatch.setattr(tuning, "FEW", 10**7)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads_in_a_fit(make_model(), 64) == {2}
 
 
 def test_the_threads_are_put_back_after_an_error(two_threads):
-    with contextlib.suppress(ZeroDivisionError), process.few_threads(make_model(), 64):
+    with contextlib.suppress(ZeroDivisionError), tuning.few_threads(make_model(), 64):
         assert torch.get_num_threads() == 1
         raise ZeroDivisionError
     assert torch.get_num_threads() == 2
@@ -64,27 +64,27 @@ def test_the_threads_are_put_back_after_an_error(two_threads):
 )
 def test_the_allocator_is_tuned_where_it_was_asked_for(device, parts, kept, monkeypatch):
     calls = []
-    monkeypatch.setattr(process, "keep_pages", lambda: calls.append(1))
-    process.tune_process(torch.device(device), parts)
+    monkeypatch.setattr(tuning, "keep_pages", lambda: calls.append(1))
+    tuning.tune_process(torch.device(device), parts)
     assert len(calls) == kept
 
 
 def test_what_is_not_there_to_be_tuned_is_an_error():
     with pytest.raises(UserError, match="tune=fast"):
-        process.tune_process(torch.device("cpu"), ["fast"])
+        tuning.tune_process(torch.device("cpu"), ["fast"])
     with pytest.raises(UserError, match="tune=null: give a list"):
-        process.tune_process(torch.device("cpu"), None)
+        tuning.tune_process(torch.device("cpu"), None)
 
 
 def test_deterministic_asks_torch_for_it():
-    process.tune_process(torch.device("cpu"), deterministic=True)
+    tuning.tune_process(torch.device("cpu"), deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
-    process.tune_process(torch.device("cpu"))
+    tuning.tune_process(torch.device("cpu"))
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_another_c_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: object())
     assert devices.glibc() is None
-    process.keep_pages()
+    tuning.keep_pages()
     devices.release(torch.device("cpu"))
