@@ -3,6 +3,7 @@ anybody's.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -140,3 +141,20 @@ def _are_numbers(values: object, positive: bool = False) -> bool:
         if positive and value <= 0:
             return False
     return True
+
+
+def data_line(data: Any, loaders: Sequence[Any], why: str, whole: bool = False) -> str:
+    """Return the line on the data that is used; `whole` if the one part is all of it."""
+    counts = []
+    for name, part in zip(("train", "val", "test"), loaders, strict=True):
+        if part is not None:
+            count = f"{part.samples:,}"
+            counts.append(f"all {count}" if whole else f"{count} {name}")
+    inputs = f"{data.in_shape[0]} numbers"
+    if len(data.in_shape) > 1:
+        inputs = "x".join(map(str, data.in_shape))
+    classes = "classes" if data.kind == "classification" else "to predict"
+    return (
+        f"data     {data.name}: {', '.join(counts)} samples of {inputs}, "
+        f"{data.num_classes} {classes}; {why}"
+    )

@@ -373,21 +373,6 @@ def together(name: str, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any
     return result
 
 
-def sha256_of(path: str | Path) -> str | None:
-    """Return the SHA-256 that the file states, None if it does not.
-
-    Once the contents are verified, it is a name for them.
-    """
-    try:
-        with open_plain(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, MAX_HEADER)))
-        sha256: str = header["__metadata__"]["sha256"]
-        return sha256
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
 def load_whole(path: str | Path, step: int | None = None) -> State:
     """Return a Trainer's whole state, the one after `step` if that is known.
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from stoker.trainer import launch
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, did_you_mean
 
 AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")
@@ -165,32 +164,6 @@ def check_micro_batch(size: int | str | None, parts: int = 1) -> Any:
             "Type one of them."
         )
     return check("micro_batch", size)
-
-
-def check_together(values: Mapping[str, Any]) -> None:
-    """Raise UserError for settings that do not go with several processes or with sharded
-    weights.
-    """
-    name, _ = check_strategy(values.get("strategy"))
-    devices = values.get("devices", "auto")
-    started = 1  # processes that this one starts
-    if name in launch.SEVERAL and devices != "auto":
-        started = devices
-    if name == "fsdp" and values.get("compile"):
-        raise UserError(
-            "strategy=fsdp: sharded parameters are not compiled, and there is "
-            f"compile={as_typed(values['compile'])}.\nType compile=false or strategy=ddp."
-        )
-    if values.get("micro_batch") == "auto" and max(started, launch.world_size()) > 1:
-        raise UserError(
-            "micro_batch=auto: several processes have to cut a batch alike. Type micro_batch=N."
-        )
-    batch_size = values.get("batch_size")
-    if batch_size and batch_size < started:
-        raise UserError(
-            f"batch_size={batch_size}: {started} processes cannot share such a batch. "
-            f"Type batch_size={started} or more, or lower devices."
-        )
 
 
 def check_augmentation(name: Any) -> Any:

@@ -1,7 +1,7 @@
 """Say what a Trainer will do, where its tensors are, and how much memory they take."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,28 +78,6 @@ def length(trainer: "Trainer") -> str:
 def precision(trainer: "Trainer") -> str:
     """Return 'fp32', 'bf16' or 'fp16'."""
     return PRECISIONS[trainer.dtype]
-
-
-def data_line(
-    data: Any,
-    loaders: Sequence[Any],
-    why: str,
-    whole: bool = False,
-) -> str:
-    """Return the line on the data that is used; `whole` if the one part is all of it."""
-    counts = []
-    for name, part in zip(("train", "val", "test"), loaders, strict=True):
-        if part is not None:
-            count = f"{part.samples:,}"
-            counts.append(f"all {count}" if whole else f"{count} {name}")
-    inputs = f"{data.in_shape[0]} numbers"
-    if len(data.in_shape) > 1:
-        inputs = "x".join(map(str, data.in_shape))
-    classes = "classes" if data.kind == "classification" else "to predict"
-    return (
-        f"data     {data.name}: {', '.join(counts)} samples of {inputs}, "
-        f"{data.num_classes} {classes}; {why}"
-    )
 
 
 def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from stoker.trainer.settings import (
     Number,
     check_augmentation,
     check_micro_batch,
-    check_together,
+    check_strategy,
 )
 
 TASKS = ("train", "plan", "evaluate", "predict", "export", "lr_find")
@@ -249,6 +249,32 @@ def check_all(config: Mapping[str, Any]) -> None:
     check_micro_batch(config.get("micro_batch"), config.get("grad_accum_steps") or 1)
     check_together(config)
     check_parts(config)
+
+
+def check_together(values: Mapping[str, Any]) -> None:
+    """Raise UserError for settings that do not go with several processes or with sharded
+    weights.
+    """
+    name, _ = check_strategy(values.get("strategy"))
+    devices = values.get("devices", "auto")
+    started = 1  # processes that this one starts
+    if name in launch.SEVERAL and devices != "auto":
+        started = devices
+    if name == "fsdp" and values.get("compile"):
+        raise UserError(
+            "strategy=fsdp: sharded parameters are not compiled, and there is "
+            f"compile={as_typed(values['compile'])}.\nType compile=false or strategy=ddp."
+        )
+    if values.get("micro_batch") == "auto" and max(started, launch.world_size()) > 1:
+        raise UserError(
+            "micro_batch=auto: several processes have to cut a batch alike. Type micro_batch=N."
+        )
+    batch_size = values.get("batch_size")
+    if batch_size and batch_size < started:
+        raise UserError(
+            f"batch_size={batch_size}: {started} processes cannot share such a batch. "
+            f"Type batch_size={started} or more, or lower devices."
+        )
 
 
 def check_task(config: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 Which settings may differ is the `resume` column of SETTINGS in stoker/command/settings.py.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def to_resume(
     if resume != "auto":
         settings.check_resume(resume)
         given = Path(resume).resolve()
-        origin = checkpoint.sha256_of(given)
+        origin = sha256_of(given)
         if newest is None or about(newest[1]).get("origin") != origin:
             check_own(folder, newest, given, resume)
             try:
@@ -176,3 +177,20 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
             f" one; to start over in its place, {START_OVER}."
         )
     raise UserError(f"{name} holds a run with other settings: {differences}.\n{advice}")
+
+
+def sha256_of(path: str | Path) -> str | None:
+    """Return the SHA-256 that the file states, None if it does not.
+
+    Once the contents are verified, it is a name for them.
+    """
+    from stoker.trainer import checkpoint
+
+    try:
+        with files.open_plain(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, checkpoint.MAX_HEADER)))
+        sha256: str = header["__metadata__"]["sha256"]
+        return sha256
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None

@@ -68,9 +68,9 @@ def building(
         split: The split to evaluate.
     """
     from stoker.command import tuning
-    from stoker.data.description import columns_line
+    from stoker.data.description import columns_line, data_line
     from stoker.trainer import device as devices
-    from stoker.trainer import parallel, summary
+    from stoker.trainer import parallel
 
     device = devices.choose(launchers.device(cfg.device, devices.available()))
     tuning.tune_process(device, list(cfg.tune), cfg.deterministic)
@@ -81,7 +81,7 @@ def building(
         prepare(data, state, about)
         only = data.part_to_evaluate(split)
     loaders, why = build_loaders(cfg, data, device, only, loading)
-    print(summary.data_line(data, loaders, why, whole=split == "all"))
+    print(data_line(data, loaders, why, whole=split == "all"))
     if data.table is not None:
         print(f"columns  {columns_line(data.description())}")
 
