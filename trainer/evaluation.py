@@ -42,7 +42,8 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     try:
         reset(trainer)
         # Not inference_mode: sharded parameters cannot be copied in place under it.
-        with evaluating(trainer), torch.no_grad():
+        checked = losses.first_call_checked(trainer.loss)
+        with evaluating(trainer), torch.no_grad(), checked:
             trainer.seed_generators(split)
             for batch in loader:
                 if trainer.evaluation_due and trainer.poll_interruption():

@@ -65,7 +65,8 @@ def cleaned_up(trainer: "Trainer") -> Iterator[None]:
     optimizers.zero_grad(trainer.optimizer, trainer.left_out)
     outside = devices.random_states(trainer.device)
     try:
-        yield
+        with losses.first_call_checked(trainer.loss):
+            yield
         warn_of_weights(trainer)
     finally:
         devices.set_random_states(outside)

@@ -1,8 +1,9 @@
 """What the mean of torch's own losses divides by: the weight of a batch among batches."""
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from stoker.trainer import batch as batches
+from stoker.trainer.errors import UserError
 
 # What the mean of each divides by: the class weights of the targets, or the number of elements.
 # The others of torch divide by the number of samples.
@@ -90,6 +92,48 @@ def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
         counts_all = option(loss, "weight") is None and option(loss, "ignore_index", IGNORED) < 0
         return targets_are_uniform and counts_all
     return targets_are_uniform or kind is None
+
+
+@contextlib.contextmanager
+def first_call_checked(loss: Any) -> Iterator[None]:
+    """Check the shapes that a loss module of torch is first called with; later calls cost nothing.
+
+    Of a function, torch itself warns.
+    """
+    module = loss.func if isinstance(loss, functools.partial) else loss
+    if not isinstance(module, nn.Module) or divides_by(loss) != "elements":
+        yield
+        return
+
+    def check(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        handle.remove()
+        if len(arguments) == 2 and all(isinstance(one, torch.Tensor) for one in arguments):
+            check_shapes(module, *arguments)
+
+    handle = module.register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check_shapes(loss: nn.Module, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """Raise UserError where torch would spread the targets, or a weight per sample, over others."""
+    name = type(loss).__name__
+    if outputs.shape != targets.shape:
+        raise UserError(
+            f"loss: the outputs are {tuple(outputs.shape)}, the targets {tuple(targets.shape)}, "
+            f"and {name} needs one shape: it would compare outputs with targets of other samples.\n"
+            "Let the model return outputs of the targets' shape, as by .squeeze(1), or reshape the "
+            "targets."
+        )
+    weight = option(loss, "weight")
+    if isinstance(weight, torch.Tensor) and weight.ndim == targets.ndim and len(weight) > 1:
+        raise UserError(
+            f"loss: the weight of {name} is {tuple(weight.shape)}, one for each sample of a batch, "
+            "and batches hold other samples each time.\n"
+            "Put the weights into the batches, and override compute_loss and loss_weight."
+        )
 
 
 def divisor(loss: Any) -> Divisor | None:

@@ -249,9 +249,21 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
 
 
 def check_loss(trainer: "Trainer", use: str) -> None:
-    """Raise UserError if there is neither a loss nor a compute_loss that does without."""
+    """Raise UserError if there is neither a loss nor a compute_loss that does without.
+
+    Also for one whose parts do not add up where batches are cut.
+    """
     if trainer.loss is None and is_usual(type(trainer), "compute_loss"):
         raise UserError(f"{use} needs a loss: {NO_LOSS}.")
+    cuts = trainer.micro_batch
+    is_cut = cuts.adapts or cuts.size is not None or cuts.parts > 1 or parallel.ranks() > 1
+    sums_over_first = losses.option(trainer.loss, "reduction") == "batchmean"
+    if is_cut and sums_over_first and not is_usual(type(trainer), "sample_dim"):
+        raise UserError(
+            "loss: reduction='batchmean' divides by the first dimension, and "
+            f"{type(trainer).__name__}.sample_dim may cut along another.\n"
+            "Give reduction='mean', or a function of (outputs, targets) that divides by samples."
+        )
 
 
 def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
