@@ -447,6 +447,13 @@ def test_a_sweep_can_stop_at_the_first_failure(forks, tmp_path):
     assert typo.code == 2 and "Did you mean 'stop'?" in typo.err and not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("typed", ["seed=", "seed=-1,-2", "+model.width=1,2"])
+def test_a_sweep_whose_jobs_are_all_refused_leaves_nothing(forks, tmp_path, typed):
+    done = forks.run(tmp_path, "-m", *JOB, typed, "hydra.sweep.dir=all")
+    assert done.code == 2 and done.err.count("error: ") == len(typed.split(","))
+    assert "sweep.csv" not in done.out and not (tmp_path / "all").exists()
+
+
 @pytest.mark.slow
 def test_another_sweep_in_the_directory_is_refused_before_its_first_job(forks, tmp_path):
     assert forks.run(tmp_path, "-m", *JOB, "seed=0,1", "hydra.sweep.dir=all").code == 0

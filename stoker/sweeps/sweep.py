@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import exit_codes, invocation, settings, subcommand
 from stoker.command.shell import command
-from stoker.runs.directory import CONFIG, make
+from stoker.runs.directory import CONFIG, RESULT, make
 from stoker.runs.json_files import read_json
 from stoker.sweeps import jobs, table
 from stoker.sweeps.jobs import JOB, STATUSES, SWEEP
@@ -67,20 +67,30 @@ class SweepCallback(Callback):
         if self.refused:
             return
         sweep = Sweep(folder)
-        if jobs.announced and sweep.jobs:
+        if jobs.announced:
             exit_codes.codes += [job.code for job in sweep.wanted if job.code]
-            print()
-            try:
-                report(sweep, draws=config.get("report") is not False)
-            except Exception as error:
-                exit_codes.report(error)
+        if forget_refused(folder, sweep) or not (jobs.announced and sweep.jobs):
             return
-        records = [folder / "multirun.yaml", folder / SWEEP]
-        if set(folder.glob("*")) <= set(
-            records
-        ):  # no job has begun, and a mistake leaves nothing behind
-            for path in records:
-                path.unlink(missing_ok=True)
+        print()
+        try:
+            report(sweep, draws=config.get("report") is not False)
+        except Exception as error:
+            exit_codes.report(error)
+
+
+def forget_refused(folder: Path, sweep: Sweep) -> bool:
+    """Remove a sweep that holds nothing but refused jobs; return whether it was one."""
+    written = [folder / "multirun.yaml", folder / SWEEP]
+    places = [folder / job.name for job in sweep.jobs if job.code == exit_codes.MISTAKE]
+    for place in places:
+        written += [place / JOB, place / RESULT]
+    if not {path for path in folder.rglob("*") if path not in places} <= set(written):
+        return False
+    for path in written:
+        path.unlink(missing_ok=True)
+    for place in [*places, folder]:
+        place.rmdir()
+    return True
 
 
 def register(sweeper: str) -> None:
