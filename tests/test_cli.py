@@ -264,7 +264,6 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: run_dir=: this names a single run.",
         "type hydra.sweep.dir=DIR.",
     ),
-    ("device=gpu", "error: device=gpu: there is no such device.", "Did you mean 'cuda'?"),
     ("optimizer.lr=-1", "error: optimizer.lr=-1: give a number at least 0.", ""),
     (
         "optimizer.weight_decay=-1",
@@ -321,9 +320,9 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("checkpoint.epochs=null checkpoint.minutes=0", "error: checkpoint.minutes=0:", "or null"),
     ("checkpoint.epochs=0", "error: checkpoint.epochs=0:", "or null"),
     (
-        "device=cud",
-        "error: device=cud: there is no such device. Did you mean 'cuda'?",
-        "Type device=auto",
+        "device=cuda:",
+        "error: device=cuda:: this is not the name of a device.",
+        "Type device=auto, or as in device=cuda:1.",
     ),
     (
         "precision=fp8",
@@ -394,6 +393,7 @@ LATE = [
         "Give one of: relu, gelu",
     ),
     ("device=cuda", "error: device=cuda: this machine has no such device.", "Type device=auto"),
+    ("device=gpu", "error: device=gpu: torch knows no such device.", "Type device=auto"),
     (
         "strategy=dp:0+1",
         "error: strategy=dp:0+1: there is no GPU 0",

@@ -16,14 +16,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
 
 from stoker.trainer import batch as batches
 from stoker.trainer import launch, settings
-from stoker.trainer.errors import TrainingError, UserError, log
+from stoker.trainer.errors import TrainingError, UserError, did_you_mean, log
 
 MIB = 2**20
 # torch's message if the memory of a tensor is in another order.
@@ -38,7 +38,7 @@ NO_MEMORY = (
 CPU = torch.device("cpu")
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # with a channels_last order
 GRAPHS = ("cuda",)  # devices that can capture a whole step
-FUSED = ("cpu", "cuda", "mps", "xpu")  # devices with fused optimizers in torch
+REPLICAS = ("cuda",)  # devices between which torch.nn.DataParallel copies: its kernels are CUDA's
 
 
 def available() -> list[str]:
@@ -54,11 +54,14 @@ def available() -> list[str]:
 
 
 def choose(name: object = "auto") -> torch.device:
-    """Return the torch.device for `auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`; make it current.
+    """Return the torch.device for `auto`, `cpu`, `cuda:1` and so on; make it current.
+
+    It may be any device of torch's accelerator, also of one that another package has registered.
 
     Raises:
         UserError: This machine does not have it.
     """
+    settings.check("device", name)
     names = available()
     name = str(name)
     if name == "auto":
@@ -71,10 +74,7 @@ def choose(name: object = "auto") -> torch.device:
         )
     is_only_one = kind in names and number == "0"  # "cuda:0" of a single GPU
     if name not in names and not is_only_one:
-        raise UserError(
-            f"device={name}: this machine has no such device. "
-            f"Type device=auto or device={names[-1]}."
-        )
+        refuse(name, names)
     if kind in ("cpu", "mps"):
         return torch.device(kind)
     index = int(number or launch.local_rank())
@@ -89,14 +89,30 @@ def choose(name: object = "auto") -> torch.device:
     return torch.device(kind, index)
 
 
+def refuse(name: str, names: Sequence[str]) -> NoReturn:
+    """Raise UserError for a device that is not one of `names`, those of this machine."""
+    advice = f"Type device=auto or device={names[-1]}."
+    try:
+        torch.device(name)
+    except RuntimeError:
+        hint = did_you_mean(name.partition(":")[0], names[1:])
+        raise UserError(f"device={name}: torch knows no such device.{hint} {advice}") from None
+    raise UserError(f"device={name}: this machine has no such device. {advice}")
+
+
 def describe(device: torch.device) -> str:
     """Return the device's name with its threads or its memory, for people."""
     if device.type == "cpu":
         threads = torch.get_num_threads()
         return f"cpu, {threads} thread{'' if threads == 1 else 's'}"
     backend = torch.get_device_module(device)
-    name = backend.get_device_name(device) if hasattr(backend, "get_device_name") else device.type
-    return f"{device} ({name}, {free_memory(device) / 2**30:.0f} GiB free)"
+    facts = []
+    if hasattr(backend, "get_device_name"):
+        facts.append(backend.get_device_name(device))
+    free, _ = memory_info(device)
+    if free is not None:
+        facts.append(f"{free / 2**30:.0f} GiB free")
+    return f"{device} ({', '.join(facts)})" if facts else str(device)
 
 
 def choose_precision(name: str, device: torch.device) -> tuple[torch.dtype | None, str]:
@@ -127,6 +143,43 @@ def auto_precision(device: torch.device) -> tuple[torch.dtype | None, str]:
     return None, f"the default on {device.type}"
 
 
+def check_autocast(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise UserError if matrix products under autocast are not of this dtype on the device."""
+    if device.type == "cpu":
+        return
+    matrix = torch.ones(1, 1, device=device)
+    reason = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch disables it
+        try:
+            with torch.autocast(device.type, dtype=dtype):
+                works = (matrix @ matrix).dtype == dtype
+        except (RuntimeError, AssertionError) as error:
+            works = False
+            reason = f" ({str(error).partition('.')[0]})"
+    if not works:
+        raise UserError(
+            f"precision: {device.type} has no autocast to {dtype}{reason}.\nType precision=fp32."
+        )
+
+
+@functools.cache
+def wide_type(kind: str) -> torch.dtype:
+    """Return the type to sum in on a kind of device: float64, or float32 where it is missing."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=kind).sum()
+    except (RuntimeError, TypeError):
+        return torch.float32
+    return torch.float64
+
+
+def has_fused(device: torch.device) -> bool:
+    """Return whether torch or the device's package has fused optimizers for it."""
+    # private: torch._C._dispatch_*, no public name says whose kernel would run, torch 2.15
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key)
+
+
 def grad_scaler(device: torch.device, dtype: torch.dtype | None) -> torch.amp.GradScaler:
     """Return a GradScaler, which does nothing except for fp16."""
     return torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
@@ -135,8 +188,15 @@ def grad_scaler(device: torch.device, dtype: torch.dtype | None) -> torch.amp.Gr
 def autocast(
     device: torch.device, dtype: torch.dtype | None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a reusable context: autocast to `dtype`, or nothing for None."""
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    """Return a reusable context: autocast to `dtype`, or nothing for None.
+
+    Raises:
+        UserError: The device does not autocast to it.
+    """
+    if dtype is None:
+        return contextlib.nullcontext()
+    check_autocast(device, dtype)
+    return torch.autocast(device.type, dtype=dtype)
 
 
 def settle_layout(module: torch.nn.Module, in_shape: Sequence[int], device: torch.device) -> None:
@@ -428,33 +488,58 @@ def glibc() -> ctypes.CDLL | None:
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on the device (available on the machine for the CPU)."""
+    free, _ = memory_info(device)
+    # Unknown (macOS, Windows, some accelerators): a size that any device of today has.
+    return 4 * 2**30 if free is None else free
+
+
+def memory_info(device: torch.device) -> tuple[int | None, int | None]:
+    """Return the bytes that are free and those in all, each None if nothing says so."""
+    if device.type == "cpu":
+        return host_memory()
     if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    if device.type != "cpu":
-        return int(torch.get_device_module(device).mem_get_info(device)[0])
+        total = torch.mps.recommended_max_memory()
+        return total - torch.mps.driver_allocated_memory(), total
+    backend = torch.get_device_module(device)
+    ask = getattr(backend, "mem_get_info", torch.accelerator.get_memory_info)
+    try:
+        free, total = ask(device)
+    except (RuntimeError, ValueError):  # the backend counts no memory
+        return None, None
+    return int(free), int(total)
+
+
+def host_memory() -> tuple[int | None, int | None]:
+    """Return `memory_info` of the machine."""
+    free = None
+    total = None
     with contextlib.suppress(OSError), open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return 4 * 2**30  # no /proc (macOS, Windows): a size that any machine of today has
+                free = int(line.split()[1]) * 1024
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return free, total
+
+
+def counted(name: str, device: torch.device) -> float:
+    """Return what the backend's allocator counts under this name, NaN if it counts nothing."""
+    ask = getattr(torch.get_device_module(device), name, getattr(torch.accelerator, name))
+    try:
+        return float(ask(device))
+    except (RuntimeError, ValueError):
+        return math.nan
 
 
 def describe_memory(device: torch.device) -> str:
     """Return "0.4 of 24.0 GiB free, 23.1 GiB held by this process", as far as it is known."""
-    free: int | None = None
-    total: int | None = None
-    held: float = peak_memory(device)
-    if device.type == "mps":
-        total = torch.mps.recommended_max_memory()
+    free, total = memory_info(device)
+    if device.type == "cpu":
+        held = peak_memory(device)
+    elif device.type == "mps":
         held = torch.mps.driver_allocated_memory()
-        free = free_memory(device)
-    elif device.type != "cpu":
-        backend = torch.get_device_module(device)
-        free, total = backend.mem_get_info(device)
-        held = backend.memory_reserved(device)
-    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        free = free_memory(device) if os.path.exists("/proc/meminfo") else None
+    else:
+        held = counted("memory_reserved", device)
     parts = []
     if total is not None and free:
         parts.append(f"{gib(free)} of {gib(total)} GiB free")
@@ -478,7 +563,7 @@ def peak_memory(device: torch.device) -> float:
             return math.nan
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-    return torch.accelerator.max_memory_allocated(device)
+    return counted("max_memory_allocated", device)
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -504,7 +589,9 @@ def release(device: torch.device) -> None:
         libc.malloc_trim(0)  # what `tuning.keep_pages` has kept
     if device.type != "cpu":
         # torch.accelerator.empty_cache fails on mps in some releases.
-        torch.get_device_module(device).empty_cache()
+        empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
+        if empty_cache is not None:
+            empty_cache()
 
 
 def explain(

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from stoker.trainer import batch as batches
+from stoker.trainer.device import wide_type
 from stoker.trainer.errors import UserError
 
 # What the mean of each divides by: the class weights of the targets, or the number of elements.
@@ -181,7 +182,7 @@ def shares(
 
 def on_device(weight: float | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a weight as a 0-dim tensor, float64 where the device has it; nothing waits for it."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
+    dtype = wide_type(device.type)
     if isinstance(weight, torch.Tensor):
         return weight.detach().to(device, dtype).reshape(())
     return torch.full((), float(weight), dtype=dtype, device=device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stoker.trainer import launch, parallel
+from stoker.trainer.device import wide_type
 from stoker.trainer.errors import UserError, check_number
 
 
@@ -35,7 +36,7 @@ class Mean:
     ) -> None:
         if not isinstance(self.total, torch.Tensor):
             # Filled and not copied: nothing waits for the device.
-            dtype = wide_type(value)
+            dtype = wide_type(value.device.type)
             self.total = torch.full((), self.total, dtype=dtype, device=value.device)
         value = (value if value.ndim == 0 else value.reshape(())).detach()
         if weight is None:
@@ -154,14 +155,9 @@ def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     )
 
 
-def wide_type(tensor: torch.Tensor) -> torch.dtype:
-    """Return the type to sum in: float64, or float32 on mps, which has no float64."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
-
-
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in the type to sum in."""
-    return tensor.to(wide_type(tensor))
+    return tensor.to(wide_type(tensor.device.type))
 
 
 class OfClasses(Sums):

@@ -83,7 +83,7 @@ def build(
         raise UserError(f"model: {type(module).__name__} has no parameter to train.")
     is_sharded = any(map(parallel.is_shard, parameters))
     options = {}
-    if is_choice_open(settings) and device.type in devices.FUSED and not is_sharded:
+    if is_choice_open(settings) and devices.has_fused(device) and not is_sharded:
         children = [] if module is None else module.modules()
         sparse = any(getattr(child, "sparse", False) for child in children)
         if not sparse and all(p.is_floating_point() for p in parameters):

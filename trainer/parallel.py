@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.trainer import launch, losses
+from stoker.trainer.device import REPLICAS
 from stoker.trainer.errors import TrainingError, UserError, first_few, log
 from stoker.trainer.settings import check_strategy
 
@@ -62,7 +63,7 @@ def start(strategy: str, device: torch.device) -> str:
     if not dist.is_initialized():
         backend = "gloo"
         if device.type != "cpu":
-            backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+            backend = f"cpu:gloo,{device.type}:{exchange_for(strategy, device)}"
         dist.init_process_group(
             backend,
             store=launch.store(),
@@ -72,6 +73,17 @@ def start(strategy: str, device: torch.device) -> str:
         )
     joined = dist.get_world_size()
     return "ddp" if name == "auto" else name
+
+
+def exchange_for(strategy: str, device: torch.device) -> str:
+    """Return the name of the library by which processes exchange gradients on this device."""
+    try:
+        return dist.get_default_backend_for_device(device)
+    except ValueError:
+        raise UserError(
+            f"strategy={strategy}: torch.distributed has no backend for {device.type}. "
+            "Type strategy=single."
+        ) from None
 
 
 def leave() -> None:
@@ -191,6 +203,11 @@ def replicated(
         gpus = "one GPU" if count else "no GPU in this run"
         log.warning("strategy=dp: %s, so it changes nothing.", gpus)
         return module
+    if device.type not in REPLICAS:
+        raise UserError(
+            f"strategy={strategy}: torch.nn.DataParallel does not work on {device.type}.\n"
+            f"Type strategy=ddp devices={len(indices)}, or strategy=single."
+        )
     if device.index not in indices:
         raise UserError(
             f"strategy={strategy}: device={device} is not among its GPUs.\n"

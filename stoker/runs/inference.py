@@ -152,7 +152,7 @@ def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] =
         except UserError as error:
             raise saved_config.of_run(folder, in_python(error)) from None
     model = Trained(module, about).eval().requires_grad_(False)
-    if chosen.type == "mps":  # it has no float64
+    if devices.wide_type(chosen.type) is torch.float32:  # it has no float64
         model = model.float()
     return model.to(chosen)
 

@@ -23,7 +23,7 @@ from stoker.trainer import stopping
 from stoker.trainer.errors import RunInUse, UserError, check_number, printable
 from stoker.trainer.launch import cores
 from stoker.trainer.readable import number
-from stoker.trainer.settings import GPUS, VISIBLE_GPUS
+from stoker.trainer.settings import VISIBLE_GPUS
 
 EXTRAS = {
     "joblib": "joblib",
@@ -70,12 +70,12 @@ def how_many(at_once: int | str, per_gpu: int, gpus: int, cores: int) -> tuple[i
 
 def count_gpus(device: str) -> int:
     """Return how many GPUs there are for jobs with this `device`."""
-    if device not in GPUS:
+    if device == "cpu" or ":" in device:
         return 0
     from stoker.trainer.device import available
 
     names = available()[1:]  # the kind, and each of several by number
-    if not names or names[0] == "mps":
+    if not names or device not in ("auto", names[0]) or names[0] == "mps":
         return 0
     return max(len(names) - 1, 1)
 
