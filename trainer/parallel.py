@@ -173,7 +173,7 @@ def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Return the module in DistributedDataParallel, if it has anything to train."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
-    # torch 2.15 has a new name for broadcast_buffers, which 2.10 does not know.
+    # torch 2.15 has a new name for broadcast_buffers, which 2.11 does not know.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(

@@ -1,0 +1,10 @@
+"""Print the dependencies of pyproject.toml, each at its lower bound, as constraints for pip."""
+
+import re
+import tomllib
+from pathlib import Path
+
+project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+for dependency in project["dependencies"]:
+    name, version = re.fullmatch(r"([\w-]+)>=([^,]+).*", dependency).groups()
+    print(f"{name}=={version}")
