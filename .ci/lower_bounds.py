@@ -1,8 +1,9 @@
 """Print the dependencies of pyproject.toml, each at its lower bound, as constraints for pip."""
 
 import re
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 for dependency in project["dependencies"]:
