@@ -220,3 +220,23 @@ def test_an_error_in_a_step_names_the_model_and_the_batch():
             call([batch])
         note = "The model is Linear, the batch (float32 of 4x8, int64 of 4)."
         assert caught.value.__notes__ == [note]
+
+
+@pytest.mark.parametrize("name", ["CrossEntropyLoss", "BCEWithLogitsLoss"])
+def test_weights_of_classes_are_typed_as_a_list_of_whole_numbers(name):
+    key = "weight" if name == "CrossEntropyLoss" else "pos_weight"
+    outputs = torch.randn(8, 3)
+    targets = torch.rand(8, 3)
+    loss = build.build("loss", {"_target_": f"torch.nn.{name}", key: [1, 2, 5]})
+    weighted = getattr(torch.nn, name)(**{key: torch.tensor([1.0, 2.0, 5.0])})
+    assert loss(outputs, targets).equal(weighted(outputs, targets))
+    with pytest.raises(UserError, match=rf"loss\.{key}=x: give a number at least 0"):
+        build.build("loss", {"_target_": f"torch.nn.{name}", key: [1, 2, "x"]})
+
+
+def test_an_argument_that_no_file_gives_is_added_by_a_plus():
+    config = {"loss": {"_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.0}}
+    hint = messages.hint_for("loss.ignore_index", config)
+    assert hint.startswith(" Type +loss.ignore_index=...")
+    assert messages.hint_for("loss.label_smothing", config).endswith("'loss.label_smoothing'?")
+    assert messages.hint_for("loss.unknown", config) == ""

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from stoker.command.dotted import plain
 from stoker.command.trust import is_trusted_by_user, locate
-from stoker.trainer.errors import UserError, as_typed, did_you_mean, kind_of
+from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean, kind_of
 
 # The keys of Hydra that a node may have; the others change how Hydra builds, and what it allows.
 KEYS = ("_target_", "_partial_", "_args_")
@@ -84,6 +84,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     if key in FACTORIES or (key == "loss" and is_loss_function(node)):
         return factory
     passed = arguments_to_pass(key, node, offered)
+    if target.startswith("torch.nn."):
+        passed.update(weights_in(key, node))
     try:
         built = factory(**passed)
     except UserError:
@@ -94,6 +96,18 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         wanted = WITHOUT_BASE_CLASS.get(part, f"a {PART_CLASSES[part][0]}")
         raise UserError(f"{key}._target_={target}: this returns {kind_of(built)}, not {wanted}.")
     return built
+
+
+def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of one of torch's losses that are lists of numbers, as tensors."""
+    import torch
+
+    weights = {}
+    for name in ("weight", "pos_weight"):
+        if isinstance(node.get(name), list):
+            numbers = [check_number(f"{key}.{name}", number, least=0) for number in node[name]]
+            weights[name] = torch.tensor(numbers, dtype=torch.get_default_dtype())
+    return weights
 
 
 def is_loss_function(node: Mapping[str, Any]) -> bool:

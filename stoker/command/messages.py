@@ -12,6 +12,7 @@ from omegaconf.errors import InterpolationResolutionError
 
 from stoker import configs
 from stoker.command import arguments, invocation, settings
+from stoker.command.build import arguments_of
 from stoker.command.defaults import of_choices
 from stoker.command.dotted import flat
 from stoker.command.references import explain_broken, reason
@@ -209,12 +210,26 @@ def hint_for(key: str, config: Mapping[str, Any]) -> str:
         return f" It is a key of {place}={choice}: type {place}={choice} {place}.{last}=..."
     if last in anywhere or last in aliases:
         return f" Did you mean {(anywhere.get(last) or aliases[last])!r}?"
+    near = nearest(last, nearby, loosely=False)
+    if near is None and group in config and takes_argument(group, config[group], last):
+        return f" Type +{group}.{last}=..., an argument that no file gives yet."
     for loosely in (False, True):
         for whole_names in (nearby, anywhere):
             near = nearest(last, whole_names, loosely=loosely)
             if near is not None:
                 return f" Did you mean {whole_names[near]!r}?"
     return ""
+
+
+def takes_argument(group: str, node: Any, name: str) -> bool:
+    """Return whether the target of a group has an argument of this name."""
+    if not isinstance(node, dict) or "_target_" not in node:
+        return False
+    try:
+        names, _ = arguments_of(group, node["_target_"])
+    except UserError:
+        return False
+    return name in names
 
 
 def options_with(group: str, key: str) -> list[tuple[str, str]]:
