@@ -79,7 +79,10 @@ class SweepCallback(Callback):
 
 
 def forget_refused(folder: Path, sweep: Sweep) -> bool:
-    """Remove a sweep that holds nothing but refused jobs; return whether it was one."""
+    """Remove the files of a sweep whose jobs were all refused; return whether they were.
+
+    Its folder is empty then, and removed when the process ends.
+    """
     written = [folder / "multirun.yaml", folder / SWEEP]
     places = [folder / job.name for job in sweep.jobs if job.code == exit_codes.MISTAKE]
     for place in places:
@@ -88,7 +91,7 @@ def forget_refused(folder: Path, sweep: Sweep) -> bool:
         return False
     for path in written:
         path.unlink(missing_ok=True)
-    for place in [*places, folder]:
+    for place in places:
         place.rmdir()
     return True
 
