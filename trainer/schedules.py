@@ -122,12 +122,17 @@ def schedule(
     """
     check_number("scheduler.warmup", warmup, least=0)
     check_number("scheduler.start", start, least=0)
+    warmup_steps = round(warmup)
+    if warmup > 1 and warmup != warmup_steps:
+        raise UserError(
+            f"scheduler.warmup={warmup}: from 1 on this counts steps. "
+            "Give a whole number, or a share of all steps below 1."
+        )
     if start and not warmup:
         raise UserError(
             f"scheduler.start={start} is where a warmup begins, and there is none. "
             "Type scheduler.warmup=0.1."
         )
-    warmup_steps = round(warmup)
     if warmup < 1:
         warmup_steps = min(round(warmup * total_steps), total_steps - 1)
     if warmup_steps >= total_steps:
