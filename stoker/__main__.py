@@ -3,14 +3,14 @@
 import sys
 import time
 
-from stoker.trainer import stopping
+from stoker.command import signals
 
 START = time.perf_counter()
 
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    stopping.listen()  # before anything that takes time
+    signals.listen()  # before anything that takes time
     from stoker.tasks.main import run
 
     # Like `python -m`, find the modules of the folder that the command runs in, as in

@@ -977,7 +977,7 @@ def test_a_key_inside_a_list_and_keys_of_other_options_are_explained(tmp_path):
 
 PRESS = """
 import os, pathlib, signal
-from stoker.trainer import stopping
+from stoker.command import signals
 from stoker.trainer.callbacks import Callback
 
 class Press(Callback):
@@ -987,7 +987,7 @@ class Press(Callback):
     def on_step_end(self, trainer):
         if trainer.step == 517 and not self.pressed.exists():
             self.pressed.touch()
-            signal.signal(signal.SIGINT, stopping.hear)  # a shell may have it ignored
+            signal.signal(signal.SIGINT, signals.hear)  # a shell may have it ignored
             os.kill(os.getpid(), signal.SIGINT)
 """
 LONG = (

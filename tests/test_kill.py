@@ -206,10 +206,11 @@ def assert_interrupted(done, folder, number, times):
 def test_a_second_signal_adds_no_word_to_what_was_said():
     code = """
 import signal
+from stoker.command import signals
 from stoker.trainer import stopping
-stopping.listen()
-stopping.ready = True
-stopping.resume_command = "python train.py"
+signals.listen()
+signals.ready = True
+signals.resume_command = "python train.py"
 try:
     signal.raise_signal(signal.SIGTERM)
 except stopping.Interrupted:
@@ -217,7 +218,7 @@ except stopping.Interrupted:
     signal.raise_signal(signal.SIGTERM)
 """
     for said, err in [
-        ("stopping.last_words('interrupted.')", "interrupted.\n"),
+        ("signals.last_words('interrupted.')", "interrupted.\n"),
         ("pass", "ended at once. To resume:\npython train.py\n"),
     ]:
         done = subprocess.run(

@@ -291,14 +291,15 @@ def test_a_signal_that_comes_twice_is_one_and_later_ends_at_once(tmp_path):
     script.write_text(
         textwrap.dedent("""
         import os, signal, sys, time
+        from stoker.command import signals
         from stoker.trainer import stopping
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell may have it ignored
-        stopping.listen()
-        stopping.ready, stopping.gentle = True, print
+        signals.listen()
+        signals.ready, stopping.gentle = True, print
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         print("alive", flush=True)
-        stopping.received_at -= float(sys.argv[1])
+        signals.received_at -= float(sys.argv[1])
         os.kill(os.getpid(), signal.SIGINT)
         print("still alive", flush=True)
     """)

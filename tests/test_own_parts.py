@@ -180,10 +180,11 @@ def test_an_unfinished_job_is_at_the_step_of_its_newest_checkpoint(tmp_path):
 def test_a_second_signal_ends_with_the_command_that_resumes():
     code = """
 import os, signal
+from stoker.command import signals
 from stoker.trainer import stopping
-signal.signal(signal.SIGINT, stopping.hear)
-stopping.ready, stopping.gentle = True, print
-stopping.resume_command = "stoker run_dir=a"
+signal.signal(signal.SIGINT, signals.hear)
+signals.ready, stopping.gentle = True, print
+signals.resume_command = "stoker run_dir=a"
 os.kill(os.getpid(), signal.SIGINT)
 os.kill(os.getpid(), signal.SIGINT)
 """

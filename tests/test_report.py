@@ -1102,7 +1102,7 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "write", interrupted)
-    monkeypatch.setattr(drawing.stopping, "received", 2)
+    monkeypatch.setattr("stoker.trainer.stopping.received", 2)
     with pytest.raises(SystemExit) as end:
         drawing.draw_report(tmp_path)
     assert (

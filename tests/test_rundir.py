@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stoker.command import signals
 from stoker.runs import json_files
 from stoker.runs.report.inputs import Run, read_run
 from stoker.runs.report.setup import commands
@@ -259,14 +260,14 @@ def test_a_signal_while_a_checkpoint_is_read_does_not_make_it_a_damaged_one(tmp_
 
     monkeypatch.setattr(checkpoint, "digest", signalled)
     monkeypatch.setattr(stopping, "received", None)
-    monkeypatch.setattr(stopping, "ready", True)
-    signal.signal(signal.SIGTERM, stopping.hear)
+    monkeypatch.setattr(signals, "ready", True)
+    signal.signal(signal.SIGTERM, signals.hear)
     try:
         with pytest.raises(stopping.Interrupted):
             checkpoint.newest(tmp_path)
         monkeypatch.setattr(stopping, "received", None)
         heard = []
-        with stopping.gently(heard.append):
+        with signals.gently(heard.append):
             assert checkpoint.newest(tmp_path)[0] == path
         assert heard == ["SIGTERM"]
     finally:

@@ -1,22 +1,13 @@
-"""SIGINT and SIGTERM: they end the process at once, but a training after its current step."""
+"""Why and how a training ends before its last step."""
 
 import contextlib
 import dataclasses
-import os
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-received: int | None = None  # the number of the first signal
-received_at: float = 0.0  # when it came
-ready: bool = False  # whether somebody would handle an exception
-code: int | None = None  # the exit code to use in place of the signal's
-gentle: Callable[[str], object] | None = None  # called with the signal's name, not an exception
-resume_command: str | None = None  # the command that continues this run, once its folder is known
-told: bool = False  # what to do next has been printed
+received: int | None = None  # the number of the first signal, if the program listens for them
+gentle: Callable[[str], object] | None = None  # called with a signal's name, not an exception
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,63 +29,6 @@ class Interrupted(KeyboardInterrupt):
     """A signal came where nothing is lost by ending at once; exit code 128 + its number."""
 
 
-def listen() -> None:
-    """Handle both signals from here on. One that is ignored, as by nohup, stays ignored."""
-    for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, hear)
-    sys.unraisablehook = end_unheard
-
-
-def hear(number: int, _: FrameType | None) -> None:
-    """Handle the first signal gently if the program is ready, and end the process at the second.
-
-    Among several ranks a second signal within a second is the first one again: torchrun passes on
-    what all of them have received.
-    """
-    global received, received_at
-    if received is not None and "RANK" in os.environ and time.monotonic() < received_at + 1:
-        return
-    if received is not None or not ready:
-        if os.environ.get("RANK", "0") == "0" and not told:
-            advice = f" To resume:\n{resume_command}" if resume_command else ""
-            os.write(2, f"ended at once.{advice}\n".encode())
-        # No clean-up: it may be what takes so long. Files are written whole or not at all.
-        os._exit(128 + number)
-    received = number
-    received_at = time.monotonic()
-    if gentle is None:
-        raise Interrupted
-    gentle(signal.Signals(number).name)
-
-
-def last_words(text: str) -> None:
-    """Print what to do after a signal. The next signal ends the process without a word."""
-    global told
-    print(text, file=sys.stderr, flush=True)
-    told = True
-
-
-def end_unheard(unraisable: "sys.UnraisableHookArgs") -> None:
-    """End the process if Interrupted came up in a finalizer, which would swallow it."""
-    if isinstance(unraisable.exc_value, Interrupted):
-        os._exit(exit_code())
-    sys.__unraisablehook__(unraisable)
-
-
-@contextlib.contextmanager
-def gently(interrupt: Callable[[str], object]) -> Iterator[None]:
-    """Call `interrupt` with a signal's name within this context, instead of raising anywhere."""
-    global gentle
-    gentle = interrupt
-    try:
-        if received is not None:  # its exception may have been lost in a finalizer
-            raise Interrupted
-        yield
-    finally:
-        gentle = None
-
-
 @contextlib.contextmanager
 def later() -> Iterator[None]:
     """Delay signals until the end of this context.
@@ -113,8 +47,3 @@ def later() -> Iterator[None]:
             if outer is None:
                 raise Interrupted
             outer(name)
-
-
-def exit_code() -> int:
-    """Return 130 or 143, by the signal; 130 for a KeyboardInterrupt that came without one."""
-    return code or 128 + (received or signal.SIGINT)

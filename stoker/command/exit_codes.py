@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from stoker import __version__
-from stoker.command import arguments, processes, ranks
+from stoker.command import arguments, processes, ranks, signals
 from stoker.command.help import help_text
 from stoker.command.messages import explanation, message
 from stoker.trainer import launch, stopping
@@ -75,7 +75,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     logging.getLogger("hydra").setLevel(logging.CRITICAL)
     try:
-        stopping.ready = True
+        signals.ready = True
         arguments.check(sys.argv[1:])
         if arguments.asks_for_help(sys.argv[1:]):
             print(help_text())
@@ -128,11 +128,11 @@ def say_interrupted() -> int:
             "\ninterrupted. Type the same command again to resume, "
             "or to start over if nothing was saved."
         )
-    code: int | None = stopping.exit_code()
+    code: int | None = signals.exit_code()
     if launch.world_size() > 1:
         text, code = ranks.last_words("signal", text, code)
     if text:
-        stopping.last_words(text)
+        signals.last_words(text)
     return code or DONE
 
 

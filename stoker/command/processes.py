@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.command import invocation
-from stoker.trainer import launch, stopping
+from stoker.command import invocation, signals
+from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
         logging.disable(logging.NOTSET)
         for name in added:
             del os.environ[name]
-        stopping.listen()  # the agent has replaced the signal handlers
+        signals.listen()  # the agent has replaced the signal handlers
 
 
 def code_of(error: "ChildFailedError") -> int:

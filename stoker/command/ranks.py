@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from stoker.command import signals
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import UserError
 from stoker.trainer.launch import (
@@ -272,8 +273,8 @@ def missing_ranks(ranks: list[int], hangs: bool) -> str:
     if hangs:
         fate = f"did not answer for {launch.timeout:g} s; the others waited for it"
     advice = "Type the same command again."
-    if stopping.resume_command:
-        advice = f"To go on from the last checkpoint:\n{stopping.resume_command}"
+    if signals.resume_command:
+        advice = f"To go on from the last checkpoint:\n{signals.resume_command}"
     return f"error: {names} {fate}.\n{advice}"
 
 

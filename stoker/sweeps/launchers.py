@@ -15,7 +15,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from stoker.command import exit_codes, invocation, settings
+from stoker.command import exit_codes, invocation, settings, signals
 from stoker.runs import lock
 from stoker.runs.directory import RESULT, remove_empty
 from stoker.sweeps.jobs import Job, read_job, typed_for
@@ -208,7 +208,7 @@ class Jobs(Callback):
         else:  # other machines
             self.threads = node.ray.remote.num_cpus
         ray.init(**init)
-        stopping.listen()
+        signals.listen()
 
     def hold(self, folder: Path) -> None:
         """Take the lock of the sweep, and print from now on how its jobs end."""
@@ -265,7 +265,7 @@ class Jobs(Callback):
         print(f"\n{why}: {then}", file=sys.stderr, flush=True)
         holding.close()
         self.wait_for_jobs()
-        stopping.code = failed[0].code if failed else None
+        signals.code = failed[0].code if failed else None
         raise stopping.Interrupted
 
     def wait_for_jobs(self) -> None:
@@ -318,11 +318,11 @@ class Jobs(Callback):
     def listen(self) -> None:
         """Handle the launcher's signals like those of a terminal; Ctrl-C is for the sweep."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, stopping.hear)
+        signal.signal(signal.SIGTERM, signals.hear)
         if str(self.launcher).startswith("submitit") and USR2:
-            job.callback(hand_back, signal.signal(USR2, stopping.hear))
-        stopping.ready = True
-        job.callback(setattr, stopping, "ready", False)
+            job.callback(hand_back, signal.signal(USR2, signals.hear))
+        signals.ready = True
+        job.callback(setattr, signals, "ready", False)
         poll(self.stop_with_sweep, job)
 
     def stop_with_sweep(self) -> bool:
@@ -354,7 +354,7 @@ class Jobs(Callback):
         if stopping.received is not None:
             if self.launcher == "joblib":  # its processes would wait for a killed sweep
                 self.wait_for_jobs()  # joblib kills the others when a process ends
-                os._exit(stopping.exit_code())
+                os._exit(signals.exit_code())
             raise KeyboardInterrupt  # Ray would treat a SystemExit as a lost process
 
 

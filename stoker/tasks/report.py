@@ -4,9 +4,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from stoker.command import shell
+from stoker.command import shell, signals
 from stoker.tasks.job import sweep_name
-from stoker.trainer import stopping
 from stoker.trainer.errors import cause, log
 
 
@@ -28,7 +27,7 @@ def draw_report(folder: Path) -> None:
     try:
         print(f"report   {report.write(folder)}")
     except KeyboardInterrupt:
-        stopping.last_words(f"\ninterrupted after the end of the run. To draw its report:\n{again}")
-        raise SystemExit(stopping.exit_code()) from None
+        signals.last_words(f"\ninterrupted after the end of the run. To draw its report:\n{again}")
+        raise SystemExit(signals.exit_code()) from None
     except Exception as error:
         log.warning("the report could not be drawn (%s). To try again: %s", cause(error), again)

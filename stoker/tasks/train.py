@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from stoker.command import arguments, dotted, invocation, processes, ranks, settings, shell
+from stoker.command import arguments, dotted, invocation, processes, ranks, settings, shell, signals
 from stoker.command.build import build
 from stoker.command.trust import own_packages
 from stoker.runs import directory, json_files, lock, provenance, resume, saved_config
@@ -44,7 +44,7 @@ def train(cfg: DictConfig) -> None:
             }
         )
         cfg.run_dir = launch.agreed("run_dir", lambda: job.run_directory(cfg), lasting=True)
-        stopping.resume_command = shell.command(
+        signals.resume_command = shell.command(
             arguments.typed(), shell.setting("run_dir", cfg.run_dir), start=invocation.command()
         )
     folder = Path(cfg.run_dir)
@@ -99,7 +99,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
                 print_result(folder, parts, result)
         except KeyboardInterrupt:
             say_interrupted(cfg, folder, saver)
-            raise SystemExit(stopping.exit_code()) from None
+            raise SystemExit(signals.exit_code()) from None
     if launch.is_first() and draws_report(cfg):
         draw_report(folder)
     if result is not None:
@@ -199,7 +199,7 @@ def fit(cfg: DictConfig, parts: Parts, state: dict[str, Any] | None) -> None:
 
     trainer = parts.trainer
     train_loader, val_loader, _ = parts.loaders
-    with stopping.gently(trainer.interrupt), parts.threads(cfg), offering_replay():
+    with signals.gently(trainer.interrupt), parts.threads(cfg), offering_replay():
         trainer.fit(train_loader, val_loader, resume=state)
     if parallel.add_up(int(stopping.received is not None)):
         if stopping.received is None:  # it came to another process
@@ -261,10 +261,10 @@ def say_interrupted(cfg: DictConfig, folder: Path, saver: "Checkpoint") -> None:
         return
     text = f"\ninterrupted at step {saver.saved}."
     if not job.in_sweep():
-        text += f" To resume:\n{stopping.resume_command}"
+        text += f" To resume:\n{signals.resume_command}"
         if draws_report(cfg):
             text += f"\nTo see it so far: {report_command(folder)}"
-    stopping.last_words(text)
+    signals.last_words(text)
 
 
 def finish_loggers(folder: Path, loggers: list["Logger"], result: RunResult) -> None:

@@ -1,0 +1,80 @@
+"""SIGINT and SIGTERM: they end the process at once, but a training after its current step."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from stoker.trainer import stopping
+from stoker.trainer.stopping import SIGNALS, Interrupted
+
+received_at: float = 0.0  # when the first one came
+ready: bool = False  # whether somebody would handle an exception
+code: int | None = None  # the exit code to use in place of the signal's
+resume_command: str | None = None  # the command that continues this run, once its folder is known
+told: bool = False  # whether `last_words` has said what to do
+
+
+def listen() -> None:
+    """Handle both signals from here on. One that is ignored, as by nohup, stays ignored."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, hear)
+    sys.unraisablehook = end_unheard
+
+
+def hear(number: int, _: FrameType | None) -> None:
+    """Handle the first signal gently if the program is ready, and end the process at the second.
+
+    Among several ranks a second signal within a second is the first one again: torchrun passes on
+    what all of them have received.
+    """
+    global received_at
+    is_first = stopping.received is None
+    if not is_first and "RANK" in os.environ and time.monotonic() < received_at + 1:
+        return
+    if not (is_first and ready):
+        if os.environ.get("RANK", "0") == "0" and not told:
+            advice = f" To resume:\n{resume_command}" if resume_command else ""
+            os.write(2, f"ended at once.{advice}\n".encode())
+        # No clean-up: it may be what takes so long. Files are written whole or not at all.
+        os._exit(128 + number)
+    stopping.received = number
+    received_at = time.monotonic()
+    if stopping.gentle is None:
+        raise Interrupted
+    stopping.gentle(signal.Signals(number).name)
+
+
+def last_words(text: str) -> None:
+    """Print what to do after a signal. The next signal ends the process without a word."""
+    global told
+    print(text, file=sys.stderr, flush=True)
+    told = True
+
+
+def end_unheard(unraisable: "sys.UnraisableHookArgs") -> None:
+    """End the process if Interrupted came up in a finalizer, which would swallow it."""
+    if isinstance(unraisable.exc_value, Interrupted):
+        os._exit(exit_code())
+    sys.__unraisablehook__(unraisable)
+
+
+@contextlib.contextmanager
+def gently(interrupt: Callable[[str], object]) -> Iterator[None]:
+    """Call `interrupt` with a signal's name within this context, instead of raising anywhere."""
+    stopping.gentle = interrupt
+    try:
+        if stopping.received is not None:  # its exception may have been lost in a finalizer
+            raise Interrupted
+        yield
+    finally:
+        stopping.gentle = None
+
+
+def exit_code() -> int:
+    """Return 130 or 143, by the signal; 130 for a KeyboardInterrupt that came without one."""
+    return code or 128 + (stopping.received or signal.SIGINT)
