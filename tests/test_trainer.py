@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics.lr_find import lr_find
 from stoker.models.cnn import CNN
-from stoker.trainer import checkpoint, schedules
+from stoker.trainer import checkpoint, parallel, schedules
+from stoker.trainer import device as devices
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard
 from stoker.trainer.device import mix_seed, move, seed_generators
 from stoker.trainer.errors import TrainingError, UserError
@@ -653,6 +655,21 @@ def test_dp_without_gpus_says_so_once_and_changes_nothing(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "strategy=dp: no GPU in this run, so it changes nothing."
     ]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_a_replica_in_a_thread_computes_in_the_type_of_the_step(dtype):
+    """A thread begins with autocast's default; torch hands over whether it is on, and no type."""
+    module = torch.nn.Linear(6, 3)
+    inputs = torch.randn(4, 6)
+    with devices.autocast(torch.device("cpu"), dtype):
+        expected = module(inputs)
+        replicas = [parallel.autocasting(module, "cpu") for _ in range(2)]
+        with ThreadPoolExecutor(2) as threads:
+            outputs = list(threads.map(lambda replica: replica(inputs), replicas))
+    for output in outputs:
+        assert_same(output, expected)
+        assert output.dtype is (dtype or torch.float32) and output.requires_grad
 
 
 def test_data_parallel_state_has_plain_names(tmp_path):

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import math
 import os
+import pickle
 import random
 import shutil
 import sys
@@ -350,13 +351,28 @@ def beside(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
     return result
 
 
+@contextlib.contextmanager
+def never_waiting(device: torch.device) -> Iterator[None]:
+    """Raise RuntimeError in this context where Python would wait for the device, if torch can."""
+    if device.type == "cpu":  # waits for nothing
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def record(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Callable[[], Any]:
     """Capture `work(batch)` as one graph; return a function that replays it on the same memory.
 
-    Each replay returns the same tensors.
+    Each replay returns the same tensors. Other threads may go on to pin memory meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=capture_stream(device)):
+    stream = capture_stream(device)
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = work(batch)
 
     def replay() -> Any:
@@ -409,6 +425,11 @@ def seed_python(seed: int) -> None:
     """Seed the global generators of the modules random and numpy."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
+
+
+def host_random_states() -> bytes:
+    """Return the states of the global generators of the modules random and numpy, to compare."""
+    return pickle.dumps((random.getstate(), numpy.random.get_state()))
 
 
 def random_states(device: torch.device) -> list[tuple[Callable[[Any], None], Any]]:

@@ -1,19 +1,34 @@
 """CUDA graphs: what a step does on the device, captured once per kind of batch, then replayed."""
 
-from collections.abc import Callable, Hashable
+import contextlib
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, log
 
 WARMUP = 3  # steps without a graph, while kernels are chosen and the optimizer makes its state
 MOST = 4  # graphs, each of which holds the memory of a step
+REMEMBERED = 64  # kinds of steps, of which one that comes again is captured
+PATIENCE = 20  # steps after which a fit without a graph says so
 CHANGES = ("params", "lr", "initial_lr")  # of a parameter group: not a part of the kind of a step
+# Attributes of a Trainer that are others at each step: a graph would keep those of its capture.
+CLOCKS = ("step", "rates")
+# What the parts of a kind are, for people.
+PARTS = (
+    "the shapes or the plain values of the batches change",
+    "the trained parameters change",
+    "the optimizer's settings change (a schedule that cycles momentum changes them)",
+)
+LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
 
 Work = Callable[[Any], Any]  # from a batch to tensors
+Kind = tuple[Hashable, Hashable, Hashable]
 
 
 class Captured:
@@ -28,52 +43,136 @@ class Captured:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
+        self.state = optimizer.state  # whose tensors are in the graphs
         self.device = device
-        self.steps: int = 0
-        self.kinds: set[Hashable] = set()
-        self.graphs: dict[Hashable, tuple[Any, Callable[[], Any]]] = {}
+        self.steps: int = 0  # without a graph
+        self.kinds: dict[Kind, None] = {}  # those that came last, the newest at the end
+        self.graphs: dict[Kind, tuple[Sequence[torch.Tensor], Callable[[], Any]]] = {}
 
     def __call__(self, work: Work, batch: Any) -> Any:
         """Return `work(batch)`; the next replay overwrites its tensors."""
-        kind = self.kind_of(batch)
-        if kind not in self.graphs:
+        form, tensors = form_of(batch)
+        kind = (form, *self.settings())
+        captured = self.graphs.get(kind)
+        if captured is None:
             self.steps += 1
             is_known = kind in self.kinds
-            self.kinds.add(kind)
             if not is_known or self.steps <= WARMUP or len(self.graphs) == MOST:
-                return devices.beside(work, batch, self.device)
+                self.remember(kind)
+                return self.eager(work, batch)
             inputs = batches.walk(lambda _, tensor: tensor.clone(), batch)
-            self.graphs[kind] = (inputs, devices.record(work, inputs, self.device))
-        inputs, replay = self.graphs[kind]
-        pairs = zip(batches.entries(inputs), batches.entries(batch), strict=True)
-        for (_, recorded), (_, given) in pairs:
+            captured = form_of(inputs)[1], devices.record(work, inputs, self.device)
+            self.graphs[kind] = captured
+        inputs, replay = captured
+        for recorded, given in zip(inputs, tensors, strict=True):
             recorded.copy_(given)
         return replay()
 
-    def kind_of(self, batch: Any) -> Hashable:
-        """Return everything that a graph takes for granted.
+    def settings(self) -> tuple[Hashable, Hashable]:
+        """Return which parameters are trained, and the optimizer's settings.
 
-        Raises:
-            UserError: The batch holds an object that can be neither copied nor compared.
+        A setting that is a tensor stands for itself: a graph reads its memory.
         """
-        structure = repr(batches.walk(without_tensor, batch))  # numbers, names
-        tensors = []
-        for name, tensor in batches.entries(batch):
-            tensors.append((name, tensor.shape, tensor.dtype, tensor.stride()))
         trained = []
         settings = []
         for group in self.optimizer.param_groups:
             trained += [parameter.requires_grad for parameter in group["params"]]
-            settings += [str(group[key]) for key in group if key not in CHANGES]
-        return tuple(tensors), structure, tuple(trained), tuple(settings)
+            for name, value in group.items():
+                if name not in CHANGES:
+                    settings.append(str(value) if value.__hash__ is None else value)
+        return tuple(trained), tuple(settings)
+
+    def eager(self, work: Work, batch: Any) -> Any:
+        """Return `work(batch)` without a graph; raise for what a graph could not repeat."""
+        may_be_captured = self.steps > 1 and len(self.graphs) < MOST
+        if not may_be_captured:  # the first step may prepare anything
+            return devices.beside(work, batch, self.device)
+        before = devices.host_random_states()
+        with devices.never_waiting(self.device):
+            result = devices.beside(work, batch, self.device)
+        if devices.host_random_states() != before:
+            raise UserError(
+                "compile=graph: the step draws from Python's or numpy's generator, and a graph "
+                "would repeat one draw.\nDraw on the device (torch.rand(..., device=...)), or type "
+                "compile=false."
+            )
+        return result
+
+    def remember(self, kind: Kind) -> None:
+        """Remember a kind of step; say so if all have been different for long."""
+        if self.steps == PATIENCE and not self.graphs:
+            last = list(self.kinds)[-1]
+            pairs = zip(PARTS, kind, last, strict=True)
+            reasons = [part for part, here, before in pairs if hash(here) != hash(before)]
+            log.warning(
+                "compile=graph: the first %d steps ran without a graph, since %s.",
+                self.steps,
+                " and ".join(reasons),
+            )
+        self.kinds[kind] = None
+        if len(self.kinds) > REMEMBERED:
+            del self.kinds[next(iter(self.kinds))]
 
 
-def without_tensor(name: str, leaf: Any) -> None:
-    """Stand in for a tensor of a batch; raise UserError for another object."""
-    if not isinstance(leaf, torch.Tensor):
-        raise UserError(
-            f"compile=graph: {name} is a {type(leaf).__name__}, not a tensor. Type compile=false."
-        )
+def form_of(batch: Any) -> tuple[Hashable, Sequence[torch.Tensor]]:
+    """Return what a graph takes for granted of a batch, and its tensors.
+
+    Raises:
+        UserError: The batch holds an object that can be neither copied nor compared.
+    """
+    if isinstance(batch, (list, tuple)) and all(isinstance(x, torch.Tensor) for x in batch):
+        return tuple([(x.shape, x.dtype, x.stride()) for x in batch]), batch
+    tensors: list[torch.Tensor] = []
+
+    def stand_in(name: str, leaf: Any) -> Hashable:
+        if not isinstance(leaf, torch.Tensor):
+            raise UserError(
+                f"compile=graph: {name} is a {type(leaf).__name__}, not a tensor. "
+                "Type compile=false."
+            )
+        tensors.append(leaf)
+        return (leaf.shape, leaf.dtype, leaf.stride())
+
+    return repr(batches.walk(stand_in, batch)), tensors  # with its numbers and names
+
+
+@contextlib.contextmanager
+def without_clock(trainer: Any) -> Iterator[None]:
+    """Hide what is different at each step: code that is captured cannot follow it."""
+    clocks = {name: vars(trainer).pop(name) for name in CLOCKS}
+    try:
+        yield
+    finally:
+        vars(trainer).update(clocks)
+
+
+def explain(error: BaseException, trainer: Any) -> UserError | None:
+    """Return a UserError for a step that cannot be captured; None for anything else."""
+    text = str(error)
+    if isinstance(error, AttributeError) and error.obj is trainer and error.name in CLOCKS:
+        problem = f"reads self.{error.name}, and a graph would keep the value of its capture"
+        advice = "Let a callback write it into a buffer of the model"
+    elif "called a synchronizing" in text:
+        problem = "waits for the device, as .item(), .cpu() and `if tensor:` do"
+        advice = "Keep it on the device (torch.where)"
+    elif "captur" in text:
+        problem = f"cannot be captured ({text.splitlines()[0]})"
+        advice = "Leave it out"
+    else:
+        return None
+    return UserError(
+        f"compile=graph: {line_of(error)} {problem}.\n{advice}, or type compile=false."
+    )
+
+
+def line_of(error: BaseException) -> str:
+    """Return "model.py:12, in forward": the innermost line that is not torch's or the Trainer's."""
+    place = "the step"
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if not any(path.is_relative_to(library) for library in LIBRARIES):
+            place = f"{path.name}:{frame.lineno}, in {frame.name},"
+    return place
 
 
 def check(

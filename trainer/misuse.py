@@ -10,7 +10,7 @@ import torch
 
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
-from stoker.trainer import launch, losses, nonfinite, parallel, schedules
+from stoker.trainer import graph, launch, losses, nonfinite, parallel, schedules
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of, log
 from stoker.trainer.loading import Seekable
@@ -462,6 +462,8 @@ def raise_explained(
         raise UserError(text) from error
     explained = devices.explain(error, trainer.module, batch, trainer.device)
     explained = explained or parallel.explain(error)
+    if trainer.special_step is not None and trainer.special_step.captures:
+        explained = explained or graph.explain(error, trainer)
     if explained is not None:
         raise explained from error
     in_step = any(name in GIVEN_A_BATCH for _, name in places(error))

@@ -220,7 +220,34 @@ def replicated(
         )
     # DataParallel gathers on its first device, which has to be the one with the parameters.
     indices = sorted(indices, key=lambda index: index != device.index)
-    return torch.nn.DataParallel(module, device_ids=indices)
+    return Replicated(module, device_ids=indices)
+
+
+class Replicated(torch.nn.DataParallel[torch.nn.Module]):
+    """DataParallel whose replicas run under the autocast of the step that calls it.
+
+    Each replica has a thread, and torch gives that thread autocast's default type: fp16, for which
+    there would be no scaler.
+    """
+
+    def parallel_apply(
+        self, replicas: Sequence[torch.nn.Module], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
+        within = [autocasting(replica, self.src_device_obj.type) for replica in replicas]
+        return super().parallel_apply(within, inputs, kwargs)
+
+
+def autocasting(module: Any, device_type: str) -> Any:
+    """Return a function that calls the module under this thread's autocast, in any thread."""
+    if not torch.is_autocast_enabled(device_type):
+        return module
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def call(*inputs: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype=dtype):
+            return module(*inputs, **kwargs)
+
+    return call
 
 
 def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:

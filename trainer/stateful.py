@@ -26,8 +26,9 @@ class Stateful:
     window: Window
     micro_batch: MicroBatch
     callbacks: list[Callback]
-    train_loader: Any  # None outside of a fit
-    step: int = 0  # the only clock: optimizer steps done
+    train_loader: Any = None  # outside of a fit
+    val_loader: Any = None
+    step: int  # the only clock: optimizer steps done
     total_steps: int = 0
     steps_per_epoch: int = 0
     epochs_before: int = 0  # that earlier fits have begun: each fit has its own random numbers

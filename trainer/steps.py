@@ -139,6 +139,8 @@ class GraphStep:
         self.captured = graph.Captured(trainer.optimizer, trainer.device)
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
+        if trainer.optimizer.state is not self.captured.state:  # a callback has loaded another one
+            self.begin(trainer)
         loss: torch.Tensor
         loss, norm = self.captured(functools.partial(update, trainer), batch)
         finish(trainer, norm)
@@ -147,10 +149,11 @@ class GraphStep:
 
 def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Do what a graph holds of a step; return the mean loss and the norm of a clipped gradient."""
-    parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.sample_bounds)
-    loss = accumulate(trainer, parts)
-    norm = None if trainer.max_grad_norm is None else clip(trainer)
-    trainer.optimizer_step()
+    with graph.without_clock(trainer):
+        parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.sample_bounds)
+        loss = accumulate(trainer, parts)
+        norm = None if trainer.max_grad_norm is None else clip(trainer)
+        trainer.optimizer_step()
     optimizers.zero_grad(trainer.optimizer, trainer.left_out)
     return loss, norm
 

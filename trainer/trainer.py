@@ -122,8 +122,8 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
             self.optimizer_step = optimizers.lean_step(self.optimizer, compile is True)
         self.make_scheduler = scheduler or schedules.constant
 
-        self.train_loader: Any = None
-        self.val_loader: Any = None
+        self.step: int = 0
+        self.rates: Sequence[float] = (0.0,)
         self.window = Window()
         self.spans: Spans = silent_spans()
 
