@@ -5,7 +5,7 @@ it.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class Data:
         self.name = printable(self.name)
         self.in_shape = tuple(self.in_shape)
         check_choice("kind", self.kind, KINDS)
+        if not isinstance(self.num_classes, SupportsIndex):  # an int of torch or numpy is one
+            check_number("num_classes", self.num_classes, whole=True, least=1)
         if self.classes is not None:
             self._check_class_names(self.classes)
         self.mean = _per_channel("mean", self.mean, self.in_shape[0])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stoker.trainer.device import mix_seed, random_stream
-from stoker.trainer.errors import UserError, check_number
+from stoker.trainer.errors import UserError, check_number, kind_of
 
 
 class Split(Protocol):
@@ -75,11 +75,11 @@ class DatasetSplit:
                 "Give a map-style Dataset."
             )
         with random_stream():
+            self.nbytes: int = len(dataset) * self._inputs(dataset, [0]).nbytes
             if targets is None:
                 targets = [dataset[i][1] for i in range(len(dataset))]
-            self.nbytes: int = len(dataset) * torch.as_tensor(dataset[0][0]).nbytes
         self.dataset = dataset
-        self.targets = torch.stack([torch.as_tensor(target) for target in targets])
+        self.targets = _stacked(dataset, "target", targets)
         if self.targets.is_floating_point():  # a regression's: (N, number of targets)
             self.targets = self.targets.float().view(len(self.targets), -1)
 
@@ -87,8 +87,43 @@ class DatasetSplit:
         return len(self.dataset)
 
     def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        inputs = [torch.as_tensor(self.dataset[i][0]) for i in indices]
-        return torch.stack(inputs), self.targets[indices]
+        return self._inputs(self.dataset, indices), self.targets[indices]
+
+    @staticmethod
+    def _inputs(dataset: Any, indices: list[int]) -> Tensor:
+        inputs = []
+        for i in indices:
+            sample = dataset[i]
+            if not isinstance(sample, (tuple, list)) or len(sample) < 2:
+                raise UserError(
+                    f"DatasetSplit: sample {i} of this {type(dataset).__name__} is "
+                    f"{kind_of(sample)}, and not (input, target).\n"
+                    "Let __getitem__ return both, as tensors or numbers."
+                )
+            inputs.append(sample[0])
+        return _stacked(dataset, "input", inputs)
+
+
+def _stacked(dataset: Any, part: str, values: Sequence[Any] | Tensor) -> Tensor:
+    """Return the inputs or the targets of samples as one tensor; UserError unless they are numbers
+    of one shape.
+    """
+    tensors = []
+    for value in values:
+        try:
+            tensors.append(torch.as_tensor(value))
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(
+                f"DatasetSplit: the {part} of a sample of this {type(dataset).__name__} is "
+                f"{kind_of(value)}. Let __getitem__ return tensors or numbers."
+            ) from None
+    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+    if len(shapes) > 1:
+        raise UserError(
+            f"DatasetSplit: one {part} of this {type(dataset).__name__} has the shape {shapes[0]}, "
+            f"and another one {shapes[-1]}. Give all of them one shape."
+        )
+    return torch.stack(tensors)
 
 
 def check_fractions(**fractions: float) -> list[float]:

@@ -227,6 +227,12 @@ def test_a_folder_of_torchvision_becomes_a_part(tmp_path):
             "DatasetSplit: this .* or has no length",
         ),
         (lambda inputs, labels: DatasetSplit([]), "this list is empty"),
+        (lambda inputs, labels: DatasetSplit([{"x": 1}]), "sample 0 of this list is a dict, and"),
+        (lambda inputs, labels: DatasetSplit(inputs), "sample 0 of this Tensor is a Tensor, and"),
+        (lambda inputs, labels: DatasetSplit(["text"]), "is a str, and not .input, target"),
+        (lambda inputs, labels: DatasetSplit([("text", 1)]), "the input of a sample .* is a str"),
+        (lambda inputs, labels: DatasetSplit([(1.0, None)]), "the target of .* is a NoneType"),
+        (lambda inputs, labels: DatasetSplit([(1, [1]), (1, [1, 2])]), r"\(1,\), and another one"),
     ],
 )
 def test_what_is_no_part_says_what_one_is(part, words):
@@ -482,3 +488,10 @@ def test_every_config_is_its_constructor():
                 file,
                 key,
             )
+
+
+def test_the_number_of_classes_is_a_number():
+    part = TensorSplit(*pairs())
+    with pytest.raises(UserError, match="num_classes='5': give a whole number at least 1"):
+        Data("mine", part, None, None, (3, 2, 2), "5")
+    assert Data("mine", part, None, None, (3, 2, 2), part.targets.max() + 1).num_classes == 5

@@ -215,6 +215,16 @@ def test_several_loaders_are_no_loader(several):
 
 
 @pytest.mark.parametrize(
+    ("given", "kind"),
+    [((torch.ones(8, 6), torch.ones(8)), "a tuple"), ("data/", "'data/'")],
+)
+def test_a_batch_and_a_name_are_no_loader(given, kind):
+    words = rf"fit: give a loader, that is batches, and not {kind}.\nOne batch is \[\(inputs, ta"
+    with pytest.raises(UserError, match=words):
+        make_trainer().fit(given)
+
+
+@pytest.mark.parametrize(
     ("batches", "words"),
     [
         (

@@ -173,7 +173,9 @@ def check_number(
     if optional:
         wanted += ", or null"
     hint = did_you_mean(value, ("auto",)) if auto else ""
-    raise UserError(f"{key}={as_typed(value)}: give {wanted}.{hint}")
+    is_text = isinstance(value, str) and value.isdecimal()
+    typed = repr(value) if is_text else as_typed(value)
+    raise UserError(f"{key}={typed}: give {wanted}.{hint}")
 
 
 def kind_of(value: object) -> str:

@@ -286,10 +286,14 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
             "Call trainer.evaluate(loader, name) for each of the others, after the fit or in a "
             "callback."
         )
-    if isinstance(loader, torch.Tensor) or not hasattr(loader, "__iter__"):
+    # A fit on a list of tensors needs a compute_loss that takes one.
+    is_batch = isinstance(loader, (list, tuple)) and isinstance((*loader, None)[0], torch.Tensor)
+    is_batch = is_batch and use != "predict" and is_usual(type(trainer), "compute_loss")
+    if is_batch or isinstance(loader, (torch.Tensor, str)) or not hasattr(loader, "__iter__"):
+        batch = "inputs" if use == "predict" else "(inputs, targets)"
         raise UserError(
-            f"{use}: give a loader, that is batches, and not {kind}.\n"
-            "One batch is [inputs]; DataLoader(..., batch_size=500) cuts a data set."
+            f"{use}: give a loader, that is batches{instead_of(loader)}.\n"
+            f"One batch is [{batch}]; DataLoader(..., batch_size=500) cuts a data set."
         )
     shuffles = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
     shuffles = shuffles or getattr(loader, "shuffle", False)
