@@ -91,7 +91,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.getoption("--large") and config.option.markexpr == "not slow":
+    if config.getoption("--large") and config.option.markexpr == "not slow and not accelerator":
         config.option.markexpr = ""  # the large counts are those of the slow tests
 
 
