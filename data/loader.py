@@ -14,7 +14,16 @@ from stoker.data.record import Data
 from stoker.data.splits import Split
 from stoker.data.workers import Reader, Workers, choose_workers, decode_seconds
 from stoker.trainer import launch, settings
-from stoker.trainer.device import MIB, free_memory, mix_seed, move, random_stream, to_device
+from stoker.trainer.device import (
+    MIB,
+    UNIFIED,
+    free_memory,
+    is_out_of_memory,
+    mix_seed,
+    move,
+    random_stream,
+    to_device,
+)
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.loading import Seekable
 
@@ -388,8 +397,7 @@ class DeviceLoader(Loader):
         self.batches_at_once = max(1, min(16, most // numbers))
 
     def _unreadable(self, part: str, error: Exception) -> TrainingError:
-        no_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if no_memory or "allocate memory" in str(error):
+        if is_out_of_memory(error):
             return TrainingError(
                 f"{part} ({self.nbytes / MIB:,.0f} MiB) does not fit in the memory of "
                 f"{self.device}.\n"
@@ -437,7 +445,7 @@ class HostLoader(Loader):
             timeout=settings.check("dataset.timeout", timeout),
             ahead=AHEAD // max(1, batch_bytes * max(workers, 1)),
             # On mps the memory is one and the same.
-            pin_memory=self.device.type not in ("cpu", "mps"),
+            pin_memory=self.device.type not in UNIFIED,
         )
 
     def read(self, batches: list[Tensor], epoch: int) -> Iterator[Batch]:

@@ -380,6 +380,19 @@ def test_explain_names_three_and_counts_the_rest():
     )
 
 
+def test_explain_a_failed_check_inside_a_kernel():
+    """As a class out of range ends a training on a GPU; the device refuses every call after it."""
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with ...")
+    text = str(devices.explain(error, Net(), None, CUDA))
+    assert "a class in the targets" in text and "Type device=cpu" in text
+
+
+@pytest.mark.parametrize("kind", ["CUDA error", "HIP error", "CUDA driver error"])
+def test_out_of_memory_without_a_type_of_its_own(kind):
+    assert devices.is_out_of_memory(RuntimeError(f"{kind}: out of memory\nmore"))
+    assert not devices.is_out_of_memory(RuntimeError(f"{kind}: an illegal memory access"))
+
+
 def test_explain_where_everything_is_in_its_place():
     text = str(
         devices.explain(

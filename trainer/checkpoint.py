@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from stoker.trainer import device as devices
 from stoker.trainer import launch, parallel, stopping
 from stoker.trainer.checkpoint_names import files as files
 from stoker.trainer.checkpoint_names import path_of as path_of
@@ -151,17 +152,27 @@ def copy(state: Any, everywhere: bool = False) -> Any:
     """Return the state with its tensors copied, on the CPU and contiguous: training may continue.
 
     Sharded tensors are put together, for which all processes have to call this; rank 0 gets them,
-    or all do (`everywhere`).
+    or all do (`everywhere`). A GPU copies all of them at once, and is waited for at the end.
     """
+    sources: set[torch.device] = set()
+    copied = begin_copy(state, everywhere, sources)
+    for device in sources:
+        devices.synchronize(device)
+    return copied
+
+
+def begin_copy(state: Any, everywhere: bool, sources: set[torch.device]) -> Any:
+    """Return what `copy` does, to be read once the `sources`, which are added to, are ready."""
     if isinstance(state, torch.Tensor):
         state = parallel.whole(state)
         if not launch.is_first() and not everywhere:
             return None
-        return state.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        sources.add(state.device)
+        return devices.to_host(state.detach())
     if isinstance(state, dict):
-        return {key: copy(value, everywhere) for key, value in state.items()}
+        return {key: begin_copy(value, everywhere, sources) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        copies = [copy(value, everywhere) for value in state]
+        copies = [begin_copy(value, everywhere, sources) for value in state]
         return copies if isinstance(state, list) else tuple(copies)
     return state
 

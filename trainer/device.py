@@ -34,9 +34,10 @@ NO_MEMORY = (
     "DefaultCPUAllocator:",
     "MPS backend out of memory",
     "STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
+    "error: out of memory",
 )
 CPU = torch.device("cpu")
+UNIFIED = ("cpu", "mps", "meta")  # devices whose memory is the host's: nothing is pinned for them
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # with a channels_last order
 GRAPHS = ("cuda",)  # devices that can capture a whole step
 REPLICAS = ("cuda",)  # devices between which torch.nn.DataParallel copies: its kernels are CUDA's
@@ -99,6 +100,12 @@ def refuse(name: str, names: Sequence[str]) -> NoReturn:
         hint = did_you_mean(name.partition(":")[0], names[1:])
         raise UserError(f"device={name}: torch knows no such device.{hint} {advice}") from None
     raise UserError(f"device={name}: this machine has no such device. {advice}")
+
+
+def make_current(device: torch.device) -> None:
+    """Let the calls that name no device be for this one: another Trainer may have chosen one."""
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
 
 
 def describe(device: torch.device) -> str:
@@ -299,7 +306,7 @@ def check_compiler(device: torch.device) -> None:
 def move(batch: Any, device: torch.device) -> Any:
     """Return the batch on the device: any nesting of tensors and of objects with `.to`.
 
-    A copy from pinned memory runs beside the work of the device.
+    The host's tensors are pinned and copied beside the work of the device: nothing waits for it.
     """
     if isinstance(batch, (list, tuple)) and all(
         isinstance(x, torch.Tensor) and x.device == device for x in batch
@@ -307,9 +314,9 @@ def move(batch: Any, device: torch.device) -> Any:
         return batch  # our loaders have moved it
 
     def to(_: str, leaf: Any) -> Any:
-        on_host = device.type in ("cpu", "mps")
-        if not on_host and isinstance(leaf, torch.Tensor) and leaf.is_pinned():
-            return copy_beside(leaf, device)
+        is_plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        if device.type not in UNIFIED and is_plain and leaf.is_cpu:
+            return copy_beside(leaf.pin_memory(), device)
         return leaf.to(device)
 
     return batches.walk(to, batch)
@@ -390,9 +397,22 @@ def capture_stream(device: torch.device) -> Any:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor that was just made on the CPU on the device, without waiting for it."""
-    if device.type in ("cpu", "mps"):
+    if device.type in UNIFIED:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy on the CPU, which is there once its device is synchronized.
+
+    What a GPU copies without being waited for goes into pinned memory.
+    """
+    return tensor.to(
+        CPU,
+        copy=True,
+        non_blocking=tensor.device.type not in UNIFIED,
+        memory_format=torch.contiguous_format,
+    )
 
 
 def mix_seed(*parts: object) -> int:
@@ -432,7 +452,9 @@ def host_random_states() -> bytes:
     return pickle.dumps((random.getstate(), numpy.random.get_state()))
 
 
-def random_states(device: torch.device) -> list[tuple[Callable[[Any], None], Any]]:
+def random_states(
+    device: torch.device, replicas: Sequence[int] = ()
+) -> list[tuple[Callable[[Any], None], Any]]:
     """Return the states of the generators that `seed_generators` seeds."""
     states: list[tuple[Callable[[Any], None], Any]] = [
         (random.setstate, random.getstate()),
@@ -442,6 +464,9 @@ def random_states(device: torch.device) -> list[tuple[Callable[[Any], None], Any
     if device.type != "cpu":
         backend = torch.get_device_module(device)
         states.append((backend.set_rng_state, backend.get_rng_state()))
+        for index in replicas:
+            generator = backend.default_generators[index]
+            states.append((generator.set_state, generator.get_state()))
     return states
 
 
@@ -611,8 +636,10 @@ def release(device: torch.device) -> None:
     if device.type != "cpu":
         # torch.accelerator.empty_cache fails on mps in some releases.
         empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
-        if empty_cache is not None:
-            empty_cache()
+        # A device whose kernel has failed refuses every call, and has nothing to give back.
+        with contextlib.suppress(torch.AcceleratorError):
+            if empty_cache is not None:
+                empty_cache()
 
 
 def explain(
@@ -625,6 +652,12 @@ def explain(
     """
     text = str(error)
     name = type(module).__name__
+    if "device-side assert" in text:
+        return UserError(
+            f"A check inside a kernel on {device} has failed (device-side assert): usually a class "
+            "in the targets, or an index into an Embedding, is out of range.\n"
+            "Type device=cpu: there, the same step says which."
+        )
     if "Expected more than 1 value per channel" in text:
         return UserError(
             f"{name}: BatchNorm has to see two samples at once, and a batch or micro-batch has "

@@ -118,7 +118,8 @@ def evaluating(trainer: "Trainer") -> Iterator[None]:
     """Put the model into evaluation mode and call the hooks around it; then restore everything."""
     modes = [(module, module.training) for module in trainer.model.modules()]
     within_fit = trainer.train_loader is not None
-    outside = [] if within_fit else devices.random_states(trainer.device)
+    devices.make_current(trainer.device)
+    outside = [] if within_fit else devices.random_states(trainer.device, trainer.replicas)
     trainer.model.eval()
     try:
         with hooks(trainer):

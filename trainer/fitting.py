@@ -63,7 +63,8 @@ def cleaned_up(trainer: "Trainer") -> Iterator[None]:
     """Begin without gradients; then drop them, free memory and restore the random states."""
     trainer.left_out = list(trainer.without_optimizer().values())
     optimizers.zero_grad(trainer.optimizer, trainer.left_out)
-    outside = devices.random_states(trainer.device)
+    devices.make_current(trainer.device)
+    outside = devices.random_states(trainer.device, trainer.replicas)
     try:
         with losses.first_call_checked(trainer.loss):
             yield
