@@ -12,8 +12,8 @@ from stoker.trainer.errors import UserError
 LARGEST = 1e38  # number in a table: float32 has none above 3.4e38
 DIGITS = 15  # of a whole number that a float holds
 FEW = 0.05  # of the values of a column, where nearly all others are numbers
-# A number with what stands before and after it, as in $1,234.50 or 12 kg.
-IN_UNITS = re.compile(r"(\W*)([-+]?\d(?:[\d.,\s]*\d)?)(\D*)")
+# A number with what stands before and after it, as in $1,234.50, 12 kg or 1'234.
+IN_UNITS = re.compile(r"(\W*)([-+]?\d(?:[\d.,'\u2019\s]*\d)?)(\D*)")
 # By decimal sign: a number whose thousands are grouped.
 GROUPED = {
     ".": re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?"),
@@ -88,7 +88,8 @@ class Notation:
         """Return what to type for this notation."""
         typed = []
         if self.marks:
-            typed.append(f"\"dataset.marks='{self.marks}'\"")
+            marks = self.marks.replace("'", "\\'")
+            typed.append(f"\"dataset.marks='{marks}'\"")
         if self.decimal == "," or not self.marks:
             typed.append(f"\"dataset.decimal='{self.decimal}'\"")
         return " ".join(typed)

@@ -64,7 +64,8 @@ def csv(
     notation = Notation(decimal, marks)
     path = str(path)
     target = str(target)  # a bare 2024 on the command line is a number
-    texts, lines = _read_table(os.path.expanduser(path), delimiter)
+    cells, lines = _read_table(os.path.expanduser(path), delimiter)
+    texts = {name: [cell.strip() for cell in column] for name, column in cells.items()}
     _check_columns(path, "target", [target], texts)
     if trained is None:
         categorical = _as_list(categorical)
@@ -90,6 +91,8 @@ def csv(
         raise UserError(f"{printable(path)} has no column besides the target {target}.")
     kind, classes, targets = _read_target(target, answers, lines, kind, notation, trained)
     stratified = classes is not None
+    if classes is not None:
+        _warn_of_blanks(target, cells[target])
     # The same rows that `cut` gives to the training part.
     train, *_ = split_indices(
         targets if stratified else len(lines), fractions, split_seed, stratified
@@ -160,16 +163,14 @@ def _check_columns(path: str, key: str, names: Sequence[str], columns: dict[str,
 
 
 def _read_table(path: str, delimiter: str) -> tuple[dict[str, list[str]], list[int]]:
-    """Read {column: stripped values}, and the line number of each row; UserError for what is not a
-    table.
-    """
+    """Read {column: cells}, and the line number of each row; UserError for what is not a table."""
     numbered = read_rows(path, delimiter)
     _, header = next(numbered)
     lines = []
     rows = []
     for line, row in numbered:
         lines.append(line)
-        rows.append([value.strip() for value in row])
+        rows.append(row)
     if not rows:
         raise _empty(path)
     columns = zip(*rows, strict=True)
@@ -553,6 +554,22 @@ def _read_target(
     labels = {value: label for label, value in enumerate(names)}
     _warn_of_alike(name, names, notation)
     return kind, names, torch.tensor([labels[value] for value in values])
+
+
+def _warn_of_blanks(target: str, cells: list[str]) -> None:
+    """Warn of classes that are written both with and without blanks around them."""
+    if len(set(cells)) == len({cell.strip() for cell in cells}):
+        return
+    padded = [cell for cell in cells if cell != cell.strip()]
+    log.warning(
+        "dataset.target=%s: blanks around a class do not count, and %d of %d rows have some: "
+        "%r is %r.",
+        target,
+        len(padded),
+        len(cells),
+        padded[0],
+        padded[0].strip(),
+    )
 
 
 def _warn_of_alike(target: str, classes: list[str], notation: Notation) -> None:

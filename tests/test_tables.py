@@ -225,6 +225,17 @@ def test_words_for_nothing_are_classes_of_a_text_and_gaps_among_numbers(table, c
     assert caplog.records[0].getMessage().endswith("20 of 80 rows lack a value and are left out.")
 
 
+def test_blanks_around_classes_do_not_count_and_are_counted(table, caplog):
+    cells = ["a", " a", "b", "b\xa0", "a "]
+    data = table("x,y\n" + "\n".join(f'{i},"{cells[i % 5]}"' for i in range(80)), target="y")
+    assert data.classes == ["a", "b"] and len(labels_in_file(data)) == 80
+    warning = caplog.records[0].getMessage()
+    assert "blanks around a class do not count, and 48 of 80 rows have some: ' a' is" in warning
+    caplog.clear()
+    table("x,y\n" + "\n".join(f'{i},"{"ab"[i % 2]} "' for i in range(80)), target="y")
+    assert not [record for record in caplog.records if "blanks around" in record.getMessage()]
+
+
 @pytest.mark.parametrize(
     ("write", "settings"),
     [
@@ -239,6 +250,8 @@ def test_words_for_nothing_are_classes_of_a_text_and_gaps_among_numbers(table, c
         ("0,{:05d}", {"decimal": ","}),
         ("{:d}.000,5", {"decimal": ",", "marks": "."}),
         ("{:d} 000", {"marks": " "}),
+        ("{:d}'000", {"marks": "'"}),
+        ("{:d}\u2019000", {"marks": "\u2019"}),
     ],
 )
 def test_numbers_in_another_notation_stop_with_the_settings_that_read_them(table, write, settings):
@@ -252,9 +265,10 @@ def test_numbers_in_another_notation_stop_with_the_settings_that_read_them(table
     text = "x|y|z|c\n" + "\n".join(lines)
     options = {"delimiter": "|", "val_fraction": 0, "test_fraction": 0}
     marks = settings.get("marks", "")
-    advice = (
-        re.escape(f"dataset.marks='{''.join(sorted(marks))}'") if marks else "dataset.decimal=','"
-    )
+    advice = "dataset.decimal=','"
+    if marks:
+        quoted = "".join(sorted(marks)).replace("'", r"\'")
+        advice = re.escape(f"dataset.marks='{quoted}'")
     with pytest.raises(UserError, match=rf"target=y: .* such as .*in line \d\.\n.*{advice}"):
         table(text, target="y", ignore=["z", "x"], **options)
     with pytest.raises(UserError, match=rf"^Column 'y' .* in line \d\.\n.*{advice}.*\[y\]\.$"):
