@@ -5,6 +5,7 @@ one file.
 import ast
 import functools
 import importlib.util
+import inspect
 import subprocess
 import sys
 import types
@@ -468,16 +469,88 @@ def test_out_of_memory_without_a_type_of_its_own(kind):
     assert not devices.is_out_of_memory(RuntimeError(f"{kind}: an illegal memory access"))
 
 
+class MadeInForward(torch.nn.Linear):
+    """Makes a tensor on another device, as `torch.zeros(3)` does on a GPU."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) + torch.zeros(2, device="meta")  # here
+
+
+class HiddenState(torch.nn.Module):
+    """Starts an RNN from a state on another device."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = torch.nn.GRU(3, 2, batch_first=True)
+
+    def forward(self, inputs):
+        state = torch.zeros(1, len(inputs), 2, device="meta")
+        return self.rnn(inputs.unsqueeze(1), state)[0].squeeze(1)  # here
+
+
+@pytest.mark.parametrize("doing", ["fit", "evaluate"])
+@pytest.mark.parametrize("net", [MadeInForward(3, 2), HiddenState()])
+def test_a_tensor_made_in_forward_is_an_error_with_its_line_and_both_devices(net, doing):
+    lines, first = inspect.getsourcelines(type(net))
+    (offset,) = [i for i, line in enumerate(lines) if line.endswith("# here\n")]
+    with trainer(net) as own, pytest.raises(UserError) as caught:
+        getattr(own, doing)(loader())
+    assert str(caught.value).splitlines() == [
+        (
+            "Tensors on two devices: the Trainer works on cpu, but "
+            f"{__file__}:{first + offset} has one on meta:"
+        ),
+        lines[offset].strip(),
+        (
+            "A tensor made in forward wants device=inputs.device; one that the model keeps is a "
+            "buffer: self.register_buffer."
+        ),
+    ]
+
+
+def test_a_state_that_the_model_keeps_is_named():
+    net = HiddenState()
+    net.state = (torch.zeros(1), [torch.zeros(1, device="meta")])
+    assert devices.misplaced(net, None, CPU) == [
+        "attribute 'state[1][0]' (make it a buffer: self.register_buffer) is on meta"
+    ]
+
+
 def test_explain_where_everything_is_in_its_place():
-    text = str(
-        devices.explain(
-            RuntimeError("Expected all tensors to be on the same device, but found two"),
-            Net(),
-            (torch.ones(1, 3),),
-            CPU,
-        )
-    )
-    assert "made inside forward" in text and "device=inputs.device" in text
+    """An error of nobody's line, such as one that was raised elsewhere."""
+    error = RuntimeError("Expected all tensors to be on the same device, but found two")
+    text = str(devices.explain(error, Net(), (torch.ones(1, 3),), CPU))
+    assert "but no parameter, buffer or batch entry is on another" in text
+    assert "made in forward" in text and "device=inputs.device" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Expected all tensors to be on the same device, but found at least two devices", True),
+        ("Input and hidden tensors are not at the same device, found input tensor at cpu", True),
+        ("Tensor on device cpu is not on the expected device meta!", True),
+        ("Expected object of device type cuda but got device type cpu for argument #1", True),
+        (
+            (
+                "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be "
+                "the same or input should be a MKLDNN tensor"
+            ),
+            True,
+        ),
+        (
+            (
+                "Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should "
+                "be the same"
+            ),
+            False,
+        ),
+        ("Input type (double) and bias type (float) should be the same", False),
+    ],
+)
+def test_what_torch_says_of_two_devices(text, expected):
+    """Messages of torch 2.15, of which a CPU raises only some."""
+    assert devices.is_of_two_devices(text) is expected
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -37,6 +38,16 @@ NO_MEMORY = (
     "STATUS_ALLOC_FAILED",
     "error: out of memory",
 )
+# What torch says of tensors on two devices; the second of an RNN's hidden state.
+TWO_DEVICES = (
+    "on the same device",
+    "at the same device",
+    "is not on the expected device",
+    "Expected object of device type",
+)
+DEVICE = r"\b(?:cpu|meta|[a-z]+:\d+)\b"  # its name in a message of torch's
+HERE = os.path.dirname(__file__) + os.sep
+TORCH = os.path.dirname(torch.__file__) + os.sep
 CPU = torch.device("cpu")
 UNIFIED = ("cpu", "mps", "meta")  # devices whose memory is the host's: nothing is pinned for them
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # with a channels_last order
@@ -155,7 +166,8 @@ def no_cuda(has_driver: bool, built_for: str | None, visible: str | None, error:
     if "too old" in error:
         return f"the driver is too old for torch's CUDA {built_for}; update it"
     if error:
-        return f"torch says: {re.split(r'[.\n]', error)[0]}"
+        sentence = re.split(r"[.\n]", error)[0]
+        return f"torch says: {sentence}"
     return "torch sees no GPU"
 
 
@@ -745,8 +757,8 @@ def explain(
 ) -> UserError | None:
     """Return a UserError that says what to change, or None.
 
-    For tensors on two devices, of which it names those in the wrong place, for a `view` of an image
-    in channels_last order, and for statistics of one sample.
+    For tensors on two devices, of which it names those in the wrong place or the line, for a `view`
+    of an image in channels_last order, and for statistics of one sample.
     """
     text = str(error)
     name = type(module).__name__
@@ -767,19 +779,50 @@ def explain(
             f"{name}: .view() of an image, whose memory is in the order channels_last.\n"
             "Write .flatten(1) or .reshape() there, or type channels_last=false."
         )
-    if "on the same device" not in text and "is not on the expected device" not in text:
+    if not is_of_two_devices(text):
         return None
-    tensors = named_tensors(module, batch)
-    wrong = [
-        f"{place} is on {tensor.device}" for place, tensor in tensors if tensor.device != device
-    ]
-    if not wrong:
-        forward = "a tensor made inside forward, which wants device=inputs.device"
-        wrong = [f"no parameter, buffer or batch entry; {forward}"]
-    more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    begin = f"Tensors on two devices: the Trainer works on {device}, but"
+    wrong = misplaced(module, batch, device)
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        return UserError(f"{begin} {'; '.join(wrong[:3])}{more}.")
+    line = innermost_line(error)
+    place = "no parameter, buffer or batch entry is on another"
+    if line is not None:
+        named = [name for name in re.findall(DEVICE, text) if name != str(device)]
+        where = f" on {named[0]}" if named else " on another"
+        place = f"{line.filename}:{line.lineno} has one{where}:\n{line.line}"
     return UserError(
-        f"Tensors on two devices: the Trainer works on {device}, but {'; '.join(wrong[:3])}{more}."
+        f"{begin} {place}\nA tensor made in forward wants device=inputs.device; one that the model "
+        "keeps is a buffer: self.register_buffer."
     )
+
+
+def is_of_two_devices(text: str) -> bool:
+    """Return whether a message of torch's says that tensors are on different devices."""
+    if any(phrase in text for phrase in TWO_DEVICES):
+        return True
+    # "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same"
+    backends = set(re.findall(r"\(torch\.(\w+\.)?\w+Tensor\)", text))
+    return len(backends) > 1
+
+
+def innermost_line(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the line of yours, or of a model, in which torch raised the error; None if none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(TORCH):
+            continue
+        return None if frame.filename.startswith(HERE) else frame
+    return None
+
+
+def misplaced(module: torch.nn.Module, batch: Any, device: torch.device) -> list[str]:
+    """Return "buffer 'mask' is on cpu" for each tensor of these that is not on the device."""
+    return [
+        f"{place} is on {tensor.device}"
+        for place, tensor in named_tensors(module, batch)
+        if tensor.device != device
+    ]
 
 
 def named_tensors(module: torch.nn.Module, batch: Any) -> list[tuple[str, torch.Tensor]]:
@@ -793,9 +836,11 @@ def named_tensors(module: torch.nn.Module, batch: Any) -> list[tuple[str, torch.
     advice = "(make it a buffer: self.register_buffer)"
     for path, child in module.named_modules():
         for name, value in vars(child).items():
-            if isinstance(value, torch.Tensor):
-                place = f"{path}.{name}".lstrip(".")
-                named.append((f"attribute {place!r} {advice}", value))
+            if not isinstance(value, (torch.Tensor, list, tuple)):
+                continue
+            place = f"{path}.{name}".lstrip(".")
+            for entry, tensor in batches.entries(value):
+                named.append((f"attribute {entry.replace('batch', place, 1)!r} {advice}", tensor))
     for name, tensor in batches.entries(batch):
         named.append((f"batch entry {name!r}", tensor))
     return named
