@@ -44,6 +44,17 @@ SHORT = {
     "-r": "--run",
     "-sc": "--shell-completion",
 }
+# What to type here for the options that other programs have for a device and a precision.
+ELSEWHERE = {
+    "device=cpu, device=auto for a GPU, or device=cuda:1 for one of several": (
+        "accel", "accelerator", "cpu", "cuda", "disable_cuda", "gpu", "gpu_id", "mps",
+        "no_accel", "no_cuda", "no_gpu", "no_mps", "use_cuda", "use_gpu", "use_mps",
+    ),
+    "strategy=ddp devices=2 for two GPUs": (
+        "gpus", "n_gpu", "n_gpus", "ngpus", "nproc_per_node", "num_gpus",
+    ),
+    "precision=bf16, or precision=fp16": ("amp", "bf16", "fp16", "half", "use_amp"),
+}  # fmt: skip
 # Settings that count as typed although there is no command line.
 typed_in_python: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "typed_in_python", default=()
@@ -177,6 +188,9 @@ def check_options(arguments: Sequence[str]) -> None:
 def refuse_option(argument: str, following: Sequence[str]) -> None:
     """Raise UserError for an unknown option, such as the `--epochs=3` of other programs."""
     name, _, value = argument.partition("=")
+    advice = type_instead(name)
+    if advice is not None:
+        raise UserError(f"{argument}: there is no such option. {advice}")
     if re.fullmatch(r"-\w{3,}(\.\w+)*", name):
         raise UserError(f"{argument}: settings have no dashes. Type {argument.lstrip('-')}.")
     for known in OPTIONS:
@@ -188,6 +202,14 @@ def refuse_option(argument: str, following: Sequence[str]) -> None:
     raise UserError(
         f"{argument}: there is no such option. Settings have no dashes: type {setting}."
     )
+
+
+def type_instead(name: str) -> str | None:
+    """Return what to type for an option or a key of other programs, such as `--disable-cuda`."""
+    for instead, names in ELSEWHERE.items():
+        if name.lower().lstrip("-").replace("-", "_") in names:
+            return f"Type {instead}."
+    return None
 
 
 def check_place(argument: str, sweep: bool) -> None:

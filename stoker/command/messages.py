@@ -182,6 +182,9 @@ def hydra_key(error: BaseException) -> str | None:
 
 def no_such_key(key: str, config: Mapping[str, Any]) -> str:
     """Explain a misspelt key, with a hint at the right one."""
+    advice = arguments.type_instead(key)
+    if advice is not None:
+        return f"{key}: there is no such key. {advice}"
     return f"{key}: there is no such key.{hint_for(key, config)}\n{see_help()}"
 
 
