@@ -13,7 +13,6 @@ from stoker.trainer.errors import UserError, as_typed, check_choice, check_numbe
 AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
-TUNINGS = ("allocator", "threads")  # what `tune_process` may change for a training on the CPU
 
 
 class Limit(Protocol):
@@ -50,19 +49,6 @@ class Choice:
 
     def check(self, key: str, value: Any) -> Any:
         return check_choice(key, value, self.values)
-
-
-@dataclasses.dataclass(frozen=True)
-class ListOf:
-    """A list of some of these values, perhaps empty."""
-
-    values: tuple[str, ...]
-
-    def check(self, key: str, value: Any) -> Any:
-        if not isinstance(value, (list, tuple)):
-            names = ", ".join(self.values)
-            raise UserError(f"{key}={as_typed(value)}: give a list of {names}, or [] for nothing.")
-        return [check_choice(key, part, self.values) for part in value]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +107,9 @@ LIMITS: Mapping[str, Limit] = {
     "monitor_mode": Choice(("auto", "min", "max")),
     "device": Checked(check_device),
     "strategy": Checked(check_strategy),
-    "devices": Number(whole=True, least=1, auto=True),
-    "rank_timeout": Number(above=0, most=86400),
     "precision": Choice(("auto", "fp32", "bf16", "fp16")),
     "compile": Choice((False, True, "graph")),
     "channels_last": Choice(("auto", True, False)),
-    "tune": ListOf(TUNINGS),
     "seed": Number(whole=True, least=0),
     "log_every": COUNT,
     "eval_every": COUNT_OR_NONE,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from stoker.command import invocation
 from stoker.trainer import checkpoint_names, launch
-from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean
+from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, did_you_mean
 from stoker.trainer.settings import (
     LIMITS,
     Checked,
@@ -26,7 +26,21 @@ from stoker.trainer.settings import (
 TASKS = ("train", "plan", "evaluate", "predict", "export", "lr_find")
 TRAINING = ("train", "plan", "lr_find")  # build what the config says; the others take a run
 WITH_RUN = ("evaluate", "predict", "export")
+TUNINGS = ("allocator", "threads")  # what `tune_process` may change for a training on the CPU
 FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
+
+
+@dataclasses.dataclass(frozen=True)
+class ListOf:
+    """A list of some of these values, perhaps empty."""
+
+    values: tuple[str, ...]
+
+    def check(self, key: str, value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            names = ", ".join(self.values)
+            raise UserError(f"{key}={as_typed(value)}: give a list of {names}, or [] for nothing.")
+        return [check_choice(key, part, self.values) for part in value]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +142,12 @@ SETTINGS: Mapping[str, Setting] = {
     # the machine
     "device": Setting(LIMITS["device"], TASKS, "any", local=True, debug="cpu"),
     "strategy": Setting(LIMITS["strategy"], resume="any", debug="single"),
-    "devices": Setting(LIMITS["devices"], resume="any", debug="auto"),
-    "rank_timeout": Setting(LIMITS["rank_timeout"], resume="any"),
+    "devices": Setting(Number(whole=True, least=1, auto=True), resume="any", debug="auto"),
+    "rank_timeout": Setting(Number(above=0, most=86400), resume="any"),
     "precision": Setting(LIMITS["precision"]),
     "compile": Setting(LIMITS["compile"], debug=False),
     "channels_last": Setting(LIMITS["channels_last"]),
-    "tune": Setting(LIMITS["tune"]),
+    "tune": Setting(ListOf(TUNINGS)),
     "deterministic": Setting(),
     # logging, evaluation and checkpoints
     "log_every": Setting(LIMITS["log_every"], resume="any"),

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from stoker.command import settings
 from stoker.trainer import device as devices
-from stoker.trainer import settings
 
 # Multiply-adds of a forward pass over one batch, below which one thread is enough.
 FEW = 10_000_000

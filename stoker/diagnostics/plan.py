@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from stoker.runs.page import render
+from stoker.runs.readable import duration, seconds
 from stoker.trainer import checkpoint, graph, schedules, summary
 from stoker.trainer import device as devices
 from stoker.trainer.batch import entries
 from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
 from stoker.trainer.loading import resident_bytes
-from stoker.trainer.readable import duration, seconds
 from stoker.trainer.trainer import Trainer
 
 WARMUP = graph.WARMUP  # steps that choose kernels and create the optimizer's state

@@ -10,10 +10,10 @@ from stoker.command.shell import command
 from stoker.command.trust import own_packages
 from stoker.runs import directory
 from stoker.runs.page import render
+from stoker.runs.readable import numbers
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer.files import write_text
-from stoker.trainer.readable import numbers
 from stoker.trainer.trainer import Trainer
 
 # The inputs and outputs of a model: `data.description()` of its training data.

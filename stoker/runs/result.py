@@ -13,9 +13,10 @@ from stoker.runs import json_files
 from stoker.runs.directory import RESULT
 from stoker.runs.json_files import is_number
 from stoker.runs.provenance import Revision, versions
+from stoker.runs.readable import numbers, seconds
 from stoker.runs.rows import last_values, metrics_in, read_rows, training_speed
 from stoker.trainer.errors import NotFinite
-from stoker.trainer.readable import number, numbers, seconds
+from stoker.trainer.readable import number
 from stoker.trainer.stopping import StopReason
 
 MOST_OVERRIDES = 1000  # also the most letters in each

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from stoker.command import subcommand
+from stoker.runs.readable import duration, seconds
 from stoker.runs.report import curves, evaluation, inputs, setup, summary, words
 from stoker.runs.result import STAGES
 from stoker.trainer import files
 from stoker.trainer.errors import UserError
-from stoker.trainer.readable import duration, number, seconds
+from stoker.trainer.readable import number
 
 NAME = "report.html"
 MOST_PAGE = 1_000_000  # bytes

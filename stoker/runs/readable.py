@@ -1,0 +1,34 @@
+"""Results and times as people read them: loss 0.0707  acc 0.9861, 4 min 10 s."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from stoker.trainer.readable import number
+
+
+def numbers(results: Mapping[str, Any]) -> str:
+    """Return "loss 0.0707  acc 0.9861" for {"test/loss": ..., "test/acc": ...}; only numbers."""
+    parts = []
+    for name, value in results.items():
+        if isinstance(value, float):
+            parts.append(f"{name.partition('/')[2]} {number(value)}")
+    return "  ".join(parts)
+
+
+def seconds(value: float) -> str:
+    """Return "3.2 s", "4 min 10 s" or "2 h 5 min"."""
+    if value < 100:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 100:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def duration(value: float) -> str:
+    """Return "0.61 ms", "120 ms", "4.2 s" or "4 min 10 s"."""
+    if value >= 1:
+        return seconds(value)
+    milliseconds = 1000 * value
+    decimals = 2 if value < 0.01 else 0
+    return f"{milliseconds:.{decimals}f} ms"
