@@ -293,6 +293,8 @@ def wide_type(kind: str) -> torch.dtype:
 
 def has_fused(device: torch.device) -> bool:
     """Return whether torch or the device's package has fused optimizers for it."""
+    if device.type == "meta":  # its kernels only tell shapes
+        return False
     # private: torch._C._dispatch_*, no public name says whose kernel would run, torch 2.15
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", key)

@@ -231,11 +231,12 @@ def expected_moments(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, An
             stand_in.grad = empty
             stand_ins.append(stand_in)
         twin.param_groups = [{**group, **dict.fromkeys(WAYS, False), "params": stand_ins}]
-        # Some read a number, after they have made their state; SparseAdam needs sparse gradients.
-        with torch.no_grad(), contextlib.suppress(RuntimeError):
+        # Some read a number, after they have made their state; SparseAdam needs sparse gradients;
+        # Adagrad of older torch makes its state in the constructor.
+        with torch.no_grad(), contextlib.suppress(RuntimeError, KeyError):
             step(twin)
-        for stand_in in stand_ins:
-            expected[len(expected)] = twin.state[stand_in]
+        for parameter, stand_in in zip(group["params"], stand_ins, strict=True):
+            expected[len(expected)] = twin.state[stand_in] or optimizer.state.get(parameter, {})
     return {index: moments for index, moments in expected.items() if moments}
 
 
