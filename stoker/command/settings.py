@@ -68,6 +68,7 @@ class Setting:
         local: Whether the ranks of one run may differ in it.
         debug: The value that debug=true sets; None changes nothing.
         loader: Whether it configures the loader instead of the data set.
+        every: The unit that it counts; it never acts in a training of fewer than its value.
         once: Whether it only matters at the start of a run, and is left out when the run resumes.
         aliases: Other names that people type for it.
     """
@@ -79,6 +80,7 @@ class Setting:
     local: bool = False
     debug: Any = None
     loader: bool = False
+    every: Literal["step", "epoch", "evaluation"] | None = None
     once: bool = False
     aliases: tuple[str, ...] = ()
 
@@ -135,7 +137,9 @@ SETTINGS: Mapping[str, Setting] = {
     "max_grad_norm": Setting(LIMITS["max_grad_norm"]),
     "decay_all": Setting(),
     "ema": Setting(LIMITS["ema"]),
-    "patience": Setting(LIMITS["patience"], resume="longer", aliases=("early_stopping",)),
+    "patience": Setting(
+        LIMITS["patience"], resume="longer", every="evaluation", aliases=("early_stopping",)
+    ),
     "monitor": Setting(TEXT),
     "monitor_mode": Setting(LIMITS["monitor_mode"]),
     "seed": Setting(LIMITS["seed"]),
@@ -152,7 +156,7 @@ SETTINGS: Mapping[str, Setting] = {
     # logging, evaluation and checkpoints
     "log_every": Setting(LIMITS["log_every"], resume="any"),
     "eval_every": Setting(LIMITS["eval_every"], resume="any"),
-    "checkpoint.every": Setting(LIMITS["checkpoint.every"], resume="any"),
+    "checkpoint.every": Setting(LIMITS["checkpoint.every"], resume="any", every="step"),
     "checkpoint.epochs": Setting(LIMITS["checkpoint.epochs"], resume="any"),
     "checkpoint.minutes": Setting(LIMITS["checkpoint.minutes"], resume="any"),
     "checkpoint.keep": Setting(LIMITS["checkpoint.keep"], resume="any"),
@@ -199,7 +203,9 @@ SETTINGS: Mapping[str, Setting] = {
     "trainer": Setting(),
     "metrics": Setting(),
     "callbacks": Setting(),
+    "callbacks.lookahead.every": Setting(every="step"),
     "callbacks.tensorboard": Setting(resume="any"),
+    "callbacks.tensorboard.histograms": Setting(resume="any", every="epoch"),
     "callbacks.wandb": Setting(resume="any"),
     "callbacks.mlflow": Setting(resume="any"),
     "callbacks.doctor": Setting(resume="any"),

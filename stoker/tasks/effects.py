@@ -6,18 +6,11 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import arguments
+from stoker.command.settings import SETTINGS
 from stoker.trainer.errors import UserError
 
 if TYPE_CHECKING:
     from stoker.tasks.parts import Parts
-
-# Settings that act every n steps, epochs or evaluations, and never in a shorter training.
-AFTER = {
-    "patience": "evaluation",
-    "checkpoint.every": "step",
-    "callbacks.lookahead.every": "step",
-    "callbacks.tensorboard.histograms": "epoch",
-}
 
 
 def check_effects(cfg: DictConfig, parts: "Parts") -> None:
@@ -58,8 +51,11 @@ def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
         "epoch": math.ceil(steps / per_epoch),
         "evaluation": math.ceil(steps / every),
     }
-    for key, unit in AFTER.items():
+    for key, setting in SETTINGS.items():
+        if setting.every is None:
+            continue
         value = OmegaConf.select(cfg, key)
+        unit = setting.every
         length = lengths[unit]
         # Patience runs out one evaluation after the best one at the earliest.
         most = length - 1 if key == "patience" else length
