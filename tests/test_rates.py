@@ -103,6 +103,7 @@ def test_a_rate_that_is_changed_between_two_fits(tmp_path, schedule, how):
     for rate in (0.02, 0.03):
         if how == "set_lr":
             trainer.set_lr(rate)
+            assert trainer.lr == rate  # at once
         else:
             trainer.optimizer.param_groups[0]["lr"] = rate
         rates.clear()
@@ -137,6 +138,21 @@ def test_a_fit_is_made_longer_with_another_rate(tmp_path, schedule):
     assert trainer.step == 9
     assert trainer.lr == pytest.approx(0.02 * trainer.scheduler.factor(8), rel=1e-12)
     assert not torch.equal(trainer.module[0].weight, before["0.weight"])
+
+
+def test_a_rate_that_is_set_is_shown_as_the_schedule_scales_it():
+    shown = []
+
+    class Change(Callback):
+        def on_step_end(self, trainer):
+            trainer.set_lr(0.02)
+            shown.append(trainer.lr)
+
+    trainer = make_trainer(scheduler=schedules.cosine, callbacks=[Change()], max_steps=4)
+    trainer.set_lr(0.5)
+    assert trainer.lr == 0.5  # before the first fit
+    trainer.fit(make_batches_float())
+    assert shown == [0.02 * trainer.scheduler.factor(step) for step in range(1, 5)]
 
 
 def test_groups_have_rates_of_their_own(tmp_path):

@@ -19,7 +19,7 @@ class Reporting:
     step: int
     steps_per_epoch: int
     history: History  # of the last fit
-    rates: Sequence[float]  # of the parameter groups, in the last step
+    rates: Sequence[float]  # of the parameter groups, in the last step or set since
     batch_layout: str = "nothing yet"  # of the last batch that was logged
     data_bytes: int = 0  # of the data that the loaders hold on the device
     untrained: AbstractSet[str] = frozenset()  # what no optimizer has, as far as it was said
@@ -31,7 +31,7 @@ class Reporting:
 
     @property
     def lr(self) -> float:
-        """The rate of the first parameter group, in the last step."""
+        """The rate of the first parameter group, in the last step or set since by `set_lr`."""
         return self.rates[0]
 
     def log(self, numbers: Mapping[str, Any]) -> None:

@@ -244,8 +244,11 @@ def set_lr(
     scheduler: Any,
     rate: float | Sequence[float],
     in_fit: bool,
-) -> None:
-    """Do the work of `Trainer.set_lr`; outside of a fit, the scheduler is that of the last one."""
+) -> list[float]:
+    """Do the work of `Trainer.set_lr`, and return the rates: in a fit, as the schedule scales them.
+
+    Outside of a fit, the scheduler is that of the last one.
+    """
     if optimizer is None:
         raise UserError("set_lr: this Trainer has no optimizer, or is closed.")
     groups = optimizer.param_groups
@@ -268,8 +271,10 @@ def set_lr(
             set_rate(group, float(value))
     if isinstance(scheduler, Schedule):
         scheduler.set_rates()
-        if not in_fit:
-            scheduler.given = [float(value) for value in rates]
+        if in_fit:
+            return scheduler.rates
+        scheduler.given = [float(value) for value in rates]
+    return [float(value) for value in rates]
 
 
 def required(arguments: Iterable[inspect.Parameter]) -> list[str]:

@@ -34,6 +34,7 @@ class Stateful:
     epochs_before: int = 0  # that earlier fits have begun: each fit has its own random numbers
     evaluation_due: bool = False  # the step is done, except for its evaluation
     is_evaluating: bool = False  # within `evaluating()`
+    rates: Sequence[float]  # of the parameter groups, in the last step or set since
     left_out: Sequence[torch.Tensor] = ()  # parameters that no optimizer had as the fit began
 
     def is_time(self, every: int) -> bool:
@@ -54,7 +55,7 @@ class Stateful:
             rate: One number for all parameter groups, or one for each of them.
         """
         in_fit = self.train_loader is not None
-        schedules.set_lr(self.optimizer, self.scheduler, rate, in_fit)
+        self.rates = schedules.set_lr(self.optimizer, self.scheduler, rate, in_fit)
 
     def stateful(self) -> dict[str, Any]:
         """Return {name: object with a state_dict} for checkpoints; add a second optimizer here."""
