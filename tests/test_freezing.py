@@ -251,3 +251,44 @@ def test_gradients_of_what_the_optimizer_lacks_do_not_add_up(precision):
     for weight, expected in zip(module.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(weight, expected, rtol=0, atol=close)
         assert weight.grad is None
+
+
+@pytest.mark.parametrize("source", ["a fit", "a checkpoint"])
+def test_an_average_of_weights_that_were_changed_since_is_not_used(tmp_path, caplog, source):
+    trainer = fitted({}, EMA(0.9), Checkpoint(tmp_path))
+    trainer.fit(batches())
+    if source == "a checkpoint":
+        trainer = fitted({}, EMA(0.9))
+        trainer.load(tmp_path)
+    state = copy.deepcopy(trainer.state_dict())
+    average = state["callbacks"]["EMA"]["average"]
+    assert_same(evaluated(trainer), average)  # also a second time
+    assert_same(evaluated(trainer), average)
+    assert not caplog.messages
+    other = make_model(dtype=torch.float64, seed=5)
+    trainer.module.load_state_dict(other.state_dict())
+    assert_same(evaluated(trainer), dict(other.state_dict()))
+    (message,) = caplog.messages
+    assert message.startswith("EMA: the weights have been changed since its fit or checkpoint")
+    assert trainer.state_dict()["callbacks"]["EMA"]["average"] is None
+    trainer.load_state_dict(state)  # brings its average
+    assert_same(evaluated(trainer), average)
+    with torch.no_grad():
+        trainer.module[0].bias.data[0] += 1e-6
+    assert_same(evaluated(trainer), dict(trainer.module.state_dict()))
+
+
+class Reloads(Callback):
+    """Loads the state of the training within its fit."""
+
+    def on_step_end(self, trainer):
+        trainer.load_state_dict(copy.deepcopy(trainer.state_dict()))
+
+
+def test_a_state_that_is_loaded_within_a_fit_keeps_its_average(caplog):
+    trainer = fitted({}, EMA(0.9), Reloads())
+    trainer.fit(batches(), batches())
+    _, average = in_plain_torch({}, SGD, decay=0.9)
+    for name, weight in evaluated(trainer).items():
+        torch.testing.assert_close(weight, average[name], rtol=1e-12, atol=1e-14)
+    assert not caplog.messages

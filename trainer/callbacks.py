@@ -12,6 +12,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from stoker.trainer import checkpoint, launch, parallel, settings, summary
+from stoker.trainer.device import wide_type
 from stoker.trainer.errors import (
     NotFinite,
     UserError,
@@ -471,8 +472,12 @@ class ShadowWeights(Callback):
     def __init__(self) -> None:
         self.shadow: Tensors | None = None
         self.step: int = 0  # of the last update
+        # Outside of a fit, the module that the set is of, with the sums of its parameters.
+        self.module: torch.nn.Module | None = None
+        self.sums: torch.Tensor
 
     def on_fit_start(self, trainer: "Trainer") -> None:
+        self.module = None
         current = floating_state(trainer)
         if self.shadow is None or not trainer.step:
             self.shadow = current
@@ -487,9 +492,33 @@ class ShadowWeights(Callback):
     def on_step_end(self, trainer: "Trainer") -> None:
         self.update(trainer)
 
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        if self.module is None and trainer.module is not None:  # None if closed
+            self.module = trainer.module
+            self.sums = sums_of(trainer.module)
+
     def on_eval_start(self, trainer: "Trainer") -> None:
+        self.forget_if_changed()
         if self.shadow is not None:  # None if evaluated before any training
             self.update(trainer)
+
+    def forget_if_changed(self) -> None:
+        """Forget the set if its fit is over and somebody has changed the weights since."""
+        if self.shadow is None or self.module is None:
+            return
+        sums = sums_of(self.module)
+        is_same = torch.allclose(sums, self.sums, rtol=0, atol=0, equal_nan=True)
+        if not parallel.add_up(int(not is_same)):
+            return
+        self.shadow = None
+        self.step = 0
+        if launch.is_first():
+            log.warning(
+                "%s: the weights have been changed since its fit or checkpoint, so its %s of them "
+                "is dropped.",
+                type(self).__name__,
+                self.key,
+            )
 
     def update(self, trainer: "Trainer") -> None:
         """Bring the set up to `trainer.step`, once per step."""
@@ -517,13 +546,18 @@ class ShadowWeights(Callback):
         return trained
 
     def state_dict(self) -> State:
+        self.forget_if_changed()
         return {self.key: self.shadow, "step": self.step}
 
     def load_state_dict(self, state: State) -> None:
         self.shadow = state[self.key]
         self.step = state["step"]
+        if self.module is not None:
+            self.sums = sums_of(self.module)
 
     def check_state(self, trainer: "Trainer", state: Any, name: str) -> None:
+        in_fit = trainer.train_loader is not None
+        self.module = None if in_fit else trainer.module
         like: State = {self.key: None, "step": 0}
         is_new = isinstance(state, dict) and state.get(self.key) is None and state.get("step") == 0
         if not is_new:
@@ -616,6 +650,19 @@ class EMA(ShadowWeights):
             )
 
 
+@torch.no_grad()
+def sums_of(module: torch.nn.Module) -> torch.Tensor:
+    """Return the sum and the norm of each parameter, which change whenever its values do."""
+    sums = []
+    for parameter in parallel.local(module.parameters()):
+        if parameter.is_complex():
+            parameter = torch.view_as_real(parameter)
+        dtype = wide_type(parameter.device.type)
+        sums.append(parameter.sum(dtype=dtype))
+        sums.append(torch.linalg.vector_norm(parameter, dtype=dtype))
+    return torch.stack(sums) if sums else torch.empty(0)
+
+
 def floating_state(trainer: "Trainer") -> Tensors:
     """Return the live floating-point weights and statistics by name."""
     state: Tensors = {}
@@ -684,13 +731,18 @@ class NaNGuard(Callback):
             is_watched = name.endswith("/loss") or name == "train/grad_norm"
             if is_watched and not math.isfinite(value):
                 symptom = f"{name} is {value} {self.where(trainer, name)}"
-                of_training = name.startswith("train/")
-                if not of_training:
-                    of_training = checkpoint.first_nonfinite(trainer.module) is not None
+                weights_are_finite = checkpoint.first_nonfinite(trainer.module) is None
+                if weights_are_finite and name == "val/loss":
+                    raise NotFinite(
+                        f"{symptom}, and all weights are finite.\nLook at the validation data.",
+                        symptom,
+                        in_validation=True,
+                    )
+                is_explained = name.startswith("train/") or not weights_are_finite
                 raise NotFinite(
                     f"{symptom} (learning rate {trainer.lr:.3g}); {summary.not_finite(trainer)}.\n"
                     f"Type {self.advice(trainer)}.",
-                    symptom if of_training else "",
+                    symptom if is_explained else "",
                 )
         if "train/loss" in row:
             self.finite_until = trainer.step

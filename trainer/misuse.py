@@ -287,7 +287,8 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
             "callback."
         )
     # A fit on a list of tensors needs a compute_loss that takes one.
-    is_batch = isinstance(loader, (list, tuple)) and isinstance((*loader, None)[0], torch.Tensor)
+    is_list = isinstance(loader, (list, tuple)) and len(loader) > 0
+    is_batch = is_list and isinstance(loader[0], torch.Tensor)
     is_batch = is_batch and use != "predict" and is_usual(type(trainer), "compute_loss")
     if is_batch or isinstance(loader, (torch.Tensor, str)) or not hasattr(loader, "__iter__"):
         batch = "inputs" if use == "predict" else "(inputs, targets)"

@@ -18,6 +18,7 @@ from stoker.trainer import checkpoint, launch, parallel
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import Callback, Checkpoint, Monitor, NaNGuard, TimeLimit
 from stoker.trainer.errors import NotFinite, cause, log
+from stoker.trainer.loading import dealt
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -48,10 +49,47 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
     if not guards or not error.symptom:
         return error
     try:
+        if error.in_validation:
+            return validation_error(trainer, error)
         return replayed_error(trainer, error, guards[0])
     except Exception as failure:
         log.warning("The replay that looks for the cause has failed: %s.", cause(failure))
         return error
+
+
+def validation_error(trainer: "Trainer", error: NotFinite) -> NotFinite:
+    """Evaluate again; return the error with the first batch whose loss is not finite."""
+    loader = dealt(trainer.val_loader, trainer.seed, trainer.sample_dims)
+    harmless: set[str] = set()
+
+    def all_finite(parts: list[Any]) -> bool:
+        for part in parts:
+            with trainer.autocast:
+                loss, _ = trainer.compute_loss(part)
+            if not loss.isfinite() and float(trainer.loss_weight(part)):
+                return False
+        return True
+
+    with trainer.evaluating(), torch.no_grad():
+        trainer.seed_generators("val")
+        for number, batch in enumerate(loader, 1):
+            batch = devices.move(batch, trainer.device)
+            is_finite = trainer.eval_micro_batch.work(all_finite, batch, trainer.sample_dims)
+            strange = strange_entries(batch)
+            if not any_rank(parallel.has_samples(loader) and not is_finite):
+                harmless.update(strange)
+                continue
+            text = strange_text(strange, harmless)
+            advice = "Look at these samples, or leave them out."
+            if text is None:
+                text = "the batch is finite, and its loss is not"
+                advice = (
+                    f"Look at the model's outputs and the loss, or type {NaNGuard.advice(trainer)}."
+                )
+            place = f"in batch {number} of the validation"
+            text = f"{error.symptom}, and all weights are finite: {place}, {text}.\n{advice}"
+            return NotFinite(text, error.symptom, in_validation=True)
+    return error
 
 
 def replayed_error(trainer: "Trainer", error: NotFinite, guard: NaNGuard) -> NotFinite:
@@ -202,9 +240,8 @@ def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | N
         harmless.update(strange)
         return None
     advice = f"Type {NaNGuard.advice(trainer)}."
-    texts = [text for entry, text in strange.items() if entry not in harmless]
-    if any_rank(bool(texts)):
-        text = texts[0] if texts else "the batch of another process has values that are not finite"
+    text = strange_text(strange, harmless)
+    if text is not None:
         return first(f"{place}, {text}", "Look at these samples, or leave them out.")
     rate = f"(learning rate {trainer.lr:.3g})"
     if loss_is_wrong:
@@ -243,6 +280,14 @@ def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tens
 def any_rank(condition: bool | torch.Tensor) -> bool:
     """Return whether this holds in any process; all have to call this."""
     return parallel.add_up(int(condition)) > 0
+
+
+def strange_text(strange: dict[str, str], harmless: set[str]) -> str | None:
+    """Return the first description that is not of a harmless entry, None if no process has one."""
+    texts = [text for entry, text in strange.items() if entry not in harmless]
+    if not any_rank(bool(texts)):
+        return None
+    return texts[0] if texts else "the batch of another process has values that are not finite"
 
 
 def strange_entries(batch: Any) -> dict[str, str]:
