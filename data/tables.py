@@ -440,10 +440,14 @@ def _without_missing(
         line = lines[columns[name].index(None)]
         shown = [f"{gappy!r} in {count}" for gappy, count in counts.items()]
         fill = "" if target in counts else "dataset.missing=mean to fill them in, or "
+        advice = f"Type {fill}dataset.missing=drop to leave those rows out."
+        if counts[name] == len(lines) and target is not None:  # and no setting could fill it
+            advice = f"Type dataset.ignore=[{name}]."
+            if name == target:
+                advice = "Choose another target."
         raise UserError(
             f"{printable(path)}, line {line}: the column {name!r} has no value.\n"
-            f"Values are missing: {first_few(shown, 3)} of {len(lines)} rows.\n"
-            f"Type {fill}dataset.missing=drop to leave those rows out."
+            f"Values are missing: {first_few(shown, 3)} of {len(lines)} rows.\n{advice}"
         )
     if missing == "mean":
         return columns, lines

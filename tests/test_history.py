@@ -64,6 +64,7 @@ def test_fit_returns_the_rows_joined_by_step():
     assert [row["my/number"] for row in history if "my/number" in row] == [0.1, 2.0, 3.0]
     assert len(trainer.fit(*loaders())) == 10  # of the second fit alone
     assert "10 rows" in repr(history) and "my/number 3" in repr(history)
+    assert repr(History(history[-1:])).startswith("History of 1 row, ")
 
 
 def test_lists_go_to_the_callbacks_and_not_into_the_history():

@@ -241,3 +241,10 @@ def test_an_argument_that_no_file_gives_is_added_by_a_plus():
     assert hint.startswith(" Type +loss.ignore_index=...")
     assert messages.hint_for("loss.label_smothing", config).endswith("'loss.label_smoothing'?")
     assert messages.hint_for("loss.unknown", config) == ""
+
+
+def test_a_package_that_python_does_not_find_says_where_to_start(project):
+    with trust.trusting(["own_absent"]), pytest.raises(UserError) as caught:
+        trust.locate("model", "own_absent.Net")
+    assert "No module named 'own_absent'" in str(caught.value)
+    assert "Start Python in the folder that has own_absent, or" in str(caught.value)

@@ -750,6 +750,12 @@ def test_the_axis_of_a_share_ends_at_1(values):
     assert len(ticks) > 1 and max(ticks) == 1
 
 
+def test_the_ticks_of_epochs_are_whole_numbers():
+    drawn = plots.curves("a", {"val": [(1, 0.3), (2, 0.2), (3, 0.1)]})
+    axis, _, _ = drawn.partition("matplotlib.axis_2")
+    assert set(re.findall(r">([\d.]+)</text>", axis)) == {"1", "2", "3"}
+
+
 def test_the_train_loss_is_drawn_over_stretches_of_one_size():
     """Of 1,437 samples an epoch, of which the rows every so many steps cut off a piece."""
 

@@ -236,6 +236,13 @@ def test_blanks_around_classes_do_not_count_and_are_counted(table, caplog):
     assert not [record for record in caplog.records if "blanks around" in record.getMessage()]
 
 
+def test_a_column_without_any_value_is_to_be_ignored(table):
+    text = "x,z,y\n" + "\n".join(f"{i * 0.7},,{'ab'[i % 2]}" for i in range(60))
+    with pytest.raises(UserError, match=r"'z' in 60 of 60 rows.\nType dataset.ignore=\[z\].$"):
+        table(text, target="y")
+    assert len(labels_in_file(table(text, target="y", ignore="z"))) == 60
+
+
 @pytest.mark.parametrize(
     ("write", "settings"),
     [

@@ -58,7 +58,8 @@ class History(list[Row]):
         for name, value in self.last().items():
             if isinstance(value, float):
                 values.append(f"{name} {number(value)}")
-        return f"History of {len(self)} rows, the last values: {', '.join(values)}"
+        rows = "1 row" if len(self) == 1 else f"{len(self)} rows"
+        return f"History of {rows}, the last values: {', '.join(values)}"
 
     def _repr_html_(self) -> str:
         """Return a plot of the losses and the last values, for a notebook."""

@@ -200,7 +200,13 @@ def similar_target(target: str) -> str:
         replaced = ".".join([*start, *parts[known + 1 :]])
         return replaced if exists(replaced) else ".".join(start)
 
-    return did_you_mean(parts[known], names, whole)
+    near = did_you_mean(parts[known], names, whole)
+    if near or known:
+        return near
+    return (
+        f"\nStart Python in the folder that has {parts[0]}, "
+        "or add that folder to PYTHONPATH or sys.path."
+    )
 
 
 def exists(target: str) -> bool:

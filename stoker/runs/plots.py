@@ -86,6 +86,9 @@ def curves(
                 zorder=3 if series == "val" else 2,
                 clip_on=False,
             )
+        epochs = [x for points in lines.values() for x, _ in points]
+        if max(epochs, default=0) >= 2:
+            axes.locator_params(axis="x", integer=True)  # 1, 2, 3 rather than 1.5
         if best is not None:
             axes.axvline(best[0], color=COLOURS["soft"], linewidth=0.9, linestyle=DASHES)
             mark(axes, *best)
