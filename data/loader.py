@@ -19,6 +19,7 @@ from stoker.trainer.device import (
     UNIFIED,
     free_memory,
     is_out_of_memory,
+    memory_info,
     mix_seed,
     move,
     random_stream,
@@ -142,6 +143,8 @@ def _choose_place(
         raise UserError(
             f"dataset.resident=true: this is {reason}.\nAdd it, or type dataset.resident=false."
         )
+    if resident is True:
+        _check_room(splits, device)
     if resident != "auto":
         return bool(resident), "as asked"
     size = sum(split.nbytes for split in splits.values())
@@ -150,6 +153,20 @@ def _choose_place(
     sharing = launch.local_world_size() if device.type == "cpu" else 1
     fits = size <= free / 2 / sharing
     return fits, f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free"
+
+
+def _check_room(splits: dict[str, Split], device: torch.device) -> None:
+    """Raise UserError if what has to be copied to the device is more than its free memory."""
+    free, _ = memory_info(device)
+    needed = 0
+    for split in splits.values():
+        is_there = device.type == "cpu" and hasattr(split, "inputs")
+        needed += 0 if is_there else split.nbytes
+    if free is not None and needed > free:
+        raise UserError(
+            f"dataset.resident=true: the data takes {needed / MIB:,.1f} MiB, and {device} has "
+            f"{free / MIB:,.1f} free.\nType dataset.resident=false."
+        )
 
 
 def _check_unused(key: str, value: Any, unused: Any, default: Any) -> None:
