@@ -696,9 +696,12 @@ def test_the_sources_are_all_looked_at():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_only_device_py_knows_a_backend(path):
     lines = list(backend_names(ast.parse(path.read_text(encoding="utf-8"))))
-    # settings.py has their names, and nothing else of them: a misspelled device is answered before
-    # torch is imported.
-    knows = path.relative_to(ROOT).as_posix() in ("trainer/device.py", "trainer/settings.py")
+    # settings.py shows a name in its advice, and arguments.py has the options of other programs.
+    knows = path.relative_to(ROOT).as_posix() in (
+        "trainer/device.py",
+        "trainer/settings.py",
+        "stoker/command/arguments.py",
+    )
     assert (lines == []) != knows
 
 
