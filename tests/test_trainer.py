@@ -730,6 +730,24 @@ def test_memory_report_counts_every_element():
     assert report["peak"] > report["data"]
 
 
+def test_memory_report_of_a_batch_has_its_activations():
+    """What autograd saves is counted by hand, and nothing of the model changes."""
+    inputs = torch.randn(20, 6)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 10), torch.nn.BatchNorm1d(10), torch.nn.ReLU(), torch.nn.Dropout(0.5)
+    )
+    trainer = make_trainer(model, loss=lambda outputs, targets: outputs.mean())
+    model.eval()
+    before = copy.deepcopy(model.state_dict())
+    drawn = torch.get_rng_state()
+    report = trainer.memory_report((inputs, None))
+    # The inputs of Linear and BatchNorm, its mean and deviation, ReLU's outputs, Dropout's mask.
+    floats = 20 * 6 + 20 * 10 + 2 * 10 + 20 * 10 + 20 * 10
+    assert report["activations"] * 2**20 == 4 * floats
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+    assert not model[3].training and torch.get_rng_state().equal(drawn)
+
+
 def test_where_says_what_lies_where(capsys):
     trainer = make_trainer(epochs=1)
     trainer.where()

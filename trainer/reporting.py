@@ -75,7 +75,10 @@ class Reporting:
         trainer: Any = self
         print("\n".join(summary.where(trainer, batch)))
 
-    def memory_report(self) -> dict[str, float]:
-        """Return MiB of parameters, gradients, optimizer state, buffers and data, and the peak."""
+    def memory_report(self, batch: Any = None) -> dict[str, float]:
+        """Return MiB of parameters, gradients, optimizer state, buffers and data, and the peak.
+
+        With a batch, also of the activations of a step on it.
+        """
         trainer: Any = self
-        return summary.memory_report(trainer)
+        return summary.memory_report(trainer, batch)

@@ -138,10 +138,73 @@ def not_finite(trainer: "Trainer") -> str:
     )
 
 
-def memory_report(trainer: "Trainer") -> dict[str, float]:
-    """Return MiB by use; `peak` is of the device (on the CPU and mps, of the process)."""
+class Saved:
+    """Counts the bytes that autograd saves for backward passes, without weights and buffers.
+
+    With several micro-batches, `most` is that of the largest one.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        kept = [*module.parameters(), *module.buffers()]
+        self.of_model = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        self.kept: dict[int, int] = {}  # {address: bytes} that the backward pass will need
+        self.most: int = 0
+        self.backward = False  # whether the backward pass has begun
+
+    def counted(self) -> Any:
+        """Return a context in which what is saved is counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self.keep, self.use)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.backward:  # the next micro-batch begins, and the last one's is free
+            self.kept = {}
+            self.backward = False
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.of_model:
+            self.kept[storage.data_ptr()] = storage.nbytes()
+            self.most = max(self.most, sum(self.kept.values()))
+        return tensor
+
+    def use(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.backward = True
+        return tensor
+
+
+def activations(trainer: "Trainer", batch: Any) -> float:
+    """Return the MiB that a forward pass of the whole batch saves for its backward pass.
+
+    The model is left as it was, with the running statistics of its norms.
+    """
+    batch = devices.move(batch, trainer.device)
+    buffers = list(trainer.module.buffers())
+    before = [buffer.clone() for buffer in buffers]
+    modes = [(child, child.training) for child in trainer.module.modules()]
+    states = devices.random_states(trainer.device)
+    saved = Saved(trainer.module)
+    trainer.model.train()
+    try:
+        with torch.enable_grad(), saved.counted(), trainer.autocast:
+            # Kept in a variable: without its graph, addresses would be used again.
+            loss = trainer.compute_loss(batch)
+        del loss
+    finally:
+        devices.set_random_states(states)
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        for child, training in modes:
+            child.training = training
+    return saved.most / MIB
+
+
+def memory_report(trainer: "Trainer", batch: Any = None) -> dict[str, float]:
+    """Return MiB by use; `peak` is of the device (on the CPU and mps, of the process).
+
+    With a batch, `activations` is what a step on all of it saves for its backward pass.
+    """
     parameters = list(trainer.module.parameters())
-    return {
+    report = {} if batch is None else {"activations": activations(trainer, batch)}
+    return report | {
         "parameters": mib(parameters),
         "gradients": mib(p.grad for p in parameters if p.grad is not None),
         "optimizer": mib(optimizer_tensors(trainer.optimizer)),

@@ -70,10 +70,7 @@ class Watch(Callback):
         self.timed = 0
         self.first = 0.0
         self.seconds = 0.0
-        self.weights = {p.untyped_storage().data_ptr() for p in trainer.module.parameters()}
-        self.kept: dict[int, int] = {}  # {address: bytes} that the backward pass will need
-        self.most_kept = 0
-        self.backward = False  # whether the backward pass has begun
+        self.saved = summary.Saved(trainer.module)
         if self.keeps_first:
             self.first_state = checkpoint.copy(trainer.state_dict())
         self.settings = [dict(group) for group in trainer.optimizer.param_groups]
@@ -114,22 +111,7 @@ class Watch(Callback):
             self.copy = checkpoint.copy(trainer.state_dict()), piece
         # Under hooks another graph would be compiled.
         if trainer.module._compiled_call_impl is None:  # private: no public flag, torch 2.15
-            hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, self.use)
-            self.measuring.enter_context(hooks)
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.backward:  # the next micro-batch begins, and the last one's is free
-            self.kept = {}
-            self.backward = False
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.weights:
-            self.kept[storage.data_ptr()] = storage.nbytes()
-            self.most_kept = max(self.most_kept, sum(self.kept.values()))
-        return tensor
-
-    def use(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.backward = True
-        return tensor
+            self.measuring.enter_context(self.saved.counted())
 
 
 def look(
@@ -158,8 +140,8 @@ def look(
     step = summary.memory_of_a_step(trainer)
     memory = {part: step[part] for part in ("parameters", "gradients", "optimizer")}
     memory["data"] = resident_bytes(train_loader, val_loader) / devices.MIB
-    if watch.most_kept:
-        memory["activations"] = watch.most_kept / devices.MIB
+    if watch.saved.most:
+        memory["activations"] = watch.saved.most / devices.MIB
     if averages:
         memory["averages"] = mib_of([average.state_dict() for average in averages])
     if trainer.device.type == "cpu":
