@@ -145,7 +145,7 @@ def by_hand(loss, targets):
     return sum(1.0 if weights is None else weights[target].item() for target in counted)
 
 
-def fitted(loss, batches, kind=Trainer, model=Tagger, **settings):
+def fitted(loss, batches, kind=Trainer, model=Tagger, more=(), **settings):
     rows = Rows()
     trainer = kind(
         model(),
@@ -153,7 +153,7 @@ def fitted(loss, batches, kind=Trainer, model=Tagger, **settings):
         functools.partial(torch.optim.SGD, lr=0.5),
         epochs=2,
         device="cpu",
-        callbacks=[rows],
+        callbacks=[rows, *more],
         **settings,
     )
     trainer.fit(batches)
@@ -439,6 +439,10 @@ def test_three_processes_train_and_evaluate_as_one_does(tmp_path, strategy):
         for key in ("train/loss", "train/samples"):
             expected = [row[key] for row in rows]
             assert [row[key] for row in several[name]["rows"]] == pytest.approx(expected, abs=CLOSE)
+    errors = [torch.load(tmp_path / f"error{rank}") for rank in range(3)]
+    another = "in step 3, the batch of another process has values that are not finite"
+    assert another in errors[0] and another in errors[2]
+    assert "in step 3, batch[0] has values that are not finite, in 1 of 5 rows" in errors[1]
 
 
 def test_a_line_has_the_mean_loss_of_its_epoch_and_no_weight(capsys):

@@ -1,5 +1,6 @@
 """The trainings of test_weights.py as one of several ranks: `weighed.py STRATEGY FOLDER`."""
 
+import math
 import sys
 
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 
 from stoker.command import ranks
 from stoker.trainer import checkpoint, launch, parallel
+from stoker.trainer.callbacks import Checkpoint, NaNGuard
+from stoker.trainer.errors import NotFinite
 
 OTHERS = {
     "your own loss": (mean_of_known, holes, {"kind": Known}),
@@ -29,6 +32,14 @@ def main(strategy, folder):
             done[name] = {"state": state["model"], "rows": rows, "results": results}
     if launch.is_first():
         torch.save(done, f"{folder}/done")
+    loss, make = CASES["elements"]
+    batches = make()
+    batches[2][0][1] = math.nan  # a sample of rank 1
+    watch = [NaNGuard(f"{folder}/bad"), Checkpoint(f"{folder}/run", every=1)]
+    try:
+        fitted(loss, batches, strategy=strategy, more=watch)
+    except NotFinite as error:
+        torch.save(str(error), f"{folder}/error{launch.rank()}")
     parallel.leave()
     ranks.leave()
 
