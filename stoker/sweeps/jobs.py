@@ -15,12 +15,11 @@ from typing import Any
 
 from stoker.command import arguments, exit_codes, invocation, settings
 from stoker.command.shell import setting
+from stoker.runs import readable, saved_config
 from stoker.runs import result as results
-from stoker.runs import saved_config
 from stoker.runs.directory import CONFIG, METRICS, RESULT
 from stoker.runs.json_files import read_json, write_json
 from stoker.runs.lock import is_held
-from stoker.runs.readable import numbers
 from stoker.runs.result import Best, RunResult, are_overrides
 from stoker.runs.rows import read_rows
 from stoker.trainer import checkpoint_names
@@ -159,7 +158,7 @@ def progress(folder: Path) -> str:
     saved = checkpoint_names.files(folder / "checkpoints")
     text = f"at step {max([rows[-1]['step'], *saved])}"
     for row in reversed(rows):
-        shown = numbers({k: v for k, v in row.items() if k.startswith("val/")})
+        shown = readable.numbers({k: v for k, v in row.items() if k.startswith("val/")})
         if shown:
             return f"{text}, {shown}"[:PROGRESS_LETTERS]
     return text
@@ -251,7 +250,7 @@ def pass_over(folder: str, number: int) -> float | None:
     result = results.finished(folder)
     text = f"job {number}    {' '.join(arguments.typed())}: done"
     if result and result.best:
-        text += f", {result.best.name} {number(result.best.value)}"
+        text += f", {result.best.name} {readable.number(result.best.value)}"
     print(printable(text), flush=True)
     return value_of(folder)
 
