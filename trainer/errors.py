@@ -203,6 +203,11 @@ def first_few(names: Sequence[str], count: int) -> str:
     return f"{shown}, ..." if len(names) > count else shown
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its class if it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def cause(error: BaseException) -> str:
     """Return what happened and where in one line: "KeyError: 'x' (mine.py:12)", the innermost."""
     text = str(error).strip()

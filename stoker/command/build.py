@@ -13,7 +13,14 @@ from omegaconf import DictConfig
 
 from stoker.command.dotted import plain
 from stoker.command.trust import is_trusted_by_user, locate
-from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean, kind_of
+from stoker.trainer.errors import (
+    UserError,
+    as_typed,
+    check_number,
+    did_you_mean,
+    first_line,
+    kind_of,
+)
 
 # The keys of Hydra that a node may have; the others change how Hydra builds, and what it allows.
 KEYS = ("_target_", "_partial_", "_args_")
@@ -121,12 +128,6 @@ def is_loss_function(node: Mapping[str, Any]) -> bool:
 def part_of(key: str) -> str:
     """Return the part of a run that a key belongs to: "metrics" for metrics.top3."""
     return key if key in FACTORIES else key.partition(".")[0]
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its class if it has none."""
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def arguments_to_pass(

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from stoker.data.record import Data
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.misuse import form
 
 LOSSES_OF_NUMBERS = (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss)
@@ -55,7 +55,7 @@ def check_fit(model: nn.Module, loss: Any, data: Data, mixes: bool = False) -> N
     try:
         loss(outputs, targets)
     except REFUSALS as error:
-        raise UserError(f"loss={name}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"loss={name}: {first_line(error)}") from error
     if mixes and data.kind == "classification":
         try:
             loss(outputs, nn.functional.one_hot(targets, data.num_classes).float())
@@ -82,7 +82,7 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
     except (*REFUSALS, IndexError) as error:
         raise UserError(
             f"model={name} does not take inputs of {inputs.dtype} of shape "
-            f"{tuple(data.in_shape)}: {str(error).splitlines()[0]}"
+            f"{tuple(data.in_shape)}: {first_line(error)}"
         ) from error
     finally:
         model.train()

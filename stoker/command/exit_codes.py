@@ -18,7 +18,7 @@ from stoker.command import arguments, processes, ranks, signals
 from stoker.command.help import help_text
 from stoker.command.messages import explanation, message
 from stoker.trainer import launch, stopping
-from stoker.trainer.errors import RunInUse, TrainingError, UserError, cause, printable
+from stoker.trainer.errors import RunInUse, TrainingError, UserError, cause, first_line, printable
 
 # docs/exit-codes.md explains each. The code of a signal is 128 plus its number.
 DONE = 0
@@ -113,9 +113,8 @@ def with_message(error: Exception) -> Exception:
     explained = isinstance(error, (UserError, InterpolationResolutionError))
     if isinstance(error, WITHOUT_MESSAGE) and not explained and not HydraConfig.initialized():
         # Hydra lets a few mistakes through to the libraries below it, such as a key inside a list.
-        lines = str(error).splitlines() or [type(error).__name__]
         return UserError(
-            f"{' '.join(sys.argv[1:])}: these settings cannot be combined ({lines[0]})."
+            f"{' '.join(sys.argv[1:])}: these settings cannot be combined ({first_line(error)})."
         )
     return error
 

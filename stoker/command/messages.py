@@ -16,7 +16,14 @@ from stoker.command.build import arguments_of
 from stoker.command.defaults import of_choices
 from stoker.command.dotted import flat
 from stoker.command.references import explain_broken, reason
-from stoker.trainer.errors import TrainingError, UserError, did_you_mean, nearest, printable
+from stoker.trainer.errors import (
+    TrainingError,
+    UserError,
+    did_you_mean,
+    first_line,
+    nearest,
+    printable,
+)
 
 LONGEST = 500  # characters of a line: a value or a path may have any number
 ROOM = "Make room there, and type the same command with run_dir=DIR to resume."
@@ -173,7 +180,7 @@ def hydra_key(error: BaseException) -> str | None:
         return None
     unknown = re.match(r"Key '\w+' not in '\w+'\.?(?: Did you mean: '(\w+)')?", str(cause))
     if unknown is None:
-        return f"{key}: {str(cause).splitlines()[0]}."
+        return f"{key}: {first_line(cause)}."
     hint = ""
     if unknown[1]:
         hint = f" Did you mean '{key.rpartition('.')[0]}.{unknown[1]}'?"

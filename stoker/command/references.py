@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from stoker.command import settings
 from stoker.command.defaults import layers
 from stoker.command.dotted import flat, is_interpolation
-from stoker.trainer.errors import as_typed
+from stoker.trainer.errors import as_typed, first_line
 
 REASONS = {
     "Environment variable '(.*)' not found": "the environment variable {} is not set",
@@ -53,4 +53,4 @@ def reason(error: BaseException) -> str:
         match = re.search(pattern, str(error))
         if match is not None:
             return text.format(*match.groups())
-    return str(error).splitlines()[0]
+    return first_line(error)

@@ -187,8 +187,8 @@ def check_tested(model: Trained, folder: Path) -> None:
 
 def refusal(form: str, error: Exception) -> UserError:
     """Make the error for a model that an exporter does not support."""
-    text = str(error).strip() or "no reason given"
-    reason = f"{type(error).__name__}: {text.splitlines()[0]}"
+    text = str(error).strip().partition("\n")[0] or "no reason given"
+    reason = f"{type(error).__name__}: {text}"
     advice = []
     if "Constraints violated (batch)" in reason:
         advice.append(

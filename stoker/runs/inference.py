@@ -22,7 +22,7 @@ from stoker.data.description import Description, is_description, names_of
 from stoker.runs import card, resume, saved_config
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer import device as devices
-from stoker.trainer.errors import TrainingError, UserError, first_few, log, printable
+from stoker.trainer.errors import TrainingError, UserError, first_few, first_line, log, printable
 from stoker.trainer.files import replacing
 from stoker.trainer.trainer import Trainer
 
@@ -169,7 +169,7 @@ def best(folder: str | Path) -> tuple[Path, State]:
     try:
         found = checkpoint.best(Path(folder) / "checkpoints")
     except TrainingError as error:  # its advice is for training
-        text = str(error).splitlines()[0] + "\n"
+        text = first_line(error) + "\n"
         weights = Path(folder) / "model.safetensors"
         if weights.is_file():
             text += (
@@ -312,7 +312,7 @@ def image_batches(
         except images.BrokenImage as error:
             if not is_folder:
                 takes = f"The run takes an image, or a folder of images ({endings})"
-                raise UserError(f"input={str(error).splitlines()[0]}\n{takes}.") from None
+                raise UserError(f"input={first_line(error)}\n{takes}.") from None
             if not skip:
                 raise
             broken.append(file)

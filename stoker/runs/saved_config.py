@@ -17,7 +17,7 @@ from stoker.command.build import check_nested, is_on, without_downloads
 from stoker.runs.directory import CONFIG, TYPED
 from stoker.runs.result import are_overrides
 from stoker.trainer import files
-from stoker.trainer.errors import UserError, did_you_mean, first_few
+from stoker.trainer.errors import UserError, did_you_mean, first_few, first_line
 
 # Limits on a config.yaml: bytes, levels of nesting, and values once each ${...} is replaced.
 # Ours have 3 KB, 4 levels and 100 values.
@@ -172,7 +172,7 @@ def load_config(key: str, folder: str | Path) -> Config:
         config = yaml.safe_load(text)
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "problem", None) or getattr(error, "strerror", None)
-        reason = reason or str(error).splitlines()[0]
+        reason = reason or first_line(error)
         raise UserError(f"{key}={folder}: its config.yaml is not from a run ({reason}).") from None
     if not isinstance(config, dict) or not all(isinstance(name, str) for name in config):
         raise UserError(

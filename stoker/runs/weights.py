@@ -10,7 +10,7 @@ import torch
 from stoker.runs.result import finished
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import EMA
-from stoker.trainer.errors import TrainingError, UserError, first_few, printable
+from stoker.trainer.errors import TrainingError, UserError, first_few, first_line, printable
 from stoker.trainer.state import is_like_tensor
 
 SHOWN = 3  # names in a line of the report
@@ -66,9 +66,8 @@ def init_from(model: torch.nn.Module, source: str | Path) -> Loaded:
     try:
         weights, origin = read(Path(source).expanduser())
     except TrainingError as error:
-        text = str(error).splitlines()[0]
         raise UserError(
-            f"init_from={printable(source)}: {text}\nGive {SOURCES}: "
+            f"init_from={printable(source)}: {first_line(error)}\nGive {SOURCES}: "
             "safetensors.torch.save_file(model.state_dict(), FILE) makes one."
         ) from None
     report = Loaded(origin)

@@ -51,7 +51,7 @@ class AxSearch(Search):
         try:
             return self.core.setup_ax_client(self.searched)
         except (ValueError, AssertionError, TypeError) as error:
-            reason = (str(error).splitlines() or ["this is not a search space"])[0]
+            reason = str(error).partition("\n")[0] or "this is not a search space"
             raise UserError(f"{' '.join(self.searched)}: {reason}") from None
 
     def typed(self, values: Mapping[str, Any]) -> list[str]:

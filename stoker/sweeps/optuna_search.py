@@ -24,7 +24,7 @@ from stoker.sweeps.search import Search, Trials, check_mode
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
 from stoker.trainer.device import mix_seed
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, first_line
 from stoker.trainer.trainer import Trainer
 
 SAMPLERS = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")  # what a config may name
@@ -61,7 +61,7 @@ class OptunaSearch(Search):
             try:
                 distribution = create_optuna_distribution_from_override(override)
             except (ValueError, AssertionError, NotImplementedError) as error:
-                reason = (str(error).splitlines() or ["this is not a search space"])[0]
+                reason = str(error).partition("\n")[0] or "this is not a search space"
                 raise UserError(f"{override.input_line}: {reason}") from None
             self.space[override.get_key_element()] = distribution
         return typed(self.ask(optuna.create_study(), 0))
@@ -125,7 +125,7 @@ class OptunaSearch(Search):
             )
             before = study.direction
         except Exception as error:  # of SQLAlchemy, of a driver that is not installed, of Optuna
-            reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error.__cause__ or error)
             raise UserError(f"hydra.sweeper.storage: it cannot be opened ({reason}).") from None
         if before != direction:
             end = "lowest" if self.maximize else "highest"

@@ -29,7 +29,7 @@ from stoker.tasks.plan import plan
 from stoker.tasks.predict import predict
 from stoker.tasks.report import draw_report, draws_report
 from stoker.trainer import launch, stopping
-from stoker.trainer.errors import NotFinite, UserError
+from stoker.trainer.errors import NotFinite, UserError, first_line
 
 TASKS: dict[str, Callable[[DictConfig], None]] = {
     "train": training.train,
@@ -134,7 +134,7 @@ def debugging() -> Iterator[None]:
             if "returned nan values" not in str(error):
                 raise
             raise NotFinite(
-                f"{str(error).splitlines()[0]}\nThe traceback of the forward call, "
+                f"{first_line(error)}\nThe traceback of the forward call, "
                 "printed above, ends with the line that it comes from."
             ) from error
 
