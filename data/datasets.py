@@ -1,6 +1,5 @@
 """Data sets by name, and the public types for your own: Data, TensorSplit and DatasetSplit."""
 
-import functools
 import gzip
 import io
 import math
@@ -32,20 +31,23 @@ __all__ = [
 ]
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-DIGITS = [f"{i} - {name}" for i, name in enumerate(NUMBERS)]
-CLOTHES = [
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-]
-CHARACTERS = ["o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"]
+# What each label of MNIST, and of those that took its form, stands for.
+CLASSES = {
+    "MNIST": [f"{i} - {name}" for i, name in enumerate(NUMBERS)],
+    "FashionMNIST": [
+        "T-shirt/top",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Ankle boot",
+    ],
+    "KMNIST": ["o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"],
+}
 # Samples of `synthetic` that are made at once, so that a large set of images never exists as
 # floats.
 PIECE = 4096
@@ -84,8 +86,7 @@ def mnist(
     std: Sequence[float] = (0.3081,),
 ) -> Data:
     """60,000 + 10,000 handwritten digits, 1x28x28 (LeCun, Cortes, Burges), from root/MNIST/raw."""
-    read = functools.partial(_read_mnist, "MNIST", DIGITS)
-    return _known("mnist", "MNIST", read, root, download, val_fraction, split_seed, mean, std)
+    return _known("mnist", root, download, val_fraction, split_seed, mean, std)
 
 
 def fashion_mnist(
@@ -99,9 +100,7 @@ def fashion_mnist(
     """60,000 + 10,000 pieces of clothing, 1x28x28 (Xiao 2017, arXiv 1708.07747), from
     root/FashionMNIST/raw.
     """
-    title = "FashionMNIST"
-    read = functools.partial(_read_mnist, title, CLOTHES)
-    return _known("fashion_mnist", title, read, root, download, val_fraction, split_seed, mean, std)
+    return _known("fashion_mnist", root, download, val_fraction, split_seed, mean, std)
 
 
 def kmnist(
@@ -115,8 +114,7 @@ def kmnist(
     """60,000 + 10,000 cursive Japanese characters, 1x28x28 (Clanuwat 2018, arXiv 1812.01718), from
     root/KMNIST/raw.
     """
-    read = functools.partial(_read_mnist, "KMNIST", CHARACTERS)
-    return _known("kmnist", "KMNIST", read, root, download, val_fraction, split_seed, mean, std)
+    return _known("kmnist", root, download, val_fraction, split_seed, mean, std)
 
 
 def cifar10(
@@ -130,8 +128,7 @@ def cifar10(
     """50,000 + 10,000 photographs of 10 kinds, 3x32x32 (Krizhevsky 2009), from
     root/cifar-10-batches-py.
     """
-    read = functools.partial(_read_cifar, "CIFAR10")
-    return _known("cifar10", "CIFAR10", read, root, download, val_fraction, split_seed, mean, std)
+    return _known("cifar10", root, download, val_fraction, split_seed, mean, std)
 
 
 def cifar100(
@@ -145,14 +142,11 @@ def cifar100(
     """50,000 + 10,000 photographs of 100 kinds, 3x32x32 (Krizhevsky 2009), from
     root/cifar-100-python.
     """
-    read = functools.partial(_read_cifar, "CIFAR100")
-    return _known("cifar100", "CIFAR100", read, root, download, val_fraction, split_seed, mean, std)
+    return _known("cifar100", root, download, val_fraction, split_seed, mean, std)
 
 
 def _known(
     name: str,
-    title: str,
-    read: Callable[[str], Known],
     root: str,
     download: bool,
     val_fraction: float,
@@ -164,21 +158,20 @@ def _known(
     cut from the rest.
     """
     fractions = check_fractions(val_fraction=val_fraction)
-    train, test, classes = _read_or_download(name, title, read, os.path.expanduser(root), download)
+    train, test, classes = _read_or_download(name, os.path.expanduser(root), download)
     train, val = cut(train.inputs, train.targets, fractions, split_seed)
     shape = train.inputs.shape[1:]
     return Data(name, train, val, test, shape, len(classes), classes=classes, mean=mean, std=std)
 
 
-def _read_or_download(
-    name: str, title: str, read: Callable[[str], Known], root: str, download: bool
-) -> Known:
-    """Return what `read(root)` gives; with `download`, fetch the files first if they cannot be
+def _read_or_download(name: str, root: str, download: bool) -> Known:
+    """Return the samples below `root`; with `download`, fetch the files first if they cannot be
     read.
     """
+    read, title = READERS[name]
     unreadable = (RuntimeError, OSError, ValueError, EOFError)
     try:
-        return read(root)
+        return read(title, root)
     except unreadable as error:
         reason: Exception = error
     # Imported late, and with it urllib and ssl: most runs need neither.
@@ -187,7 +180,7 @@ def _read_or_download(
     if download:
         downloads.fetch(name, root)
         try:
-            return read(root)
+            return read(title, root)
         except unreadable as error:
             reason = error
     size = downloads.megabytes(name)
@@ -220,7 +213,7 @@ def _read_cifar(title: str, root: str) -> Known:
     return splits[0], splits[1], list(samples.classes)
 
 
-def _read_mnist(title: str, classes: list[str], root: str) -> Known:
+def _read_mnist(title: str, root: str) -> Known:
     """Read the four files of MNIST, or of a set that has taken its form.
 
     Not by torchvision: that would cost half a second, and take its reader's word for sizes, pipes
@@ -234,7 +227,7 @@ def _read_mnist(title: str, classes: list[str], root: str) -> Known:
         if len(images) != len(labels):
             raise ValueError(f"{len(images)} images and {len(labels)} labels in the {part} files")
         splits.append(TensorSplit(images, labels))
-    return splits[0], splits[1], classes
+    return splits[0], splits[1], CLASSES[title]
 
 
 def read_idx(path: str, dimensions: int) -> Tensor:
@@ -259,6 +252,16 @@ def read_idx(path: str, dimensions: int) -> Tensor:
         if file.readinto(contents) != count:
             raise ValueError(f"{name} became shorter")
     return torch.frombuffer(contents, dtype=torch.uint8).view(sizes)
+
+
+# How each set is read, and its name in torchvision.
+READERS: dict[str, tuple[Callable[[str, str], Known], str]] = {
+    "mnist": (_read_mnist, "MNIST"),
+    "fashion_mnist": (_read_mnist, "FashionMNIST"),
+    "kmnist": (_read_mnist, "KMNIST"),
+    "cifar10": (_read_cifar, "CIFAR10"),
+    "cifar100": (_read_cifar, "CIFAR100"),
+}
 
 
 def synthetic(
