@@ -23,7 +23,9 @@ GOOD = 0.99  # accuracy or r2 to reach; without either, the loss has to fall by 
 
 
 class Watch(Callback):
-    """Evaluate on the training batches every EVERY steps, and stop once they are memorised."""
+    """Print the opening lines, evaluate on the batches every EVERY steps, and stop once they are
+    memorised.
+    """
 
     def __init__(self, given: list[Any]) -> None:
         self.given = given
@@ -32,6 +34,7 @@ class Watch(Callback):
         self.results: dict[str, float] = {}
 
     def on_fit_start(self, trainer: Trainer) -> None:
+        print_opening(trainer, len(self.given))
         self.first = trainer.evaluate(self.given, "batch")
 
     def on_step_end(self, trainer: Trainer) -> None:
@@ -81,9 +84,9 @@ def learn(
         )
     doctor = Doctor(EVERY)
     watch = Watch(given)
-    trainer.callbacks = [Opening(count), watch]
+    trainer.callbacks = [watch]
     if not captures(trainer) and not trainer.replicas:
-        trainer.callbacks.insert(1, doctor)
+        trainer.callbacks.insert(0, doctor)
     trainer.make_scheduler = schedules.constant
     trainer.epochs = None
     trainer.max_steps = steps or MOST
@@ -97,20 +100,14 @@ def learn(
     raise TrainingError(f"overfit={count}: it does not learn, {facts}.\nLook at {advice}.")
 
 
-class Opening(Callback):
-    """Print the opening lines."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def on_fit_start(self, trainer: Trainer) -> None:
-        device, model, _ = summary.plan(trainer)
-        print(f"{device}\n{model}")
-        batch = f"the first {self.count} batches" if self.count > 1 else "the first batch"
-        rate = trainer.optimizer.param_groups[0].get("initial_lr", 0)
-        optimizer = f"{type(trainer.optimizer).__name__} lr {rate:g}"
-        most = f"at most {trainer.total_steps:,} steps"
-        print(f"overfit  {batch}, without augmentation, for {most}, {optimizer}")
+def print_opening(trainer: Trainer, count: int) -> None:
+    device, model, _ = summary.plan(trainer)
+    print(f"{device}\n{model}")
+    batch = f"the first {count} batches" if count > 1 else "the first batch"
+    rate = trainer.optimizer.param_groups[0].get("initial_lr", 0)
+    optimizer = f"{type(trainer.optimizer).__name__} lr {rate:g}"
+    most = f"at most {trainer.total_steps:,} steps"
+    print(f"overfit  {batch}, without augmentation, for {most}, {optimizer}")
 
 
 def targets_of(given: list[Any]) -> torch.Tensor | None:

@@ -318,13 +318,9 @@ def for_reading(config: Any) -> Config:
     Any other ${...}, such as one that reads the environment, stays as it is written.
     """
     values = dotted.flat(config)
-    for name, value in values.items():
-        while isinstance(value, str) and re.fullmatch(KEY_PATH, value):
-            target = value[2:-1]
-            if target not in values:
-                break
-            value = values[target]
-        values[name] = value
+    for name in values:
+        while (followed := check.followed_key(values[name])) in values:
+            values[name] = values[followed]
     return values
 
 

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from stoker.command import dotted, exit_codes
+from stoker.command.defaults import of_choices
 from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
 from stoker.configs import FOLDER
@@ -42,18 +43,8 @@ def is_choice(override: str) -> bool:
 
 def defaults_of(overrides: list[str]) -> dict[str, Any]:
     """Return the defaults for the options of the run; {} if they cannot be composed."""
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import OmegaConf
-
-    chosen = [one for one in overrides if is_choice(one)]
     try:
-        if GlobalHydra.instance().is_initialized():
-            config = hydra.compose("train", chosen)
-        else:
-            with hydra.initialize_config_dir(str(FOLDER)):
-                config = hydra.compose("train", chosen)
-        return dotted.flat(OmegaConf.to_container(config, resolve=False))
+        return dotted.flat(of_choices([one for one in overrides if is_choice(one)]))
     except Exception:  # Hydra raises anything; the report can do without marks
         return {}
 
