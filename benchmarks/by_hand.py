@@ -31,24 +31,27 @@ def fit(job, clock, model, optimizer, train, test, backward=torch.Tensor.backwar
             backward(loss)
             optimizer.step()
         clock.evaluating()
-        clock.evaluated(accuracy(job, model, test))
+        clock.evaluated(*evaluate(job, model, test))
 
 
-def accuracy(job, model, batches):
+def evaluate(job, model, batches):
+    """Returns (accuracy, mean loss)."""
     model.eval()
-    correct = samples = 0
+    correct = loss = samples = 0
     with torch.no_grad(), work.autocast(job):
         for inputs, targets in batches:
             inputs, targets = inputs.to(job.device), targets.to(job.device)
-            correct += (model(inputs).argmax(1) == targets).sum()
+            outputs = model(inputs)
+            loss += F.cross_entropy(outputs, targets, reduction="sum")
+            correct += (outputs.argmax(1) == targets).sum()
             samples += len(targets)
-    return correct.item() / samples
+    return correct.item() / samples, loss.item() / samples
 
 
 def ideal(job, clock):
     """The best loop we know: resident uint8 images, one gather for 16 batches, and slices of it.
 
-    Its variants are channels_last, mallopt (the allocator keeps its pages), onednn (linears) and fused (optimizer).
+    Its variants are channels_last, mallopt (the allocator keeps its pages), onednn (linears), fused (optimizer) and compile.
     """
     if "mallopt" in job.variants:
         keep_pages()
@@ -57,6 +60,8 @@ def ideal(job, clock):
     model = work.model(job).to(job.device, memory_format=layout(job))
     if "onednn" in job.variants:
         use_onednn(model)
+    if "compile" in job.variants:
+        model.compile()
     options = {"fused": True} if "fused" in job.variants else {}
     optimizer = clock.watch(work.optimizer(job)(model.parameters(), **options))
     for epoch in range(job.epochs):
@@ -70,7 +75,7 @@ def ideal(job, clock):
             optimizer.zero_grad()
             total += loss.detach()
         clock.evaluating()
-        clock.evaluated(accuracy(job, model, test))
+        clock.evaluated(*evaluate(job, model, test))
     return model
 
 
@@ -118,7 +123,7 @@ def replay(job, clock):
                 step(inputs, targets)
             clock.step()
         clock.evaluating()
-        clock.evaluated(accuracy(job, model, test))
+        clock.evaluated(*evaluate(job, model, test))
     return model
 
 
@@ -126,6 +131,8 @@ def resident(job):
     """(a function: epoch -> its batches, the test batches, steps per epoch) of uint8 images that lie on the device."""
     from stoker.data.loader import permutation
 
+    if job.device != "cpu":
+        fast_kernels()
     train, test, *scale = work.arrays(job)
     (inputs, targets), (test_inputs, test_targets) = (
         [t.to(job.device) for t in part] for part in (train, test)
@@ -148,22 +155,31 @@ def resident(job):
     return epochs, test, -(-len(inputs) // job.batch_size)
 
 
+def fast_kernels():
+    """Turns on TF32 and cuDNN's search for its fastest kernels, as the Trainer's command does."""
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
+
+
 def layout(job):
     return torch.channels_last if "channels_last" in job.variants else torch.contiguous_format
 
 
 def crop_and_flip(images, margin=4):
     """Each image moved by up to `margin` pixels, and half of them mirrored, in one gather."""
-    n, _, height, width = images.shape
-    device = images.device
+    mirrored = torch.rand(len(images), 1, device=images.device) < 0.5
+    return crop(F.pad(images, (margin,) * 4), mirrored, margin)
+
+
+def crop(padded, mirrored, margin):
+    """Cut each image out of its frame at a random place, and mirror those of `mirrored` (N, 1)."""
+    n, _, height, width = padded.shape
+    device = padded.device
     offsets = torch.randint(0, 2 * margin + 1, (2, n, 1), device=device)
-    columns = torch.arange(width, device=device).expand(n, width)
-    columns = (
-        torch.where(torch.rand(n, 1, device=device) < 0.5, columns.flip(1), columns) + offsets[0]
-    )
-    rows = torch.arange(height, device=device) + offsets[1]
+    columns = torch.arange(width - 2 * margin, device=device).expand(n, -1)
+    columns = torch.where(mirrored, columns.flip(1), columns) + offsets[0]
+    rows = torch.arange(height - 2 * margin, device=device) + offsets[1]
     samples = torch.arange(n, device=device).view(n, 1, 1)
-    padded = F.pad(images, (margin,) * 4)
     return padded[samples, :, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
 
 

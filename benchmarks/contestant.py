@@ -4,7 +4,7 @@ import importlib
 import json
 import sys
 
-from benchmarks.work import Clock, Job, NotOffered
+from benchmarks.work import Clock, Job, NotOffered, mfu
 
 HOME = {
     "ours": "ours",
@@ -12,22 +12,24 @@ HOME = {
     "ideal": "by_hand",
     "replay": "by_hand",
 }  # the others are peers
-HOME |= {"default": "saving", "large": "saving"}
+HOME |= {"default": "saving", "large": "saving", "memory": "counts", "waits": "counts"}
+HOME |= {"machine": "counts"}
 
 
 def main():
     job = Job(**json.loads(sys.argv[1]))
     clock = Clock(job)
+    home = "cifar" if job.work == "cifar10_94" else HOME.get(job.name, "peers")
+    contestant = getattr(importlib.import_module(f"benchmarks.{home}"), job.name)
     try:
-        made = getattr(
-            importlib.import_module(f"benchmarks.{HOME.get(job.name, 'peers')}"), job.name
-        )(job, clock)
+        made = contestant(job, clock)
     except NotOffered as reason:
         result = {"note": str(reason)}
     else:
-        result = (
-            made if isinstance(made, dict) else clock.results()
-        )  # some have numbers of their own
+        # Some have numbers of their own.
+        result = made if isinstance(made, dict) else clock.results()
+        if job.work == "resnet50":
+            result["mfu"] = mfu(job, result["step_us"])
     print("\nresult", json.dumps(result), flush=True)  # a progress bar may have left its line open
 
 

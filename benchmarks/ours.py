@@ -1,5 +1,6 @@
 """This project's Trainer, with the callbacks that it ships."""
 
+import contextlib
 import json
 import os
 import time
@@ -30,7 +31,7 @@ class Watch(Callback):
 
     def on_log(self, trainer, row):
         if "val/acc" in row:
-            self.clock.evaluated(row["val/acc"])
+            self.clock.evaluated(row["val/acc"], row["val/loss"])
 
 
 class FirstStep(Callback):
@@ -66,8 +67,8 @@ def ours(job, clock):
     extras = (writers if "writing" in job.variants else []) + (
         [Timing()] if "timed" in job.variants else []
     )
-    more = dict(variant.split("=") for variant in job.variants if "=" in variant)
-    tunings = plain(more.pop("tune", '["allocator", "threads"]'))
+    more = variant_settings(job)
+    tunings = more.pop("tune", ["allocator", "threads"])
     tune_process(torch.device(job.device), tunings)  # as the command does
     with Trainer(
         work.model(job),
@@ -79,11 +80,43 @@ def ours(job, clock):
         device=job.device,
         precision=job.precision,
         seed=job.seed,
-        **{key: plain(value) for key, value in more.items()},
+        **more,
     ) as trainer:
         with few_threads(trainer.module, job.batch_size if "threads" in tunings else None):
             trainer.fit(train, val)
         return trainer.module
+
+
+@contextlib.contextmanager
+def configured(settings, callbacks=lambda cfg: []):
+    """The parts that `python train.py` builds from these settings, closed at the end.
+
+    `callbacks` are added to those of the config.
+    """
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import open_dict
+
+    from stoker import configs
+    from stoker.command import trust
+    from stoker.tasks.parts import building
+
+    with (
+        hydra.initialize_config_dir(str(configs.FOLDER)),
+        hydra.utils.execution_whitelist(trust.patterns(trust.TRUSTED, [])),
+    ):
+        cfg = hydra.compose("train", settings, return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        with building(cfg, callbacks(cfg)) as parts:
+            yield parts
+
+
+def variant_settings(job):
+    """The Trainer's arguments among the variants."""
+    pairs = [variant.split("=") for variant in job.variants if "=" in variant]
+    return {key: plain(value) for key, value in pairs}
 
 
 def plain(text):

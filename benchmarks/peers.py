@@ -53,7 +53,7 @@ def lightning(job, clock):
     clock.steps = len(train)
     trainer = pl.Trainer(
         max_epochs=job.epochs,
-        accelerator="gpu" if job.device == "cuda" else "cpu",
+        accelerator=job.device,
         precision="32-true" if job.precision == "fp32" else "bf16-mixed",
         num_sanity_val_steps=0,  # an evaluation before the training would be counted
         default_root_dir=job.scratch,

@@ -59,8 +59,21 @@ TITLES = {
     "blocked_s": "longest wait s",
     "delayed_s": "all waiting s",
     "written_s": "written after s",
+    "wall_s": "start to end s",
+    "loss": "test loss",
+    "rate": "samples/s",
+    "mfu": "MFU",
+    "device": "device",
+    "processor": "processor",
+    "versions": "versions",
+    "outcome": "outcome",
+    "before_bytes": "bytes before",
+    "training_bytes": "in training",
+    "left_bytes": "not returned",
+    "waits_per_step": "waits per step",
 }
-DIGITS = {"growth": 3, "us": 1, "s": 3, "mib": 0, "saves": 0}
+DIGITS = {"growth": 3, "us": 1, "s": 3, "mib": 0, "saves": 0, "bytes": 0, "rate": 0, "mfu": 3}
+DIGITS |= {"loss": 5, "step": 2}
 
 
 class What(typing.NamedTuple):
@@ -179,7 +192,7 @@ def read_options():
     )
     parser.add_argument("--threads", type=positive, default=os.cpu_count())
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, or another accelerator")
     parser.add_argument("--output", metavar="FILE", help="also write the table there, as Markdown")
     options = parser.parse_args()
     what = WHATS[options.what]
@@ -225,15 +238,20 @@ def contestants(options):
             names = [*names, "ours:streamed", "ours:streamed+10x"]
     needed = [what.base] if what.base in what.contestants else what.contestants
     names = list(dict.fromkeys([*needed, *names]))
-    missing = {name: "not installed" for name in names if not installed(name)}
-    if options.device == "cpu" and "replay" in names:
-        missing["replay"] = "only with --device cuda"
+    missing = missing_contestants(names, options.device)
     return [name for name in names if name not in missing], missing
 
 
-def installed(name):
-    distribution = DISTRIBUTIONS.get(name.partition(":")[0])
-    return distribution is None or version(distribution) is not None
+def missing_contestants(names, device):
+    """{name: why it cannot run here}"""
+    missing = {}
+    for name in names:
+        distribution = DISTRIBUTIONS.get(name.partition(":")[0])
+        if distribution is not None and version(distribution) is None:
+            missing[name] = "not installed"
+        if device != "cuda" and (name == "replay" or "compile=graph" in name):
+            missing[name] = "only with --device cuda"
+    return missing
 
 
 def version(distribution):
@@ -245,25 +263,14 @@ def version(distribution):
 
 def run_one(label, seed, options, folder):
     """The numbers of one contestant, trained in a process of its own, or {"note": why there are none}."""
-    name, _, variants = label.partition(":")
-    variants = variants.split("+") if variants else []
-    job = {
-        "name": name,
-        "variants": variants,
-        "work": options.work,
-        "epochs": options.epochs,
-        "seed": seed,
-    }
-    job |= {"precision": options.precision, "device": options.device}
-    job |= {"workers": 2 if options.what == "folder" and name == "bare" else 0}
-    job |= {"images": str(Path(folder, "images-10x" if "10x" in variants else "images"))}
-    environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
-    if options.device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # some take a GPU wherever there is one
+    job = make_job(label, seed, options)
+    job |= {"workers": 2 if options.what == "folder" and job["name"] == "bare" else 0}
+    job |= {"images": str(Path(folder, "images-10x" if "10x" in job["variants"] else "images"))}
     with tempfile.TemporaryDirectory() as scratch:
-        environment["XDG_CACHE_HOME"] = scratch  # no one finds what an earlier process has left
+        # A scratch folder of its own: no one finds what an earlier process has left.
+        environment = make_environment(options.device, options.threads, scratch)
         job |= {"scratch": scratch, "started": time.time()}
-        command = [sys.executable, "-m", "benchmarks.contestant", json.dumps(job)]
+        command = contestant_command(job)
         if label == "ours" and options.what == "startup":
             clock = "+callbacks.clock._target_=benchmarks.ours.FirstStep"
             command = [
@@ -282,6 +289,26 @@ def run_one(label, seed, options, folder):
     }
     print(f"round {seed} {label} {shown}", file=sys.stderr, flush=True)
     return result
+
+
+def make_job(label, seed, options):
+    name, _, variants = label.partition(":")
+    job = {"name": name, "variants": variants.split("+") if variants else [], "seed": seed}
+    for key in ("work", "epochs", "precision", "device"):
+        job[key] = getattr(options, key)
+    return job
+
+
+def contestant_command(job):
+    return [sys.executable, "-m", "benchmarks.contestant", json.dumps(job)]
+
+
+def make_environment(device, threads, cache):
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    environment["XDG_CACHE_HOME"] = str(cache)
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # some take a GPU wherever there is one
+    return environment
 
 
 def read_result(done, started):
@@ -324,26 +351,29 @@ def table(rounds, missing, columns, compared, base):
 
     `rounds`: [{contestant: {column: number} or {"note": text}}]. An accuracy is a mean with its deviation. The rows
     are in order of the ratio; `missing` and those without numbers in some round come last, with the reason.
+    Without a `base` there is no ratio.
     """
     notes, rows = dict(missing), []
-    for name in rounds[0]:
+    for number, name in enumerate(rounds[0]):
         results = [results[name] for results in rounds]
-        bases = [results[base] for results in rounds]
+        bases = [results[base] for results in rounds] if base else []
         reasons = [result["note"] for result in results + bases if "note" in result]
         if reasons:
             notes[name] = reasons[0]
             continue
-        ratios = [
-            result[compared] / one[compared] for result, one in zip(results, bases, strict=True)
-        ]
-        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        cells = [cell(column, [result[column] for result in results]) for column in columns]
-        rows.append((statistics.median(ratios), f"| {' | '.join([name, ratio, *cells])} |"))
-    titles = [
-        f"n = {len(rounds)}",
-        f"{TITLES[compared]} / {base}",
-        *(TITLES[column] for column in columns),
-    ]
+        cells = [cell(column, [result.get(column) for result in results]) for column in columns]
+        rank = number
+        if base:
+            ratios = [
+                result[compared] / one[compared] for result, one in zip(results, bases, strict=True)
+            ]
+            rank = statistics.median(ratios)
+            cells.insert(0, spread(ratios))
+        rows.append((rank, f"| {' | '.join([name, *cells])} |"))
+    titles = [TITLES[column] for column in columns]
+    if base:
+        titles.insert(0, f"{TITLES[compared]} / {base}")
+    titles.insert(0, f"n = {len(rounds)}")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     return (
         lines
@@ -352,7 +382,16 @@ def table(rounds, missing, columns, compared, base):
     )
 
 
+def spread(ratios):
+    """ "1.00 (0.98 to 1.02)": the median, the least and the most."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def cell(column, values):
+    if None in values:
+        return ""
+    if isinstance(values[0], str):
+        return values[0]
     if column == "accuracy":
         return f"{statistics.mean(values):.4f}" + (
             f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
@@ -362,25 +401,33 @@ def cell(column, values):
 
 def machine(options):
     """A sentence on the processor, the versions and the GPU."""
+    threads = f"{os.cpu_count()} cores, {options.threads} thread{'s' * (options.threads != 1)}"
+    return (
+        f"{options.work}, {options.precision}, {options.epochs} epochs; "
+        f"{processor(options.device)}, {threads}; {versions()}."
+    )
+
+
+def processor(device):
+    """The processor, and for cuda the GPUs with their driver and memory."""
     model = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(
             (line.split(":")[1].strip() for line in lines if line.startswith("model name")), model
         )
-    versions = [
-        f"{name} {version(name)}" for name in ("torch", *DISTRIBUTIONS.values()) if version(name)
-    ]
-    if options.device == "cuda" and shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        model += ", " + subprocess.run(
-            query, capture_output=True, text=True
-        ).stdout.strip().replace("\n", ", ")
-    threads = f"{os.cpu_count()} cores, {options.threads} thread{'s' * (options.threads != 1)}"
-    return (
-        f"{options.work}, {options.precision}, {options.epochs} epochs; {model}, {threads}; "
-        f"Python {platform.python_version()}, {', '.join(versions)}."
-    )
+    if device == "cuda" and shutil.which("nvidia-smi"):
+        fields = "--query-gpu=name,driver_version,memory.total"
+        query = ["nvidia-smi", fields, "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True)
+        model += ", " + done.stdout.strip().replace("\n", ", ")
+    return model
+
+
+def versions():
+    names = ("torch", "torchvision", *DISTRIBUTIONS.values())
+    installed = [f"{name} {version(name)}" for name in names if version(name)]
+    return f"Python {platform.python_version()}, {', '.join(installed)}"
 
 
 def copy_images(folder, each):

@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from benchmarks.ours import configured
 from stoker import Trainer
 from stoker.trainer.callbacks import Callback, Checkpoint
 
@@ -45,42 +46,31 @@ class Ticks(Callback):
 
 def default(job, clock):
     """The job of `python train.py`, as its config builds it; variant saving: with the checkpoints of that config."""
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import open_dict
-
-    from stoker import configs
-    from stoker.command import trust
-    from stoker.tasks.parts import building
-
-    folder = str(configs.FOLDER)
     settings = [
         f"epochs={job.epochs}",
         f"seed={job.seed}",
         f"device={job.device}",
         f"run_dir={job.scratch}/run",
     ]
-    with (
-        hydra.initialize_config_dir(folder),
-        hydra.utils.execution_whitelist(trust.patterns(trust.TRUSTED, [])),
-    ):
-        cfg = hydra.compose("train", settings, return_hydra_config=True)
-        HydraConfig.instance().set_config(cfg)
-        with open_dict(cfg):
-            del cfg["hydra"]
-        saver = Timed(os.path.join(job.scratch, "run", "checkpoints"), **cfg.checkpoint)
-        with building(cfg, [saver] if "saving" in job.variants else []) as parts:
-            trainer = parts.trainer
-            train_loader, val_loader, _ = parts.loaders
-            start, start_cpu = time.perf_counter(), time.thread_time()
-            trainer.fit(train_loader, val_loader)
-            fit_s, cpu_s = time.perf_counter() - start, time.thread_time() - start_cpu
-            return {
-                "fit_s": fit_s,
-                "cpu_s": cpu_s,
-                "step_us": 1e6 * fit_s / trainer.step,
-                "saves": len(saver.begun),
-            }
+    savers = []
+
+    def callbacks(cfg):
+        if "saving" in job.variants:
+            savers.append(Timed(os.path.join(job.scratch, "run", "checkpoints"), **cfg.checkpoint))
+        return savers
+
+    with configured(settings, callbacks) as parts:
+        trainer = parts.trainer
+        train_loader, val_loader, _ = parts.loaders
+        start, start_cpu = time.perf_counter(), time.thread_time()
+        trainer.fit(train_loader, val_loader)
+        fit_s, cpu_s = time.perf_counter() - start, time.thread_time() - start_cpu
+        return {
+            "fit_s": fit_s,
+            "cpu_s": cpu_s,
+            "step_us": 1e6 * fit_s / trainer.step,
+            "saves": sum(len(saver.begun) for saver in savers),
+        }
 
 
 class Ballast(torch.nn.Module):

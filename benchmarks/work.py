@@ -5,14 +5,26 @@ import dataclasses
 import functools
 import os
 import statistics
-import sys
 import time
 
 import torch
 from torch import nn
 
-BATCH = {"linear": 64, "mlp": 128, "cnn": 128, "cifar": 256, "folder": 256}
+BATCH = {
+    "linear": 64,
+    "mlp": 128,
+    "cnn": 128,
+    "cifar": 256,
+    "folder": 256,
+    "cifar10_94": 1024,
+    "resnet50": 256,
+}
 EVAL_BATCH = 1000
+TINY_BATCH = 25
+TINY_SAMPLES = 400  # of a dry run, of which a quarter are the test's
+RESNET_SAMPLES = 2560  # random images: ten steps an epoch
+SHAPES = {"cifar10_94": (3, 32, 32), "resnet50": (3, 224, 224)}
+TINY_SHAPES = SHAPES | {"resnet50": (3, 32, 32)}
 CNN_SAMPLES = (
     20_000  # of the 60,000 MNIST images; the linear model and the MLP train on all of them
 )
@@ -35,11 +47,17 @@ class Job:
     workers: int = 0  # of the tutorials' DataLoader
     images: str = ""  # folder with train/CLASS/*.jpg and test/CLASS/*.jpg
     scratch: str = "."  # folder for what a contestant writes
+    trainings: int = 1  # in one process, each with a seed of its own
+    tiny: bool = False  # a dry run: little data that needs no file, and small models
     started: float = 0.0
 
     @property
     def batch_size(self):
-        return BATCH[self.work]
+        return TINY_BATCH if self.tiny else BATCH[self.work]
+
+    @property
+    def in_shape(self):
+        return (TINY_SHAPES if self.tiny else SHAPES).get(self.work, (1, 28, 28))
 
 
 class NotOffered(Exception):
@@ -49,6 +67,8 @@ class NotOffered(Exception):
 def model(job):
     """The same weights for the same seed."""
     torch.manual_seed(job.seed)
+    if job.work == "resnet50":
+        return resnet(job)
     if job.work == "linear":
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     if job.work == "mlp":
@@ -63,6 +83,17 @@ def model(job):
         return nn.Sequential(*block(1, 32), *block(32, 64), nn.Flatten(), *head)
     blocks = [*block(3, 32), *block(32, 64), *block(64, 128)]
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 4 * 4, 10))
+
+
+def resnet(job):
+    """torchvision's ResNet-50; a small ResNet in a dry run."""
+    if job.tiny:
+        from stoker.models.resnet import ResNet
+
+        return ResNet(job.in_shape, 10, widths=(8, 16), blocks=(1, 1))
+    from torchvision.models import resnet50
+
+    return resnet50()
 
 
 def optimizer(job):
@@ -82,18 +113,31 @@ def read(job):
     """The data set as this project reads it, with the test images as the validation part."""
     from stoker.data import datasets, images
 
-    if job.work in PHOTOGRAPHS:
+    if job.tiny or job.work == "resnet50":
+        data = datasets.synthetic(**synthetic_settings(job))
+    elif job.work == "cifar10_94":
+        data = images.image_folder(
+            os.path.join(os.environ["DATA_ROOT"], "cifar10_jpeg"), val_fraction=0
+        )
+    elif job.work in PHOTOGRAPHS:
         data = images.image_folder(job.images, val_fraction=0, mean=CIFAR_MEAN, std=CIFAR_STD)
     else:
         data = datasets.mnist(
             os.environ["DATA_ROOT"], val_fraction=0, mean=MNIST_MEAN, std=MNIST_STD
         )
     train = data.train
-    if job.work == "cnn":
-        train = datasets.TensorSplit(train.inputs[:CNN_SAMPLES], train.targets[:CNN_SAMPLES])
+    most = {"cnn": CNN_SAMPLES, "resnet50": RESNET_SAMPLES}.get(job.work)
+    if most is not None:
+        train = datasets.TensorSplit(train.inputs[:most], train.targets[:most])
     if "10x" in job.variants and job.work not in PHOTOGRAPHS:
         train = datasets.TensorSplit(train.inputs.repeat(10, 1, 1, 1), train.targets.repeat(10))
     return dataclasses.replace(data, train=train, val=data.test, test=None)
+
+
+def synthetic_settings(job):
+    """The settings of the data set `synthetic`, all of it for training and test."""
+    n = TINY_SAMPLES if job.tiny else RESNET_SAMPLES * 4 // 3 + 100
+    return {"n": n, "in_shape": list(job.in_shape), "val_fraction": 0.0, "test_fraction": 0.25}
 
 
 def arrays(job):
@@ -149,6 +193,10 @@ def tutorial_datasets(job):
     """(train, test): torchvision's data sets, with a transform for each sample."""
     from torchvision import datasets, transforms
 
+    if job.tiny:
+        train, test, *scale = arrays(job)
+        steps = transforms.Compose([transforms.ToTensor(), transforms.Normalize(*scale)])
+        return Photographs(*train, steps), Photographs(*test, steps)
     if job.work not in PHOTOGRAPHS:
         steps = transforms.Compose(
             [transforms.ToTensor(), transforms.Normalize(MNIST_MEAN, MNIST_STD)]
@@ -176,7 +224,9 @@ class Photographs(torch.utils.data.Dataset):
     """Does what torchvision.datasets.CIFAR10 does: an array to a PIL image, and that through the transform."""
 
     def __init__(self, inputs, targets, transform):
-        self.images, self.targets = inputs.permute(0, 2, 3, 1).numpy(), targets.tolist()
+        # Grey images have no third dimension.
+        self.images = inputs.permute(0, 2, 3, 1).squeeze(-1).numpy()
+        self.targets = targets.tolist()
         self.transform = transform
 
     def __len__(self):
@@ -199,6 +249,7 @@ class Clock:
         )  # the contestant says how many steps an epoch has
         self.data_mib = 0.0  # where it has the data set in memory
         self.ends, self.evaluation_starts, self.accuracies = [], [], []
+        self.loss = None  # of the last evaluation
 
     def begin(self):
         """Before the data is read."""
@@ -221,14 +272,17 @@ class Clock:
 
     def evaluating(self):
         """An epoch's training is done."""
-        if self.job.device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.job.device)
         self.evaluation_starts.append(time.perf_counter())
 
-    def evaluated(self, accuracy):
-        """The evaluation after it is done; the accuracy is a number, so the device has nothing left to do."""
+    def evaluated(self, accuracy, loss=None):
+        """The evaluation after it is done; the accuracy is a number, so the device has nothing left to do.
+
+        Some contestants give the loss too.
+        """
         self.ends.append(time.perf_counter())
         self.accuracies.append(float(accuracy))
+        self.loss = loss
 
     def results(self):
         """Seconds and microseconds; the medians leave out the first epoch, a warm-up that also reads the data."""
@@ -253,17 +307,28 @@ class Clock:
             "peak_mib": peak_mib(self.job.device),
             "data_mib": self.data_mib,
             "accuracy": self.accuracies[-1],
+            "loss": self.loss,
         }
 
 
+def synchronize(device):
+    """Waits until the device has done its work."""
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
 def peak_mib(device):
-    """The most memory that this process held: allocated on the GPU, or resident."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    try:
-        import resource
-    except ImportError:  # Windows has no such module
-        return float("nan")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
-        2**20 if sys.platform == "darwin" else 2**10
-    )
+    """The most memory that this process held: allocated on the device, or resident."""
+    from stoker.trainer import device as devices
+
+    return devices.peak_memory(torch.device(device)) / 2**20
+
+
+def mfu(job, step_us):
+    """The share of the device's measured peak that these steps come to."""
+    from stoker.diagnostics import flops
+
+    sample = flops.per_sample(model(job), job.in_shape)
+    dtype = None if job.precision == "fp32" else torch.bfloat16
+    peak = flops.peak(torch.device(job.device), dtype)
+    return sample * job.batch_size / (1e-6 * step_us) / peak

@@ -5,13 +5,14 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from benchmarks import by_hand, run, saving, scale, work
+from benchmarks import by_hand, gpu, run, saving, scale, work
 from benchmarks.ours import ours
 from stoker.data.loader import make_loaders
 from stoker.trainer import checkpoint
@@ -294,3 +295,103 @@ def test_a_job_of_the_costs_counts_steps_and_bytes(capsys):
     scale.run_job("mlp", "single", 16, 8, 0)
     result = json.loads(capsys.readouterr().out)
     assert result["parameters"] == 269322 and result["seconds"] > 0 and result["bytes"] >= 0
+
+
+def dry_run(folder):
+    """(what a dry run of the GPU day prints, the rows that its results.jsonl has then)"""
+    command = [sys.executable, gpu.__file__, "--device", "cpu", "--dry-run", "--output", folder]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = Path(folder, "results.jsonl").read_text(encoding="utf-8").splitlines()
+    return done.stdout, [json.loads(line) for line in lines]
+
+
+def test_a_dry_run_of_the_gpu_day_goes_through_every_step(tmp_path):
+    output, rows = dry_run(str(tmp_path))
+    options = gpu.read_options(["--device", "cpu", "--dry-run"])
+    expected = []
+    for name, step in gpu.STEPS.items():
+        left_out = gpu.left_out(name, options)
+        expected += [(name, label) for label in step.labels if label not in left_out]
+        assert all(f"{name} {label}: left out, {left_out[label]}" in output for label in left_out)
+    results = {(row["step"], row["label"]): row["result"] for row in rows}
+    assert list(results) == expected
+    assert [result for result in results.values() if "note" in result] == []
+
+    # The same data, weights and order: the hand-written loops end where the Trainer does.
+    for name in ("mlp", "cifar", "resnet", "host", "cnn"):
+        ours, by_hand = results[name, "ours"], results[name, TUNED[name]]
+        assert ours["loss"] == pytest.approx(by_hand["loss"], rel=1e-3), name
+    assert results["counts", "memory"]["left_bytes"] == 0
+    assert results["counts", "memory"]["training_bytes"] > 4 * 269322  # the weights at least
+    assert 0 < results["resnet", "ours"]["mfu"] < 1
+
+    tables = tmp_path.joinpath("gpu.md").read_text(encoding="utf-8")
+    assert tables.startswith("# Dry run of a GPU day")
+    for _, label in expected:
+        assert f"\n| {label} |" in tables
+    output, again = dry_run(str(tmp_path))  # nothing is left to do
+    assert again == rows
+
+
+TUNED = {"mlp": "ideal:fused", "cifar": "hand", "resnet": gpu.TUNED}
+TUNED |= {"host": "ideal:fused", "cnn": gpu.TUNED}
+
+
+def test_a_gpu_day_survives_failures_and_hangs_and_ends_in_time(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "LEAST", 0)
+    late = tmp_path / "late"
+    child = f"import time; time.sleep(3); open({str(late)!r}, 'w')"
+    codes = {
+        "ours": """print('result {"sum_s": 2.0, "step_us": 3.0}')""",
+        "replay": "print(1 / 0)",
+        "ideal:fused": f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])",
+        "bare": """print('result {"sum_s": 4.0, "step_us": 5.0}')""",
+        "lightning": "import time; time.sleep(60)",
+        "cut off": "",
+    }
+    parts = []
+    for label, code in codes.items():
+        seconds = 1 if label == "ideal:fused" else 60
+        command = [sys.executable, "-c", code]
+        parts.append(gpu.Part("mlp", label, command, seconds, gpu.read_contestant))
+    options = gpu.read_options(["--device", "cuda", "--limit", "4", "--output", str(tmp_path)])
+    monkeypatch.setenv("DATA_ROOT", str(tmp_path))
+    (tmp_path / "MNIST" / "raw").mkdir(parents=True)
+    monkeypatch.setattr(run, "version", lambda distribution: "1")
+    began = time.monotonic()
+    gpu.run_day(parts, options, os.environ)
+    assert time.monotonic() - began < 8
+    assert "no time left for mlp cut off" in capsys.readouterr().out
+    tables = tmp_path.joinpath("gpu.md").read_text(encoding="utf-8")
+    assert "| bare | 2.00 (2.00 to 2.00) |" in tables
+    assert "| replay | failed: ZeroDivisionError: division by zero |" in tables
+    assert "| ideal:fused | stopped after 1 s |" in tables
+    assert "| lightning | stopped after " in tables
+    time.sleep(max(0, began + 5 - time.monotonic()))
+    assert not late.exists()  # the child has ended with its parent
+
+
+def test_a_goal_is_met_by_the_fastest_of_paired_trainings_at_the_same_accuracy():
+    def trainings(times, accuracy):
+        rows = [{"step_us": time, "accuracy": accuracy} for time in times]
+        return dict(enumerate(rows))
+
+    goal = gpu.Goal("", "cifar", "ours", "hand", "step_us", most=1.0, n=3)
+    results = {"ours": trainings([9, 9, 9], 0.9), "ours:compile=true": trainings([2, 6, 3], 0.9)}
+    assert goal.judge(results) == (gpu.NOT_YET, "")
+    results["hand"] = trainings([4, 4, 4], 0.9005)
+    text, verdict = goal.judge(results)
+    assert text.startswith("0.75 (0.50 to 1.50), ours:compile=true / hand, n = 3; accuracy 0.9000")
+    assert verdict == "yes"
+    assert goal._replace(n=4).judge(results)[1] == "no"
+    assert goal._replace(most=0.7).judge(results)[1] == "no"
+    results["hand"] = trainings([4, 4, 4], 0.92)
+    assert goal.judge(results)[1] == "no"
+    zero = gpu.Zero("", "counts", "left_bytes")
+    assert zero.judge({"memory": {0: {"left_bytes": 0}}}) == ("memory 0", "yes")
+    assert zero.judge({"memory": {0: {"left_bytes": 8}}}) == ("memory 8", "no")
+
+
+def test_the_readme_has_every_goal_of_a_gpu_day():
+    text = Path(RUN).with_name("README.md").read_text(encoding="utf-8")
+    assert [goal.title for goal in gpu.GOALS if f"| {goal.title} |" not in text] == []

@@ -1,0 +1,100 @@
+"""What a device counts: the memory that a Trainer returns, and how often the host waits for it."""
+
+import gc
+import warnings
+
+import torch
+
+from benchmarks import run, work
+from benchmarks.ours import variant_settings
+from stoker import Trainer
+from stoker.data.loader import make_loaders
+from stoker.trainer import device as devices
+from stoker.trainer.callbacks import EMA, Callback
+
+FIRST, LAST = 6, 14  # steps between which waits are counted
+
+
+def machine(job, clock):
+    """The device as torch sees it, the processor with the GPU and its driver, and the versions."""
+    device = devices.choose(job.device)
+    return {
+        "device": devices.describe(device),
+        "processor": run.processor(job.device),
+        "versions": run.versions(),
+    }
+
+
+def fit(job, callback=None):
+    """Train for 16 steps with an EMA, micro-batches and the Trainer arguments of the variants; close."""
+    device = torch.device(job.device)
+    (train, _, _), _ = make_loaders(
+        work.read(job), batch_size=job.batch_size, device=device, seed=job.seed, drop_last=True
+    )
+    with Trainer(
+        work.model(job),
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=work.optimizer(job),
+        callbacks=[EMA(0.9), callback or Callback()],
+        max_steps=16,
+        grad_accum_steps=2,
+        device=device,
+        log_every=1000,
+        **({"precision": job.precision} | variant_settings(job)),
+    ) as trainer:
+        trainer.fit(train)
+
+
+def memory(job, clock):
+    """The memory held before a training, in it, and after the Trainer is closed.
+
+    An earlier training makes what the libraries keep.
+    """
+    device = torch.device(job.device)
+    training = []
+
+    class Look(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == LAST:
+                training.append(held(device))
+
+    fit(job)
+    devices.release(device)
+    before = held(device)
+    fit(job, Look())
+    devices.release(device)
+    after = held(device)
+    return {
+        "before_bytes": before,
+        "training_bytes": training[0],
+        "left_bytes": after - before,
+    }
+
+
+def held(device):
+    """The bytes of all tensors on the device: allocated there, or in Python's sight on a CPU."""
+    backend = torch.get_device_module(device)
+    if hasattr(backend, "memory_allocated"):
+        return backend.memory_allocated(device)
+    tensors = [
+        value for value in gc.get_objects() if type(value) in (torch.Tensor, torch.nn.Parameter)
+    ]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def waits(job, clock):
+    """How often a step waits for the device."""
+    set_mode = getattr(torch.get_device_module(job.device), "set_sync_debug_mode", None)
+    if set_mode is None:
+        raise work.NotOffered(f"{job.device} does not report synchronisations")
+
+    class Watch(Callback):
+        def on_step_end(self, trainer):
+            set_mode("warn" if FIRST <= trainer.step < LAST else "default")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(job, Watch())
+    found = [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
+    return {"waits_per_step": len(found) / (LAST - FIRST)}
