@@ -328,6 +328,8 @@ def mfu(job, step_us):
     """The share of the device's measured peak that these steps come to."""
     from stoker.diagnostics import flops
 
+    if job.tiny:
+        flops.WIDTH = flops.WIDTH_CPU
     sample = flops.per_sample(model(job), job.in_shape)
     dtype = None if job.precision == "fp32" else torch.bfloat16
     peak = flops.peak(torch.device(job.device), dtype)
