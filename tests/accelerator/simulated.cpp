@@ -515,6 +515,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", item);
+  for (const char* name : {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}) {
+    auto kernel = [] { return torch::CppFunction::makeFromBoxedFunction<&compute_on_host>(); };
+    m.impl(name, kernel());
+    m.impl(std::string(name).append(".tensor_lr").c_str(), kernel());
+  }
   m.impl("native_batch_norm", batch_norm);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);

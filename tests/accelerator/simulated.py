@@ -1,4 +1,4 @@
-"""The Python side of the simulated accelerator: what torch and programs expect as `torch.npu`.
+"""The Python side of the simulated accelerator: what torch and programs expect as `torch.simulated`.
 
 To be imported once the library is loaded, and before anything has run a backward pass: autograd
 starts its threads for the devices that it knows then.
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-NAME = "npu"
+NAME = "simulated"
 COUNT = 2
 TOTAL = 16 * 2**30  # bytes of each device
 
@@ -58,7 +58,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def index_of(device: Any) -> int:
-    """Return the index of a device, a name or a number; of the current one for None and "npu"."""
+    """Return the index of a device, a name or a number; of the current one for None and a name without one."""
     index = device if isinstance(device, int) else torch.device(device or NAME).index
     return current_device() if index is None else index
 
@@ -117,6 +117,22 @@ def limited_memory(size: int, device: Any = None) -> Iterator[None]:
     torch.ops.simulated.limit_memory(index, memory_allocated(index) + size)
     yield
     torch.ops.simulated.limit_memory(index, TOTAL)
+
+
+# What torch.nn.DataParallel copies with; torch has it for CUDA alone, in `torch._C`
+
+
+def _broadcast_coalesced(tensors: Any, devices: list[int], buffer_size: int) -> list[Any]:
+    return [[tensor.to(f"{NAME}:{index}") for tensor in tensors] for index in devices]
+
+
+def _scatter(tensor: torch.Tensor, devices: list[int], sizes: Any, dim: int, _: Any) -> list[Any]:
+    chunks = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(sizes, dim)
+    return [chunk.to(f"{NAME}:{i}") for i, chunk in zip(devices, chunks, strict=False)]
+
+
+def _gather(tensors: Any, dim: int, destination: int) -> torch.Tensor:
+    return torch.cat([tensor.to(f"{NAME}:{destination}") for tensor in tensors], dim)
 
 
 # What is counted
