@@ -93,7 +93,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
         self.strategy: str = parallel.start(strategy, self.device)
         self.dtype, self.precision_reason = devices.choose_precision(precision, self.device)
         self.autocast = devices.autocast(self.device, self.dtype)
-        self.scaler = devices.grad_scaler(self.device, self.dtype)
+        self.scaler: Any = devices.grad_scaler(self.device, self.dtype)
         self.micro_batch = MicroBatch(self.device, micro_batch, grad_accum_steps)
         self.eval_micro_batch = self.micro_batch.for_evaluation()
         self.agreement = parallel.Agreement()
@@ -248,7 +248,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
         if self.module is not None:
             parallel.unwrap(self.module)
         self.module = self.model = self.optimizer = self.optimizer_step = self.scheduler = None
-        self.loss = self.special_step = self.train_loader = self.val_loader = None
+        self.loss = self.scaler = self.special_step = self.train_loader = self.val_loader = None
         self.metrics = {}
         self.callbacks = []
         self.window.clear()

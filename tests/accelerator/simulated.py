@@ -115,8 +115,10 @@ def limited_memory(size: int, device: Any = None) -> Iterator[None]:
     """Let a device have only `size` bytes more than are in use now."""
     index = index_of(device)
     torch.ops.simulated.limit_memory(index, memory_allocated(index) + size)
-    yield
-    torch.ops.simulated.limit_memory(index, TOTAL)
+    try:
+        yield
+    finally:
+        torch.ops.simulated.limit_memory(index, TOTAL)
 
 
 # What torch.nn.DataParallel copies with; torch has it for CUDA alone, in `torch._C`

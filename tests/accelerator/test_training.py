@@ -5,16 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_same, make_trainer
+from conftest import assert_same, make_data, make_model, make_trainer
 
 from stoker.data.datasets import Data, TensorSplit
-from stoker.data.loader import DeviceLoader
+from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.models.cnn import CNN
 from stoker.models.linear import Linear
 from stoker.models.mlp import MLP
 from stoker.models.resnet import ResNet
 from stoker.models.whitened_cnn import Whiten, WhitenedCNN
-from stoker.trainer.callbacks import EMA
+from stoker.trainer import checkpoint, parallel
+from stoker.trainer.callbacks import EMA, Checkpoint
 
 pytestmark = pytest.mark.accelerator
 
@@ -25,7 +26,6 @@ MODELS = {
     "resnet": functools.partial(ResNet, widths=[4, 8], blocks=[1, 1]),
     "whitened_cnn": functools.partial(WhitenedCNN, widths=[8, 8]),
 }
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 
 def make_images(train=48, val=16):
@@ -62,11 +62,117 @@ def test_each_model_trains_as_on_the_cpu(accelerator, name):
         torch.manual_seed(0)
         model = MODELS[name]((1, 8, 8), 3)
         callbacks = [EMA(0.9), *([Whiten(32)] if name == "whitened_cnn" else [])]
-        with make_trainer(
-            model, device=device, optimizer=ADAMW, callbacks=callbacks, max_grad_norm=1.0
-        ) as trainer:
+        with make_trainer(model, device=device, callbacks=callbacks, max_grad_norm=1.0) as trainer:
             history = trainer.fit(*loaders(data, device))
             states.append(on_cpu(trainer))
             histories.append([row["val/loss"] for row in history if "val/loss" in row])
     assert_same(states[1], states[0])
     assert histories[1] == histories[0]
+
+
+def by_hand(data, device, dtype, epochs):
+    """Train the usual model as the documentation of torch does; return its weights, and how many
+    steps the scaler has skipped.
+    """
+    model = make_model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, weight_decay=0.0)
+    scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
+    skipped = 0
+    loader = DeviceLoader(data, "train", 8, shuffle=True, device=device)
+    for epoch in range(epochs):
+        loader.seek(epoch)
+        for inputs, targets in loader:
+            with torch.autocast(device, dtype=dtype):
+                loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            before = scaler.get_scale()
+            scaler.update()
+            skipped += scaler.get_scale() < before
+            optimizer.zero_grad()
+    return model.state_dict(), skipped
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "size"),
+    [
+        (torch.bfloat16, "bf16", 1),
+        (torch.float16, "fp16", 1),
+        (torch.float16, "fp16", 3000),  # gradients overflow until the scale is small enough
+    ],
+)
+def test_autocast_trains_as_plain_torch_does(accelerator, dtype, precision, size):
+    data = make_data()
+    data.train.inputs.mul_(size)
+    expected, skipped = by_hand(data, accelerator.NAME, dtype, epochs=3)
+    assert (skipped > 0) == (size > 1)
+    trainer = make_trainer(
+        device=accelerator.NAME,
+        precision=precision,
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0),
+        scheduler=None,
+    )
+    history = trainer.fit(*loaders(data, accelerator.NAME))
+    assert_same(trainer.module.state_dict(), expected)
+    assert sum(row.get("train/skipped_steps", 0) for row in history) == skipped
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_batches_streamed_by_workers_train_as_resident_ones(accelerator, precision):
+    states = []
+    for kind in (DeviceLoader, functools.partial(HostLoader, workers=2)):
+        trainer = make_trainer(device=accelerator.NAME, precision=precision)
+        trainer.fit(*loaders(make_data(), accelerator.NAME, kind))
+        states.append(on_cpu(trainer))
+    assert_same(states[1], states[0])
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"),
+    [("fp32", torch.float32, 1e-6), ("bf16", torch.bfloat16, 1e-2), ("fp16", torch.float16, 2e-3)],
+)
+def test_replicas_on_two_devices_train_as_one_model(
+    accelerator, monkeypatch, precision, dtype, tolerance
+):
+    monkeypatch.setattr(parallel, "REPLICAS", (accelerator.NAME,))
+    for name in ("_broadcast_coalesced", "_scatter", "_gather"):
+        monkeypatch.setattr(torch._C, name, getattr(accelerator, name))
+    computed = set()
+    weights = []
+    for strategy in ("single", "dp"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 3)
+        model.register_forward_hook(
+            lambda *made: computed.add((made[2].device.index, made[2].dtype))
+        )
+        trainer = make_trainer(
+            model,
+            device=accelerator.NAME,
+            strategy=strategy,
+            precision=precision,
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        )
+        trainer.fit(*loaders(make_data(), accelerator.NAME))
+        weights.append(trainer.module.state_dict())
+    assert computed == {(0, dtype), (1, dtype)}
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=0, atol=tolerance)
+
+
+def test_a_run_is_resumed_on_other_devices_as_if_it_had_stayed(accelerator, tmp_path):
+    def train(device, folder, resume=None, **settings):
+        trainer = make_trainer(
+            make_model(dropout=0.5),
+            device=device,
+            callbacks=[EMA(0.9), Checkpoint(folder, every=8, keep=9)],
+            **settings,
+        )
+        trainer.fit(*loaders(make_data(), device), resume=resume)
+        return on_cpu(trainer)
+
+    device = f"{accelerator.NAME}:0"
+    whole = train(device, tmp_path / "a")
+    train("cpu", tmp_path / "b", checkpoint.path_of(tmp_path / "a", 8))
+    last = checkpoint.path_of(tmp_path / "b", 16)
+    resumed = train(f"{accelerator.NAME}:1", tmp_path / "c", last)
+    assert_same(resumed, whole)
