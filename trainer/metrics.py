@@ -307,16 +307,10 @@ class R2(Sums):
 
     def about_common_origin(self) -> torch.Tensor | None:
         """Return the sums about the origin of the first process that has samples."""
+        origins = parallel.from_all(None if self.sums is None else self.origin.cpu())
         if self.sums is None:
-            parallel.add_up(None)
             return None
-        slots = self.origin.new_zeros(parallel.ranks(), 2, *self.origin.shape)
-        slots[launch.rank(), 0] = self.origin
-        slots[launch.rank(), 1] = 1  # taken
-        slots = parallel.add_up(slots)
-        taken = slots[:, 1].flatten(1).amax(1)
-        first = taken.argmax()
-        origin = slots[first, 0]
+        origin = next(one for one in origins if one is not None).to(self.origin.device)
         total, squares, residual, samples = self.sums
         shift = self.origin - origin
         self.origin = origin

@@ -554,24 +554,24 @@ def add_up(value: Summable) -> Summable:
         number = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(number)
         return type(value)(number.item())
-    # A rank with nothing learns the form of the others': dimensions + 1, is it float, the sizes.
-    form = torch.zeros(8, dtype=torch.int64)
-    if value is not None:
-        form[:2] = torch.tensor([value.ndim + 1, value.is_floating_point()])
-        form[2 : 2 + value.ndim] = torch.tensor(value.shape)
-    dist.all_reduce(form, op=dist.ReduceOp.MAX)
-    dimensions, is_float, *sizes = form.tolist()
-    if not dimensions:
+    # A rank with nothing learns the form of the others'.
+    forms = from_all(None if value is None else (value.shape, value.dtype))
+    known = [form for form in forms if form is not None]
+    if not known:
         return value
     if value is None:
-        total = torch.zeros(
-            sizes[: dimensions - 1], dtype=torch.float64 if is_float else torch.int64
-        )
-        dist.all_reduce(total)
-        return total
+        shape, dtype = known[0]
+        value = torch.zeros(shape, dtype=dtype)
     total = value.detach().cpu().clone()
     dist.all_reduce(total)
     return total.to(value.device)
+
+
+def from_all(value: Any) -> list[Any]:
+    """Return what each process gives, by rank: plain values, or tensors on the CPU."""
+    values = [None] * ranks()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def gather(outputs: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -587,14 +587,10 @@ def gather(outputs: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     parts = [torch.empty_like(padded) for _ in range(ranks())]
     dist.all_gather(parts, padded)
     gathered = outputs.new_empty(sum(sizes), *outputs.shape[1:])
+    batches = torch.arange(sum(sizes)).split(list(sizes))
     for rank, part in enumerate(parts):
-        taken = 0
-        start = 0
-        for size in sizes:
-            count = len(range(rank, size, ranks()))
-            gathered[start + rank : start + size : ranks()] = part[taken : taken + count]
-            taken += count
-            start += size
+        rows = torch.cat([batch[rank :: ranks()] for batch in batches])
+        gathered[rows] = part[: len(rows)]
     return gathered
 
 
