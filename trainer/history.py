@@ -8,7 +8,7 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.readable import number
 
 Row = dict[str, Any]
-Points = list[tuple[float, float]]
+Point = tuple[float, float]
 
 COLORS = {"train/loss": "#1f77b4", "val/loss": "#d62728"}
 
@@ -74,29 +74,27 @@ class History(list[Row]):
 
         Points are in steps and losses: the view box scales them.
         """
-        lines: dict[str, Points] = {name: [] for name in COLORS}
-        for row in self:
-            for name, points in lines.items():
-                value = row.get(name, math.nan)
-                if math.isfinite(value):
-                    points.append((row["step"], value))
-        if max(map(len, lines.values())) < 2:
-            return ""
-        steps = [step for points in lines.values() for step, _ in points]
-        losses = [loss for points in lines.values() for _, loss in points]
-        width = max(steps) - min(steps)
-        height = max(losses) - min(losses) or 1
-        box = f"{min(steps)} {-max(losses)} {width} {height}"
-        drawn = [f'<svg width="480" height="200" viewBox="{box}" preserveAspectRatio="none">']
+        all_points: list[Point] = []
+        longest = 0
+        lines = ""
         legend = []
-        for name, points in lines.items():
-            if not points:
-                continue
-            color = COLORS[name]
-            path = " ".join(f"{step},{-loss}" for step, loss in points)
-            style = f'fill="none" stroke="{color}" vector-effect="non-scaling-stroke"'
-            drawn.append(f'<polyline points="{path}" {style}/>')
-            legend.append(f'<span style="color:{color}">{name}</span>')
-        legend.append(f"steps {min(steps):,} to {max(steps):,}")
-        legend.append(f"{number(min(losses))} to {number(max(losses))}")
-        return f"{''.join(drawn)}</svg><p>{', '.join(legend)}</p>"
+        for name, color in COLORS.items():
+            rows = [row for row in self if math.isfinite(row.get(name, math.nan))]
+            points = [(row["step"], -row[name]) for row in rows]
+            if points:
+                path = " ".join(f"{x},{y}" for x, y in points)
+                style = f'fill="none" stroke="{color}" vector-effect="non-scaling-stroke"'
+                lines += f'<polyline points="{path}" {style}/>'
+                legend.append(f'<span style="color:{color}">{name}</span>')
+            longest = max(longest, len(points))
+            all_points += points
+        if longest < 2:
+            return ""
+        xs, ys = zip(*all_points, strict=True)
+        left = min(xs)
+        top = min(ys)
+        box = f"{left} {top} {max(xs) - left} {max(ys) - top or 1}"
+        legend.append(f"steps {left:,} to {max(xs):,}")
+        legend.append(f"{number(-max(ys))} to {number(-top)}")
+        start = f'<svg width="480" height="200" viewBox="{box}" preserveAspectRatio="none">'
+        return f"{start}{lines}</svg><p>{', '.join(legend)}</p>"
