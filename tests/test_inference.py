@@ -306,6 +306,17 @@ def test_only_what_is_trusted_is_built(runs, tmp_path, monkeypatch):
     assert torch.equal(eval(call, {"stoker": package})(pixels), found(pixels))
 
 
+def test_a_run_that_has_not_finished_is_said_to_be_on_its_way(runs, tmp_path, caplog):
+    shutil.copytree(runs / "digits", tmp_path / "run")
+    package.load(tmp_path / "run")
+    assert not caplog.text
+    (tmp_path / "run" / "result.json").unlink()
+    package.load(tmp_path / "run")
+    step = result(runs, "digits")["best"]["step"]
+    assert f"run has not finished: step_{step:08d}.ckpt" in caplog.text, caplog.text
+    assert caplog.text.count("\n") == 1
+
+
 def test_folders_that_are_no_runs(runs, tmp_path):
     for folder, message in (
         (tmp_path / "no", "there is no such folder"),

@@ -20,6 +20,7 @@ from stoker.command import build, trust
 from stoker.data import images, tables
 from stoker.data.description import Description, is_description, names_of
 from stoker.runs import card, resume, saved_config
+from stoker.runs.result import finished
 from stoker.trainer import checkpoint, parallel
 from stoker.trainer import device as devices
 from stoker.trainer.errors import TrainingError, UserError, first_few, first_line, log, printable
@@ -165,7 +166,10 @@ def in_python(error: UserError) -> UserError:
 
 
 def best(folder: str | Path) -> tuple[Path, State]:
-    """Return the path and the state of a run's best checkpoint; an error if there is none."""
+    """Return the path and the state of a run's best checkpoint; an error if there is none.
+
+    Of a run that has not finished, it is the best so far, and a warning says so.
+    """
     try:
         found = checkpoint.best(Path(folder) / "checkpoints")
     except TrainingError as error:  # its advice is for training
@@ -179,6 +183,8 @@ def best(folder: str | Path) -> tuple[Path, State]:
     if found is None:
         again = f"Type the command that started it with run_dir={folder}."
         raise UserError(f"run={folder}: it has no checkpoint. {again}")
+    if finished(folder) is None:
+        log.warning("run=%s has not finished: %s is its best so far.", folder, found[0].name)
     return found
 
 
