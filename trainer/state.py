@@ -154,14 +154,10 @@ def check_scaler(scaler: torch.amp.GradScaler, state: Any, name: str) -> None:
     like = scaler.state_dict()
     check_like(state, like, name)
     for key, value in like.items():
-        number = state[key]
         kind = type(value)
-        place = f"{name}.{key}"
-        wanted = f"a {kind.__name__} above 0"
-        require(type(number) is kind, number, wanted, place)
         may_be_0 = key == "_growth_tracker"
-        fits = number >= 0 if may_be_0 else number > 0
-        require(fits, number, wanted, place)
+        fits = type(state[key]) is kind and (state[key] > 0 or (may_be_0 and not state[key]))
+        require(fits, state[key], f"a {kind.__name__} above 0", f"{name}.{key}")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, name: str) -> None:
