@@ -17,6 +17,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from stoker import Trainer
+from stoker.diagnostics.audit import DeviceAudit
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError
 
@@ -573,6 +574,47 @@ def trainer(net=None, kind=Trainer):
     return kind(
         net or Net(), torch.nn.MSELoss(), functools.partial(torch.optim.SGD, lr=0.1), device="cpu"
     )
+
+
+class Kept(torch.nn.Linear):
+    """Keeps tensors on two devices and uses those on one, so that torch has nothing to refuse."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("mask", torch.ones(2))
+        self.cache = [torch.ones(2)]
+
+    def forward(self, inputs, *, scale=1):
+        return super().forward(inputs) * scale
+
+
+class Scaled(Trainer):
+    """Gives the model a tensor by its name."""
+
+    def compute_loss(self, batch):
+        inputs, targets = batch
+        outputs = self.model(inputs, scale=torch.ones(()))
+        return self.loss(outputs, targets), outputs
+
+
+def test_the_audit_names_what_the_first_forward_pass_has_elsewhere(caplog, capsys):
+    with trainer(Kept(), Scaled) as own:
+        own.callbacks.append(DeviceAudit())
+        own.fit(loader())
+        assert not caplog.messages
+        assert capsys.readouterr().out.splitlines()[-1] == (
+            "devices  all 6 tensors of the first forward pass were on cpu"
+        )
+        own.module.mask = own.module.mask.to("meta")
+        own.module.cache = [torch.ones(2, device="meta")]
+        own.fit(loader())
+    assert caplog.messages == [
+        (
+            "device=cpu, but buffer 'mask' is on meta; attribute 'cache[0]' (make it a buffer: "
+            "self.register_buffer) is on meta."
+        )
+    ]
+    assert "devices  all" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("doing", ["fit", "evaluate"])

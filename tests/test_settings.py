@@ -74,7 +74,7 @@ def test_debugging_has_settings_of_its_own():
         "compile": False,
         "dataset": {"workers": "auto"},
     }
-    others = {"device": "cuda", "strategy": "ddp", "devices": 2, "compile": "graph"}
+    others = {"strategy": "ddp", "devices": 2, "compile": "graph"}
     for key, value in others.items():
         with pytest.raises(
             UserError,
@@ -87,7 +87,8 @@ def test_debugging_has_settings_of_its_own():
     ):
         settings.debug_values({**default, "dataset": {"workers": 4}}, {"dataset.workers"})
     typed = {"device", "strategy", "devices", "compile", "dataset.workers"}
-    settings.debug_values({**default, "device": "cpu"}, typed)
+    assert "device" not in settings.debug_values({**default, "device": "cuda"}, typed)
+    assert settings.debug_values({**default, "device": "cuda"}, set())["device"] == "cpu"
 
 
 CONFIGS = Path(configs.__file__).parent

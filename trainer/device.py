@@ -599,6 +599,11 @@ def random_stream(*parts: object) -> Iterator[None]:
         set_random_states(states)
 
 
+def wait_for_each_call() -> None:
+    """Let each call on a GPU wait for its kernels, if CUDA has not begun in this process."""
+    os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device; a clock that is read after this includes its work."""
     if device.type != "cpu":

@@ -318,6 +318,8 @@ def check_task(config: Mapping[str, Any]) -> None:
 def debug_values(config: Mapping[str, Any], typed: Collection[str]) -> dict[str, Any]:
     """Return {key: value} that debug=true sets; UserError if a `typed` key contradicts it."""
     values = {key: setting.debug for key, setting in SETTINGS.items() if setting.debug is not None}
+    if "device" in typed:  # an error may be on that device only
+        del values["device"]
     for key, value in values.items():
         given = value_of(config, key)
         if key in typed and given not in (value, "auto"):

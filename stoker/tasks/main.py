@@ -124,9 +124,15 @@ def failed(cfg: DictConfig, error: Exception) -> float:
 
 @contextlib.contextmanager
 def debugging() -> Iterator[None]:
-    """Raise NotFinite if a gradient is nan, with the line that it comes from."""
+    """Raise NotFinite if a gradient is nan, with the line that it comes from.
+
+    Errors of a GPU are raised by the call that makes them.
+    """
     import torch
 
+    from stoker.trainer import device
+
+    device.wait_for_each_call()
     with torch.autograd.set_detect_anomaly(True):
         try:
             yield

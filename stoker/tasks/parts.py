@@ -206,7 +206,11 @@ def build_metrics(
 
 
 def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callback"]:
-    """Return the callbacks that are on, then the others, then Timing, which measures the others."""
+    """Return the callbacks that are on, then the others, then Timing, which measures the others.
+
+    debug=true has one of its own.
+    """
+    from stoker.diagnostics.audit import DeviceAudit
     from stoker.diagnostics.timing import Timing
 
     callbacks = []
@@ -217,4 +221,6 @@ def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callba
         elif node is not None:
             check_node(key, plain(node))  # a misspelt key may be why it is off
     callbacks += more
+    if cfg.debug:
+        callbacks.append(DeviceAudit())
     return sorted(callbacks, key=lambda callback: isinstance(callback, Timing))

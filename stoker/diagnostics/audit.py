@@ -1,0 +1,37 @@
+"""Name the tensors of a model and of its first batch that are on another device."""
+
+from typing import Any
+
+import torch
+
+from stoker.trainer import device as devices
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.errors import log
+from stoker.trainer.trainer import Trainer
+
+
+class DeviceAudit(Callback):
+    """Looks at the first forward pass of a fit: a tensor elsewhere makes each step wait, or fail.
+
+    It names every parameter, buffer, attribute and input that is not on the Trainer's device.
+    """
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        self.tensors = 0  # in place
+
+        def look(module: torch.nn.Module, inputs: Any, named_inputs: Any) -> None:
+            self.handle.remove()
+            batch = (*inputs, *named_inputs.values())
+            wrong = devices.misplaced(module, batch, trainer.device)
+            if wrong:
+                log.warning("device=%s, but %s.", trainer.device, "; ".join(wrong))
+            else:
+                self.tensors = len(devices.named_tensors(module, batch))
+
+        self.handle = trainer.module.register_forward_pre_hook(look, with_kwargs=True)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self.handle.remove()
+        if self.tensors:
+            place = f"on {trainer.device}"
+            print(f"devices  all {self.tensors} tensors of the first forward pass were {place}")
