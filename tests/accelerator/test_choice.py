@@ -1,0 +1,160 @@
+"""Any accelerator that torch knows is chosen, described and refused as a GPU is."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import make_model, make_trainer
+
+from stoker.data.datasets import Data, TensorSplit
+from stoker.data.loader import make_loaders
+from stoker.diagnostics.audit import DeviceAudit
+from stoker.trainer import device as devices
+from stoker.trainer import parallel
+from stoker.trainer.errors import UserError
+
+pytestmark = pytest.mark.accelerator
+
+
+def batches():
+    return [(torch.randn(8, 6), torch.arange(8) % 3)] * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["auto", "simulated", "simulated:0", "simulated:1", torch.device("cpu")]
+)
+def test_its_names_are_those_of_a_gpu(accelerator, name):
+    assert devices.available() == ["cpu", "simulated", "simulated:0", "simulated:1"]
+    chosen = devices.choose(name)
+    expected = {"auto": "simulated:0", "simulated": "simulated:0"}.get(name, str(name))
+    assert str(chosen) == expected
+    if chosen.index is not None:
+        assert torch.accelerator.current_device_index() == chosen.index
+        assert devices.describe(chosen).startswith(f"{chosen} (simulated accelerator, ")
+    torch.accelerator.set_device_index(0)
+
+
+def test_a_trainer_takes_a_torch_device(accelerator):
+    assert make_trainer(device=torch.device(accelerator.NAME)).device == torch.device(
+        "simulated", 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("simulated:2", "this machine has no such device, but simulated:0, simulated:1."),
+        ("simulate", "torch knows no such device. Did you mean 'simulated'?"),
+        ("mps", "this machine has no such device."),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(accelerator, monkeypatch, name, reason):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError) as caught:
+        devices.choose(name)
+    advice = "Type device=auto or device=simulated:1."
+    assert str(caught.value) == f"device={name}: {reason} {advice}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"strategy": "dp"}, "Type strategy=ddp devices=2, or strategy=single."),
+        ({"compile": "graph"}, "Type compile=true or compile=false."),
+    ],
+)
+def test_what_its_backend_lacks_is_refused(accelerator, settings, advice):
+    with pytest.raises(UserError) as caught:
+        make_trainer(device=accelerator.NAME, **settings)
+    assert str(caught.value).endswith(advice)
+
+
+def test_processes_need_a_backend_of_torch_distributed(accelerator):
+    with pytest.raises(UserError, match=r"has no backend for simulated\. Type strategy=single\."):
+        parallel.exchange_for("ddp", torch.device(accelerator.NAME))
+
+
+@pytest.mark.parametrize("lacks", ["mem_get_info", "get_device_name", "empty_cache"])
+def test_what_its_backend_does_not_tell_is_left_out(accelerator, monkeypatch, lacks):
+    device = torch.device(accelerator.NAME, 0)
+    facts = {name: getattr(accelerator, name) for name in dir(accelerator) if name != lacks}
+    monkeypatch.setattr(torch, accelerator.NAME, SimpleNamespace(**facts))
+    text = devices.describe(device)
+    assert ("accelerator" in text) == (lacks != "get_device_name") and "GiB free" in text
+    devices.release(device)
+
+
+def test_autocast_is_refused_where_it_does_not_work(accelerator, monkeypatch):
+    monkeypatch.setattr(accelerator, "get_amp_supported_dtype", lambda: [torch.float16])
+    with pytest.raises(UserError, match=r"simulated has no autocast to torch\.bfloat16"):
+        make_trainer(device=accelerator.NAME, precision="bf16")
+    make_trainer(device=accelerator.NAME, precision="fp16")
+
+
+class Offset(torch.nn.Linear):
+    """Makes a tensor in forward, and forgets the device."""
+
+    def forward(self, isimulatedts):
+        return super().forward(isimulatedts) + torch.ones(3)  # here
+
+
+class Hidden(torch.nn.Module):
+    """Starts an RNN from a state that it makes on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = torch.nn.LSTM(6, 3)
+
+    def forward(self, isimulatedts):
+        state = (torch.zeros(1, 1, 3), torch.zeros(1, 1, 3))
+        return self.rnn(isimulatedts.unsqueeze(1), state)[0].squeeze(1)  # here
+
+
+@pytest.mark.parametrize("model", [Offset(6, 3), Hidden()])
+def test_a_tensor_made_on_the_cpu_is_an_error_with_its_line_and_both_devices(accelerator, model):
+    lines, first = inspect.getsourcelines(type(model))
+    (offset,) = [i for i, line in enumerate(lines) if line.endswith("# here\n")]
+    with pytest.raises(UserError) as caught:
+        make_trainer(model, device=accelerator.NAME).fit(batches())
+    assert str(caught.value).splitlines()[:2] == [
+        (
+            "Tensors on two devices: the Trainer works on simulated:0, but "
+            f"{__file__}:{first + offset} has one on cpu:"
+        ),
+        lines[offset].strip(),
+    ]
+
+
+def test_the_activations_are_those_on_the_cpu(accelerator):
+    reports = []
+    for device in ("cpu", accelerator.NAME):
+        trainer = make_trainer(make_model(), device=device)
+        reports.append(trainer.memory_report(batches()[0]))
+    for part in ("activations", "parameters", "gradients", "optimizer", "buffers"):
+        assert reports[0][part] == reports[1][part]
+    assert reports[1]["peak"] >= reports[1]["activations"] > 0
+
+
+def test_what_is_resident_has_to_fit(accelerator):
+    isimulatedts = torch.zeros(64, 2**16)
+    targets = torch.arange(64) % 2
+    data = Data("wide", TensorSplit(isimulatedts, targets), None, None, (2**16,), 2)
+    options = {"batch_size": 8, "device": "simulated:0"}
+    with accelerator.limited_memory(2**24 - 1):
+        with pytest.raises(UserError, match=r"takes 16\.0 MiB, and simulated:0 has 16\.0 free\."):
+            make_loaders(data, resident=True, **options)
+        _, why = make_loaders(data, **options)
+    assert why.startswith("streamed")
+
+
+def test_the_audit_names_what_stayed_on_the_cpu(accelerator, caplog):
+    model = make_model()
+    model.cache = [torch.ones(1)]
+    make_trainer(model, device=accelerator.NAME, epochs=1, callbacks=[DeviceAudit()]).fit(batches())
+    assert caplog.messages == [
+        (
+            "device=simulated:0, but attribute 'cache[0]' (make it a buffer: self.register_buffer) is "
+            "on cpu."
+        )
+    ]
