@@ -210,6 +210,13 @@ def normalizer(
     """Make a function uint8 -> float32, (pixel / 255 - mean) / std per channel; it leaves other
     types as they are.
     """
+    return functools.partial(_normalize, *scaling(mean, std, device))
+
+
+def scaling(
+    mean: Sequence[float] | None, std: Sequence[float] | None, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Return (scale, offset): a normalised pixel is pixel * scale + offset."""
     means = torch.tensor(0.0 if mean is None else mean, device=device)
     stds = torch.tensor(1.0 if std is None else std, device=device)
     scale = 1 / (255 * stds)
@@ -217,7 +224,7 @@ def normalizer(
     if scale.ndim > 0 or offset.ndim > 0:  # one per channel, in front of rows and columns
         scale = scale.view(-1, 1, 1)
         offset = offset.view(-1, 1, 1)
-    return functools.partial(_normalize, scale, offset)
+    return scale, offset
 
 
 def _normalize(scale: Tensor, offset: Tensor, inputs: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from stoker.command import build, trust
 from stoker.data import images, tables
 from stoker.data.description import Description, is_description, names_of
+from stoker.data.loader import scaling
 from stoker.runs import card, resume, saved_config
 from stoker.runs.result import finished
 from stoker.trainer import checkpoint, parallel
@@ -108,21 +109,15 @@ def constants(about: Description) -> dict[str, Tensor]:
     """Return the numbers of the preprocessing by name, computed as a loader does it."""
     numbers = {}
     if about["dtype"] == "uint8":
-        mean = torch.tensor(about["mean"] or 0.0)
-        std = torch.tensor(about["std"] or 1.0)
-        shape: Sequence[int] = ()
-        if mean.ndim or std.ndim:
-            shape = (-1, *[1] * (len(about["in_shape"]) - 1))
-        numbers["scale"] = (1 / (255 * std)).reshape(shape)
-        numbers["offset"] = (-mean / std).reshape(shape)
+        numbers["scale"], numbers["offset"] = scaling(about["mean"], about["std"], "cpu")
     elif about["table"] is not None:
         for name, of_category in (("mean", 0.0), ("std", 1.0)):
             values: list[float] = []
             for column in about["table"]["columns"]:
                 values += [column.get(name, of_category)] * len(names_of(column))
             numbers[name] = torch.tensor(values, dtype=torch.float64)
-    scaling = (about["target_mean"], about["target_scale"])
-    if about["kind"] == "regression" and scaling != (0.0, 1.0):
+    units = (about["target_mean"], about["target_scale"])
+    if about["kind"] == "regression" and units != (0.0, 1.0):
         for name in ("target_mean", "target_scale"):
             numbers[name] = torch.tensor(about[name], dtype=torch.float64)
     return numbers
@@ -324,10 +319,7 @@ def image_batches(
             broken.append(file)
             return None
 
-    threads = 1
-    if math.prod(shape) >= 256 * 256:  # decoding smaller ones holds the interpreter's lock
-        threads = min(os.cpu_count() or 1, 16)
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(images.decoding_threads(shape)) as pool:
         while batch := list(itertools.islice(files, size)):
             decoded = dict(zip(batch, pool.map(decode, batch), strict=True))
             whole = {file: pixels for file, pixels in decoded.items() if pixels is not None}
@@ -341,10 +333,11 @@ def image_batches(
         if broken:
             reason = f"none of its images can be read ({shown})"
         raise UserError(f"input={printable(path)}: {reason}. Type input=FOLDER or input=IMAGE.")
-    if len(broken) == 1:
-        log.warning("1 image cannot be read and is left out: %s", shown)
-    elif broken:
-        log.warning("%d images cannot be read and are left out: %s", len(broken), shown)
+    if broken:
+        count = "1 image cannot be read and is"
+        if len(broken) > 1:
+            count = f"{len(broken)} images cannot be read and are"
+        log.warning("%s left out: %s", count, shown)
 
 
 def images_below(folder: str) -> Iterator[str]:
