@@ -20,7 +20,6 @@ from stoker.trainer.errors import (
     check_number,
     did_you_mean,
     is_one_slip,
-    log,
 )
 from stoker.trainer.history import weight_of
 from stoker.trainer.metrics import Mean
@@ -156,12 +155,10 @@ class Monitor(Callback):
 
     def warn_if_missing(self, when: str) -> None:
         """Warn, once in a fit, if the monitored number has not been logged."""
-        if launch.is_first() and self.is_missing:
-            log.warning(
-                "%s: monitor=%s was not logged %s, so nothing counts as the best.",
-                type(self).__name__,
-                self.name,
-                when,
+        if self.is_missing:
+            launch.warn(
+                f"{type(self).__name__}: monitor={self.name} was not logged {when}, "
+                "so nothing counts as the best."
             )
         self.is_missing = False
 
@@ -194,13 +191,10 @@ class Monitor(Callback):
 
     def warn(self, trainer: "Trainer", value: float) -> None:
         """Warn, once in a fit, that the monitored number is not finite."""
-        if launch.is_first() and not self.warned:
-            log.warning(
-                "%s: %s is %s at step %d, which never counts as the best.",
-                type(self).__name__,
-                self.name,
-                value,
-                trainer.step,
+        if not self.warned:
+            launch.warn(
+                f"{type(self).__name__}: {self.name} is {value} at step {trainer.step}, "
+                "which never counts as the best."
             )
         self.warned = True
 
@@ -512,13 +506,10 @@ class ShadowWeights(Callback):
             return
         self.shadow = None
         self.step = 0
-        if launch.is_first():
-            log.warning(
-                "%s: the weights have been changed since its fit or checkpoint, so its %s of them "
-                "is dropped.",
-                type(self).__name__,
-                self.key,
-            )
+        launch.warn(
+            f"{type(self).__name__}: the weights have been changed since its fit or checkpoint, "
+            f"so its {self.key} of them is dropped."
+        )
 
     def update(self, trainer: "Trainer") -> None:
         """Bring the set up to `trainer.step`, once per step."""

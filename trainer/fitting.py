@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.trainer import checkpoint, launch, losses, misuse, optimizers, schedules
 from stoker.trainer import device as devices
-from stoker.trainer.errors import UserError, log
+from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
 from stoker.trainer.loading import Seekable, resident_bytes, seekable
 from stoker.trainer.state import frozen, warn_of_frozen
@@ -82,10 +82,8 @@ def warn_of_weights(trainer: "Trainer") -> None:
     if trainer.module is None:  # the Trainer was closed
         return
     name = checkpoint.first_nonfinite(trainer.module)
-    if name is not None and launch.is_first():
-        log.warning(
-            "The weights of %s are not finite after step %d. A NaNGuard() among the callbacks "
-            "stops earlier, and names the first such step and its cause.",
-            name,
-            trainer.step,
+    if name is not None:
+        launch.warn(
+            f"The weights of {name} are not finite after step {trainer.step}. A NaNGuard() among "
+            "the callbacks stops earlier, and names the first such step and its cause."
         )

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from stoker.trainer import stopping
-from stoker.trainer.errors import TrainingError
+from stoker.trainer.errors import TrainingError, log
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -61,6 +61,12 @@ def cores() -> int:
 def is_first() -> bool:
     """Return whether this is the process that prints and writes."""
     return rank() == 0
+
+
+def warn(text: str) -> None:
+    """Log a warning, on one of several processes."""
+    if is_first():
+        log.warning(text)
 
 
 def store() -> "Store":

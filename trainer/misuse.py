@@ -12,7 +12,7 @@ from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer import graph, launch, losses, nonfinite, parallel, schedules
 from stoker.trainer.callbacks import Callback
-from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of, log
+from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of
 from stoker.trainer.loading import Seekable
 
 if TYPE_CHECKING:
@@ -298,8 +298,8 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
         )
     shuffles = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
     shuffles = shuffles or getattr(loader, "shuffle", False)
-    if use == "predict" and shuffles and launch.is_first():
-        log.warning(
+    if use == "predict" and shuffles:
+        launch.warn(
             "predict: the loader shuffles, and the outputs come in its order. "
             "Give one with shuffle=False."
         )
@@ -402,7 +402,7 @@ def warn_of_untrained(trainer: "Trainer") -> None:
     is_news = not trainer.untrained >= set(names)
     trainer.untrained = set(names)
     if is_news:
-        warn(
+        launch.warn(
             f"No optimizer has {first_few(names, 3)}: not trained. Give the optimizer all of the "
             "model's parameters, or name a second optimizer in stateful()."
         )
@@ -417,19 +417,15 @@ def warn_of_epochs(trainer: "Trainer") -> None:
         name = attribute.removeprefix("_")
         is_often_epochs = schedules.COUNTS[attribute]
         if max(counts) > total:
-            warn(f"scheduler: {kind}'s {name}={max(counts)} is after the last step, {total:,}.")
+            launch.warn(
+                f"scheduler: {kind}'s {name}={max(counts)} is after the last step, {total:,}."
+            )
         elif per_epoch < total and min(counts) < per_epoch and is_often_epochs:
-            warn(
+            launch.warn(
                 f"scheduler: {kind} counts optimizer steps here, {per_epoch:,} per epoch: "
                 f"{name}={min(counts)} is {min(counts) / per_epoch:.2g} epochs. "
                 f"For {min(counts)} epochs, give {min(counts) * per_epoch}."
             )
-
-
-def warn(text: str) -> None:
-    """Log a warning, on one of several processes."""
-    if launch.is_first():
-        log.warning(text)
 
 
 def form(batch: Any) -> str:

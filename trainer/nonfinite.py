@@ -118,11 +118,10 @@ def find(trainer: "Trainer", guard: NaNGuard) -> FirstStep | None:
     for callback in replaying_callbacks(trainer):
         callback.on_fit_end(trainer)
     trainer.go_on_from(state)
-    if launch.is_first():
-        log.warning(
-            "Replaying the training from step %d on, to find the first number that is not finite.",
-            trainer.step + 1,
-        )
+    launch.warn(
+        f"Replaying the training from step {trainer.step + 1} on, to find the first number that "
+        "is not finite."
+    )
     special_step = trainer.special_step
     if special_step is not None and special_step.captures:
         trainer.special_step = None  # the same numbers, and gradients that can be looked at

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from stoker.trainer import launch
-from stoker.trainer.errors import UserError, first_few, log
+from stoker.trainer.errors import UserError, first_few
 
 # How an optimizer works, not what it computes: a GPU's checkpoint has others than the CPU needs.
 WAYS = ("foreach", "fused", "capturable")
@@ -63,10 +63,10 @@ def warn_of_frozen(module: torch.nn.Module, before: list[str]) -> None:
     now = frozen(module)
     changes = {"frozen": set(now) - set(before), "trained again": set(before) - set(now)}
     for change, names in changes.items():
-        if names and launch.is_first():
+        if names:
             verb = "is" if len(names) == 1 else "are"
             shown_names = first_few(sorted(names), 3)
-            log.warning("Restored from the checkpoint: %s %s %s.", shown_names, verb, change)
+            launch.warn(f"Restored from the checkpoint: {shown_names} {verb} {change}.")
 
 
 def check_frozen(module: torch.nn.Module, names: list[Any]) -> None:
