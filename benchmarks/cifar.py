@@ -47,18 +47,25 @@ class Stopwatch(Callback):
 def train_seeds(job, train):
     """The results of `train(seed)`, which returns (us per step, accuracy, loss), after a warm-up."""
     train(0)
-    keys = ("step_us", "accuracy", "loss")
-    seeds = range(job.trainings)
-    return {"seeds": [dict(zip(keys, train(seed), strict=True)) for seed in seeds]}
+    results = []
+    for seed in range(job.trainings):
+        step_us, accuracy, loss = train(seed)
+        results.append({"step_us": step_us, "accuracy": accuracy, "loss": loss})
+    return {"seeds": results}
 
 
 def ours(job, clock):
     """The experiment as `python train.py` builds it; its settings as key=value."""
-    settings = ["experiment=cifar10_94", f"device={job.device}", *job.variants]
+    settings = [
+        "experiment=cifar10_94",
+        f"device={job.device}",
+        f"epochs={job.epochs}",
+        *job.variants,
+    ]
     if job.tiny:
         settings += ["dataset=synthetic", "dataset.augment=[]", "precision=fp32"]
-        settings += [f"model.widths={TINY_WIDTHS}", f"batch_size={job.batch_size}"]
-        settings.append(f"epochs={job.epochs}")
+        settings.append(f"model.widths={TINY_WIDTHS}")
+        settings.append(f"batch_size={job.batch_size}")
         for name, value in work.synthetic_settings(job).items():
             settings.append(f"dataset.{name}={value}")
     else:
@@ -86,8 +93,9 @@ def hand(job, clock):
         by_hand.fast_kernels()
 
     def place(images, labels):
-        images = work.normalize(images.to(job.device), *scale).to(dtype)
-        return images.contiguous(memory_format=torch.channels_last), labels.to(job.device)
+        images = work.normalize(images.to(job.device), *scale)
+        images = images.to(dtype=dtype, memory_format=torch.channels_last)
+        return images, labels.to(job.device)
 
     images, labels = place(*train_arrays)
     test_images, test_labels = place(*test_arrays)
@@ -103,8 +111,9 @@ def hand(job, clock):
             parts = [model(batch).float() for batch in test_images.split(work.EVAL_BATCH)]
         outputs = torch.cat(parts)
         correct = outputs.argmax(1) == test_labels
-        loss = smoothed(outputs, test_labels)
-        return stopwatch.step_us, correct.float().mean().item(), loss.item()
+        accuracy = correct.double().mean().item()
+        loss = smoothed(outputs, test_labels).item()
+        return stopwatch.step_us, accuracy, loss
 
     return train_seeds(job, train)
 
@@ -113,9 +122,11 @@ def whitened(job, images, seed, dtype):
     """The network, its first layer whitened and its norms in fp32."""
     torch.manual_seed(devices.mix_seed(seed, "model"))
     options = {"widths": TINY_WIDTHS} if job.tiny else {}
-    model = WhitenedCNN(job.in_shape, 10, **options).to(job.device)
-    first = permutation(len(images), seed, 0)[:WHITENED]
-    model.whiten([images[first.to(job.device)].float()])
+    model = WhitenedCNN(job.in_shape, 10, **options)
+    model.to(job.device)
+    order = permutation(len(images), seed, 0)
+    first = order[:WHITENED].to(job.device)
+    model.whiten([images[first].float()])
     model.first.weight.requires_grad_(False)
     model.to(dtype=dtype, memory_format=torch.channels_last)
     for part in model.modules():
@@ -136,10 +147,12 @@ def fit(job, model, images, labels, seed, stopwatch):
         fused=job.device in ("cpu", "cuda"),
     )
     rates = [group["lr"] for group in optimizer.param_groups]
-    state = dict(model.state_dict())
-    for name in [name for name, tensor in state.items() if not tensor.is_floating_point()]:
-        del state[name]  # BatchNorm's counters
-    slow = {name: tensor.clone() for name, tensor in state.items()}
+    state = {}
+    slow = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():  # BatchNorm also counts batches
+            state[name] = tensor
+            slow[name] = tensor.clone()
     orders = [permutation(len(images), seed, epoch) for epoch in range(job.epochs)]
     orders = torch.stack(orders).to(job.device)
     mirrored = torch.rand(len(images), 1, device=job.device) < 0.5
@@ -152,16 +165,19 @@ def fit(job, model, images, labels, seed, stopwatch):
             del state["first.bias"], slow["first.bias"]
         pictures = images
         if not job.tiny:
-            pictures = by_hand.crop(padded, mirrored ^ bool(epoch % 2), margin=2)
+            flips = mirrored if epoch % 2 == 0 else ~mirrored
+            pictures = by_hand.crop(padded, flips, margin=2)
         for batch in orders[epoch, :used].split(job.batch_size):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * factor(step, total)
-            smoothed(model(pictures[batch]).float(), labels[batch]).backward()
+            outputs = model(pictures[batch]).float()
+            smoothed(outputs, labels[batch]).backward()
             optimizer.step()
             optimizer.zero_grad()
             step += 1
             if step % LOOKAHEAD == 0 or step == total:
-                look_ahead(state, slow, 0.774 * (step / total) ** 3)
+                progress = step / total
+                look_ahead(state, slow, decay=0.774 * progress**3)
             stopwatch.at(step, total)
 
 
@@ -173,8 +189,10 @@ def factor(step, total):
     """The triangle of the learning rate: up over 23 % of the steps, then down to 7 %."""
     warmup = round(0.23 * total)
     if step < warmup:
-        return 0.2 + 0.8 * (step + 1) / (warmup + 1)
-    return 1 - 0.93 * (step - warmup) / (total - warmup)
+        rise = (step + 1) / (warmup + 1)
+        return 0.2 + 0.8 * rise
+    fall = (step - warmup) / (total - warmup)
+    return 1 - 0.93 * fall
 
 
 @torch.no_grad()

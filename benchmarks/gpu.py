@@ -167,8 +167,9 @@ def read_options(arguments=None):
 def left_out(name, options):
     """{label: why it cannot run here}"""
     step = STEPS[name]
-    has_data = not step.data or Path(os.environ.get("DATA_ROOT", ""), step.data).is_dir()
-    if not has_data and not options.dry_run:
+    root = os.environ.get("DATA_ROOT", "")
+    needs_data = bool(step.data) and not options.dry_run
+    if needs_data and not Path(root, step.data).is_dir():
         return dict.fromkeys(step.labels, f"there is no {step.data} below DATA_ROOT")
     reasons = run.missing_contestants(step.labels, options.device)
     for label in step.labels:
@@ -238,7 +239,8 @@ def read_contestant(done):
 
 def failed(done):
     lines = [line for line in done.stdout.splitlines() if line.strip()]
-    return {"note": f"exit code {done.returncode}: {' '.join(lines[-2:])}"}
+    last = " ".join(lines[-2:])
+    return {"note": f"exit code {done.returncode}: {last}"}
 
 
 def run_day(parts, options, environment):
@@ -266,13 +268,16 @@ def run_day(parts, options, environment):
                 row |= {"seed": seed, "result": {"wall_s": wall_s} | figures}
                 print(json.dumps(row), file=file)
         Path(output, "gpu.md").write_text("\n".join(report(options)) + "\n")
-    print(f"{time.monotonic() - began:.0f} s in all; the tables are in {output / 'gpu.md'}")
+    seconds = time.monotonic() - began
+    print(f"{seconds:.0f} s in all; the tables are in {output / 'gpu.md'}")
 
 
 def run_part(part, seconds, environment, log_file):
     """Run the process and return its figures; end it and its children when the time is up."""
     with log_file.open("a+b") as log:
-        log.write(f"\n## {part.step} {part.label}\n$ {shlex.join(part.command)}\n".encode())
+        title = f"\n## {part.step} {part.label}\n"
+        command = f"$ {shlex.join(part.command)}\n"
+        log.write((title + command).encode())
         log.flush()
         start = log.tell()
         process = subprocess.Popen(
@@ -340,9 +345,13 @@ def step_table(step, results, reasons):
 
 
 def pair(results, names):
-    """[{name: figures}], one of each seed that all of them have; one that is empty for no names."""
-    seeds = set.intersection(*(set(results[name]) for name in names)) if names else {0}
-    return [{name: results[name][seed] for name in names} for seed in sorted(seeds)] or [{}]
+    """[{name: figures}], one of each seed that all of them have; one without figures for no names."""
+    if not names:
+        return [{}]
+    seeds = set(results[names[0]])
+    for name in names:
+        seeds &= set(results[name])
+    return [{name: results[name][seed] for name in names} for seed in sorted(seeds)]
 
 
 class Goal(typing.NamedTuple):
@@ -367,7 +376,8 @@ class Goal(typing.NamedTuple):
         under = [figures[names[1]] for figures in rounds]
         ratios = [one[self.column] / two[self.column] for one, two in zip(over, under, strict=True)]
         text = f"{run.spread(ratios)}, {' / '.join(names)}, n = {len(ratios)}"
-        is_met = self.least <= statistics.median(ratios) <= self.most and len(ratios) >= self.n
+        is_in_range = self.least <= statistics.median(ratios) <= self.most
+        is_met = is_in_range and len(ratios) >= self.n
         if self.n > 1:
             ours = [figures["accuracy"] for figures in over]
             theirs = [figures["accuracy"] for figures in under]
@@ -375,7 +385,8 @@ class Goal(typing.NamedTuple):
             is_same = statistics.mean(ours) >= statistics.mean(theirs) - SAME_ACCURACY
             is_met = is_met and is_same
         if "mfu" in over[0]:
-            text += f"; MFU {statistics.median(figures['mfu'] for figures in over):.3f}"
+            mfu = statistics.median(figures["mfu"] for figures in over)
+            text += f"; MFU {mfu:.3f}"
         return text, "yes" if is_met else "no"
 
 
@@ -394,8 +405,9 @@ class Zero(typing.NamedTuple):
                 counts[label] = figures[0][self.column]
         if not counts:
             return NOT_YET, ""
-        text = ", ".join(f"{label} {count:g}" for label, count in counts.items())
-        return text, "no" if any(counts.values()) else "yes"
+        texts = [f"{label} {count:g}" for label, count in counts.items()]
+        verdict = "no" if any(counts.values()) else "yes"
+        return ", ".join(texts), verdict
 
 
 EQUAL_CIFAR = "cifar10_94, ours / hand loop at the same accuracy <= 1.0 (n >= 10)"
