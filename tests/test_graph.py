@@ -213,7 +213,7 @@ def test_a_step_that_no_graph_can_repeat_is_refused_with_its_line(
     with pytest.raises(UserError) as caught:
         trainer.fit(DeviceLoader(make_data(), "train", 8))
     message = str(caught.value)
-    place = f"test_graph.py:{line_with(getattr(kind, method), text)}, in {method},"
+    place = f"{__file__}:{line_with(getattr(kind, method), text)}, in {method},"
     assert message.startswith(f"compile=graph: {place} {words}")
     assert message.endswith("or type compile=false.") and len(message.splitlines()) == 2
     assert trainer.step == 0 and trainer.lr == 0.0025  # hidden in the step alone

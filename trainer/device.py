@@ -477,7 +477,9 @@ def never_waiting(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -814,10 +816,15 @@ def is_of_two_devices(text: str) -> bool:
     return len(backends) > 1
 
 
-def innermost_line(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the line of yours, or of a model, in which torch raised the error; None if none."""
+def innermost_line(
+    error: BaseException, libraries: tuple[str, ...] = (TORCH,)
+) -> traceback.FrameSummary | None:
+    """Return the line of yours, or of a model, in which a library raised the error; None if none.
+
+    These are the paths of the libraries.
+    """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename.startswith(TORCH):
+        if frame.filename.startswith(libraries):
             continue
         return None if frame.filename.startswith(HERE) else frame
     return None

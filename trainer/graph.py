@@ -1,9 +1,7 @@
 """CUDA graphs: what a step does on the device, captured once per kind of batch, then replayed."""
 
 import contextlib
-import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ PARTS = (
     "the trained parameters change",
     "the optimizer's settings change (a schedule that cycles momentum changes them)",
 )
-LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
 
 Work = Callable[[Any], Any]  # from a batch to tensors
 Kind = tuple[Hashable, Hashable, Hashable]
@@ -166,13 +163,9 @@ def explain(error: BaseException, trainer: Any) -> UserError | None:
 
 
 def line_of(error: BaseException) -> str:
-    """Return "model.py:12, in forward": the innermost line that is not torch's or the Trainer's."""
-    place = "the step"
-    for frame in traceback.extract_tb(error.__traceback__):
-        path = Path(frame.filename)
-        if not any(path.is_relative_to(library) for library in LIBRARIES):
-            place = f"{path.name}:{frame.lineno}, in {frame.name},"
-    return place
+    """Return "/my/model.py:12, in forward," for an error in code that is not a library's."""
+    line = devices.innermost_line(error, (devices.TORCH, devices.HERE))
+    return "the step" if line is None else f"{line.filename}:{line.lineno}, in {line.name},"
 
 
 def check(

@@ -11,7 +11,7 @@ from conftest import assert_same, make_data, make_model, make_trainer
 
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics import flops
-from stoker.trainer import checkpoint, parallel
+from stoker.trainer import checkpoint
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError
@@ -103,20 +103,6 @@ def test_the_generators_of_replicas_are_left_as_they_were(accelerator):
     assert not torch.equal(seeded[0], before[0]) and not torch.equal(seeded[1], before[1])
     devices.set_random_states(states)
     assert_same([generator.get_state() for generator in accelerator.default_generators], before)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_replicas_on_two_devices_compute_in_the_type_of_the_step(accelerator, dtype):
-    """What DataParallel does between scattering and gathering, which are CUDA's alone."""
-    layers = [torch.nn.Linear(6, 3).to(f"{accelerator.NAME}:{i}") for i in range(2)]
-    inputs = [torch.ones(4, 6, device=f"{accelerator.NAME}:{i}") for i in range(2)]
-    model = parallel.Replicated(layers[0], device_ids=[0, 1])
-    with devices.autocast(torch.device(accelerator.NAME, 0), dtype):
-        expected = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
-        outputs = model.parallel_apply(layers, [(x,) for x in inputs], [{}, {}])
-    assert {output.dtype for output in outputs} == {dtype or torch.float32}
-    for output, like in zip(outputs, expected, strict=True):
-        assert output.device == like.device and torch.equal(output.cpu(), like.cpu())
 
 
 def test_the_peak_is_measured_on_the_device(accelerator, monkeypatch):
