@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from stoker.trainer import settings
+from stoker.data import settings
 from stoker.trainer.device import to_device
 from stoker.trainer.errors import UserError, check_number
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.data import settings
 from stoker.data.augment import Augment, Draws, Spec
 from stoker.data.record import Data
 from stoker.data.splits import Split
 from stoker.data.workers import Reader, Workers, choose_workers, decode_seconds
-from stoker.trainer import launch, settings
+from stoker.trainer import launch
 from stoker.trainer.device import (
     MIB,
     UNIFIED,

@@ -10,8 +10,8 @@ import pytest
 from stoker import configs
 from stoker.command import dotted, settings
 from stoker.data import augment
+from stoker.data.settings import AUGMENTATIONS
 from stoker.trainer.errors import UserError
-from stoker.trainer.settings import AUGMENTATIONS
 
 
 def test_the_augmentations_are_those_that_there_are():

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, did_you_mean
 
-AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 
@@ -97,8 +96,6 @@ LIMITS: Mapping[str, Limit] = {
     "epochs": COUNT,
     "max_steps": COUNT_OR_NONE,
     "max_minutes": Number(above=0),
-    "batch_size": COUNT,
-    "eval_batch_size": COUNT,
     "grad_accum_steps": COUNT,
     "micro_batch": Number(whole=True, least=1, optional=True, auto=True),
     "max_grad_norm": Number(above=0, optional=True),
@@ -117,9 +114,6 @@ LIMITS: Mapping[str, Limit] = {
     "checkpoint.epochs": COUNT_OR_NONE,
     "checkpoint.minutes": Number(above=0, optional=True),
     "checkpoint.keep": Number(whole=True, least=2),
-    "dataset.resident": Choice(("auto", True, False)),
-    "dataset.workers": Number(whole=True, least=0, auto=True),
-    "dataset.timeout": Number(least=0),
 }
 
 
@@ -142,14 +136,3 @@ def check_micro_batch(size: int | str | None, parts: int = 1) -> Any:
             "Type one of them."
         )
     return check("micro_batch", size)
-
-
-def check_augmentation(name: Any) -> Any:
-    """Return `name` if there is such an augmentation; UserError otherwise."""
-    if isinstance(name, str) and name in AUGMENTATIONS:
-        return name
-    raise UserError(
-        f"dataset.augment={as_typed(name)}: there is no such augmentation."
-        f"{did_you_mean(name, AUGMENTATIONS)}\n"
-        f"Type a list of {', '.join(AUGMENTATIONS)}."
-    )

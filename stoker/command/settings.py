@@ -1,7 +1,8 @@
 """The table of settings: the limits of each key, and the tasks, resumes and ranks it matters to.
 
 This is the only place that lists keys. Defaults and help texts are the values and comments of
-configs/. The limits of constructor arguments come from `trainer/settings.py`.
+configs/. The limits of constructor arguments come from `trainer/settings.py` and
+`data/settings.py`.
 """
 
 import dataclasses
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stoker.command import invocation
+from stoker.data.settings import LIMITS as DATA_LIMITS
+from stoker.data.settings import check_augmentation
 from stoker.trainer import checkpoint_names, launch
 from stoker.trainer.errors import UserError, as_typed, check_choice, check_number, did_you_mean
 from stoker.trainer.settings import (
@@ -18,7 +21,6 @@ from stoker.trainer.settings import (
     Choice,
     Limit,
     Number,
-    check_augmentation,
     check_micro_batch,
     check_strategy,
 )
@@ -127,9 +129,9 @@ SETTINGS: Mapping[str, Setting] = {
     "epochs": Setting(LIMITS["epochs"], resume="longer", aliases=("max_epochs",)),
     "max_steps": Setting(LIMITS["max_steps"], resume="longer"),
     "max_minutes": Setting(LIMITS["max_minutes"], resume="any"),
-    "batch_size": Setting(LIMITS["batch_size"]),
+    "batch_size": Setting(DATA_LIMITS["batch_size"]),
     "eval_batch_size": Setting(
-        LIMITS["eval_batch_size"], (*TRAINING, "evaluate", "predict"), "any"
+        DATA_LIMITS["eval_batch_size"], (*TRAINING, "evaluate", "predict"), "any"
     ),
     "drop_last": Setting(),
     "grad_accum_steps": Setting(LIMITS["grad_accum_steps"]),
@@ -187,13 +189,18 @@ SETTINGS: Mapping[str, Setting] = {
     "dataset.on_bad_sample": Setting(tasks=(*TRAINING, "evaluate", "predict")),
     "dataset.augment": Setting(loader=True),
     "dataset.resident": Setting(
-        LIMITS["dataset.resident"], (*TRAINING, "evaluate"), "any", loader=True
+        DATA_LIMITS["dataset.resident"], (*TRAINING, "evaluate"), "any", loader=True
     ),
     "dataset.workers": Setting(
-        LIMITS["dataset.workers"], (*TRAINING, "evaluate"), "any", local=True, debug=0, loader=True
+        DATA_LIMITS["dataset.workers"],
+        (*TRAINING, "evaluate"),
+        "any",
+        local=True,
+        debug=0,
+        loader=True,
     ),
     "dataset.timeout": Setting(
-        LIMITS["dataset.timeout"], (*TRAINING, "evaluate"), "any", loader=True
+        DATA_LIMITS["dataset.timeout"], (*TRAINING, "evaluate"), "any", loader=True
     ),
     "model": Setting(),
     "loss": Setting(),

@@ -1,0 +1,32 @@
+"""The limits of the loaders' arguments and the names of the augmentations, known without torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from stoker.trainer.errors import UserError, as_typed, did_you_mean
+from stoker.trainer.settings import COUNT, Choice, Limit, Number
+
+AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")
+LIMITS: Mapping[str, Limit] = {
+    "batch_size": COUNT,
+    "eval_batch_size": COUNT,
+    "dataset.resident": Choice(("auto", True, False)),
+    "dataset.workers": Number(whole=True, least=0, auto=True),
+    "dataset.timeout": Number(least=0),
+}
+
+
+def check(key: str, value: Any) -> Any:
+    """Return `value` if the table allows it for `key`; UserError otherwise."""
+    return LIMITS[key].check(key, value)
+
+
+def check_augmentation(name: Any) -> Any:
+    """Return `name` if there is such an augmentation; UserError otherwise."""
+    if isinstance(name, str) and name in AUGMENTATIONS:
+        return name
+    raise UserError(
+        f"dataset.augment={as_typed(name)}: there is no such augmentation."
+        f"{did_you_mean(name, AUGMENTATIONS)}\n"
+        f"Type a list of {', '.join(AUGMENTATIONS)}."
+    )
