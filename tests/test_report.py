@@ -30,6 +30,8 @@ from stoker import Trainer
 from stoker.command import dotted
 from stoker.data import datasets
 from stoker.data.loader import make_loaders, normalizer
+from stoker.data.record import Data
+from stoker.data.splits import TensorSplit
 from stoker.data.tables import csv
 from stoker.models.mlp import MLP
 from stoker.runs import examine, plots, report
@@ -43,7 +45,7 @@ from stoker.sweeps.page import of_sweep
 from stoker.sweeps.table import Sweep
 from stoker.tasks import report as drawing
 from stoker.trainer import readable
-from stoker.trainer.metrics import Accuracy, default_metrics
+from stoker.trainer.metrics import Accuracy, Confusion, default_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -238,6 +240,46 @@ def test_an_evaluation_that_looks_gives_the_same_numbers():
     (_, _, whole), _ = make_loaders(data, batch_size=25)
     assert examine.evaluate(trainer, whole, "test", data)[1].confusion == seen.confusion
     trainer.close()
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_an_evaluation_keeps_the_same_memory_for_any_number_of_samples(kind):
+    generator = torch.Generator().manual_seed(0)
+    kept = set()
+    for samples in (3000, 30_000):
+        # Whole numbers, so that many samples are as bad as others, and some are nan.
+        outputs = torch.randint(3, (samples, 3), generator=generator).double()
+        outputs[torch.randint(samples, (5,), generator=generator)] = torch.nan
+        targets = torch.randint(3, (samples,), generator=generator)
+        losses = torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+        if kind == "regression":
+            targets = torch.randint(3, (samples, 3), generator=generator).double()
+            losses = (outputs - targets).square().mean(1)
+        part = TensorSplit(torch.zeros(samples, 1), targets)
+        data = Data("d", part, part, None, (1,), 3, kind)
+        (_, loader, _), _ = make_loaders(data, batch_size=700)
+        of_kind = examine.Classes if kind == "classification" else examine.Numbers
+        examination = of_kind("val", loader, data)
+        for rows in torch.arange(samples).split(700):
+            examination.update(outputs[rows], targets[rows])
+        tensors = [value for value in flat(vars(examination)) if isinstance(value, torch.Tensor)]
+        kept.add(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+        examination.compute()
+        worst = losses.argsort(descending=True, stable=True)[: examine.MOST_SAMPLES]
+        assert [sample.index for sample in examination.evaluation.worst] == worst.tolist()
+        if kind == "regression":
+            points = torch.stack([targets, outputs], 1)[:: -(-samples // examine.MOST_POINTS)]
+            shown = torch.tensor(examination.evaluation.points, dtype=torch.float64)
+            assert torch.equal(shown.nan_to_num(9), points.nan_to_num(9))
+    assert len(kept) == 1
+
+
+def flat(values):
+    """Yield the attributes of an object's attributes as well."""
+    for value in values.values():
+        yield value
+        if isinstance(value, (examine.Highest, Confusion)):
+            yield from flat(vars(value))
 
 
 def test_outputs_of_another_kind_are_not_looked_at():

@@ -17,10 +17,10 @@ from stoker.data.record import Data
 from stoker.data.splits import Split
 from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.json_files import finite
-from stoker.trainer import parallel
+from stoker.trainer import launch, parallel
 from stoker.trainer.errors import printable
 from stoker.trainer.files import write_text
-from stoker.trainer.metrics import class_of, default_metrics, wide
+from stoker.trainer.metrics import Confusion, class_of, default_metrics, wide
 from stoker.trainer.trainer import Trainer
 
 NAME = "examined"  # among the trainer's metrics, during that evaluation
@@ -33,23 +33,22 @@ SIDE = 64  # pixels of a picture's longer side
 
 
 class Examination:
-    """A metric without a value of its own, which keeps a row of numbers for each sample.
+    """A metric without a value of its own, which keeps what the record shows of the samples.
 
-    It does not wait for the device. In several processes, `loader` deals out each of its batches.
+    That takes the same memory for any number of samples, and does not wait for the device. In
+    several processes, `loader` deals out each of its batches.
     """
 
     higher_is_better = None
-    width: int  # of a row
 
     def __init__(self, split: str, loader: Any, data: Data) -> None:
         self.split = split
         self.data = data
-        size = loader.batch_size
-        self.sizes = [min(size, loader.samples - i) for i in range(0, loader.samples, size)]
+        self.batch_size: int = loader.batch_size  # of all processes together
         self.reset()
 
     def reset(self) -> None:
-        self.rows: list[Tensor] = []
+        self.samples = 0  # of this process
         self.is_usual = True
         # None where the outputs are not one row of numbers per sample.
         self.evaluation: Evaluation | None = None
@@ -62,35 +61,61 @@ class Examination:
         ):
             self.is_usual = False
         else:
-            self.rows.append(self.rows_of(outputs.detach(), targets))
+            indices = self.indices(len(targets), outputs.device)
+            self.keep(indices, outputs.detach(), targets)
+            self.samples += len(targets)
+
+    def indices(self, count: int, device: torch.device) -> Tensor:
+        """Return the places in the split of the next samples of this process."""
+        of_batch = range(launch.rank(), self.batch_size, parallel.ranks())
+        places = torch.arange(self.samples, self.samples + count, device=device)
+        batches = places // len(of_batch)
+        within = places % len(of_batch) * of_batch.step + of_batch.start
+        return batches * self.batch_size + within
 
     def compute(self) -> float:
         """Make the record, and return nan; all processes have to call this."""
         usual_ranks = parallel.add_up(int(self.is_usual))
         if usual_ranks == parallel.ranks():
-            rows = torch.empty(0, self.width)
-            if self.rows:
-                rows = torch.cat(self.rows).cpu()
-            rows = parallel.gather(rows.double(), self.sizes)
-            self.evaluation = Evaluation(self.split, self.data.kind, len(rows))
+            samples = parallel.add_up(self.samples)
+            self.evaluation = Evaluation(self.split, self.data.kind, samples)
             if self.data.table is not None:
                 self.evaluation.target = self.data.table["target"]
-            self.complete(self.evaluation, rows)
+            self.complete(self.evaluation)
         return math.nan
 
-    def rows_of(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the rows (N, width) of a batch."""
+    def keep(self, indices: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        """Keep what the record shows of a batch, with the places of its samples in the split."""
         raise NotImplementedError
 
-    def complete(self, evaluation: Evaluation, rows: Tensor) -> None:
-        """Add what the rows of all samples, in their order, show to the record."""
+    def complete(self, evaluation: Evaluation) -> None:
+        """Add what was kept to the record."""
         raise NotImplementedError
 
 
-def highest(values: Tensor) -> list[int]:
-    """Return the places of the highest values; the first of equal ones, and nan is the highest."""
-    order = values.argsort(descending=True, stable=True)
-    return order[:MOST_SAMPLES].tolist()
+class Highest:
+    """The rows with the highest numbers in a column, of equal ones the first; nan is the highest.
+
+    A row begins with the place of its sample in the split.
+    """
+
+    def __init__(self, width: int, column: int) -> None:
+        self.column = column
+        self.rows = torch.full((MOST_SAMPLES, width), -1.0)  # below all numbers, at no place
+
+    def update(self, rows: Tensor) -> None:
+        """Choose from the rows of a batch and those that were kept."""
+        self.rows = self.of(torch.cat([self.rows.to(rows), rows]))
+
+    def of(self, rows: Tensor) -> Tensor:
+        order = rows[:, self.column].argsort(descending=True, stable=True)
+        return rows[order[:MOST_SAMPLES]]
+
+    def over_ranks(self) -> Tensor:
+        """Return the rows of all processes on the CPU; all of them have to call this."""
+        rows = parallel.gather(self.rows.cpu().double(), [MOST_SAMPLES * parallel.ranks()])
+        rows = self.of(rows[rows[:, 0].argsort()])
+        return rows[rows[:, 0] >= 0]
 
 
 class Classes(Examination):
@@ -100,9 +125,15 @@ class Classes(Examination):
     with.
     """
 
-    width = 5
+    def reset(self) -> None:
+        super().reset()
+        self.worst = Highest(width=6, column=4)
+        self.uncertain = Highest(width=6, column=5)
+        self.confusion: Confusion | None = None
+        if 2 <= self.data.num_classes <= MOST_CLASSES:
+            self.confusion = Confusion(self.data.num_classes)
 
-    def rows_of(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def keep(self, indices: Tensor, outputs: Tensor, targets: Tensor) -> None:
         logs = wide(outputs).log_softmax(-1)
         shares = logs.exp()
         true = class_of(targets, outputs)
@@ -110,18 +141,20 @@ class Classes(Examination):
         probability = one_per_row(shares, predicted)
         losses = -one_per_row(logs, true)
         entropy = torch.special.entr(shares).sum(-1)
-        return torch.stack([true, predicted, probability, losses, entropy], 1)
+        rows = torch.stack([indices, true, predicted, probability, losses, entropy], 1)
+        self.worst.update(rows)
+        self.uncertain.update(rows)
+        if self.confusion is not None:
+            self.confusion.update(outputs, targets)
 
-    def complete(self, evaluation: Evaluation, rows: Tensor) -> None:
-        classes = self.data.num_classes
-        evaluation.classes = list(map(str, self.data.classes or range(classes)))
-        true, predicted = rows[:, :2].long().unbind(1)
-        evaluation.chance = true.bincount().max().item() / len(rows)
-        if 2 <= classes <= MOST_CLASSES:
-            counts = (true * classes + predicted).bincount(minlength=classes**2)
-            evaluation.confusion = counts.view(classes, classes).tolist()
-        evaluation.worst = [classified(i, rows[i]) for i in highest(rows[:, 3])]
-        evaluation.uncertain = [classified(i, rows[i]) for i in highest(rows[:, 4])]
+    def complete(self, evaluation: Evaluation) -> None:
+        evaluation.classes = list(map(str, self.data.classes or range(self.data.num_classes)))
+        labels = self.data.parts()[self.split].targets
+        evaluation.chance = labels.bincount().max().item() / len(labels)
+        if self.confusion is not None:
+            evaluation.confusion = self.confusion.compute().tolist()
+        evaluation.worst = classified(self.worst.over_ranks())
+        evaluation.uncertain = classified(self.uncertain.over_ranks())
 
 
 def one_per_row(values: Tensor, classes: Tensor) -> Tensor:
@@ -129,10 +162,12 @@ def one_per_row(values: Tensor, classes: Tensor) -> Tensor:
     return values.gather(1, classes.unsqueeze(1)).squeeze(1)
 
 
-def classified(index: int, row: Tensor) -> Sample:
-    """Return the sample of a row of `Classes`."""
-    true, predicted, *measures = row.tolist()
-    return Sample(index, int(true), int(predicted), *measures)
+def classified(rows: Tensor) -> list[Sample]:
+    """Return the samples of rows of `Classes`."""
+    samples = []
+    for index, true, predicted, *measures in rows.tolist():
+        samples.append(Sample(int(index), int(true), int(predicted), *measures))
+    return samples
 
 
 class Numbers(Examination):
@@ -143,28 +178,42 @@ class Numbers(Examination):
     """
 
     def __init__(self, split: str, loader: Any, data: Data) -> None:
-        super().__init__(split, loader, data)
         self.targets = min(data.num_classes, MOST_TARGETS)
-        self.width = 1 + 2 * self.targets
+        self.every = math.ceil(loader.samples / MOST_POINTS)  # a sample is a point
+        super().__init__(split, loader, data)
 
-    def rows_of(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def reset(self) -> None:
+        super().reset()
+        self.worst = Highest(width=2 + 2 * self.targets, column=1)
+        self.points: Tensor | None = None  # and a row for all samples that are none
+
+    def keep(self, indices: Tensor, outputs: Tensor, targets: Tensor) -> None:
         true = wide(targets)
         predicted = wide(outputs)
         losses = (predicted - true).square().mean(1, keepdim=True)
-        return torch.cat([losses, true[:, : self.targets], predicted[:, : self.targets]], 1)
+        pairs = torch.cat([true[:, : self.targets], predicted[:, : self.targets]], 1)
+        self.worst.update(torch.cat([indices.unsqueeze(1), losses, pairs], 1))
+        if self.points is None:
+            self.points = pairs.new_zeros(MOST_POINTS + 1, 2 * self.targets)
+        is_point = indices % self.every == 0
+        self.points[(indices // self.every).where(is_point, MOST_POINTS)] = pairs
 
-    def complete(self, evaluation: Evaluation, rows: Tensor) -> None:
-        scale = self.per_target(self.data.target_scale)
-        pairs = rows[:, 1:].view(-1, 2, self.targets) * scale
-        pairs += self.per_target(self.data.target_mean)
-        evaluation.standardised = bool((scale != 1).any())
-        every = math.ceil(len(rows) / MOST_POINTS)
-        evaluation.points = pairs[::every].tolist()
-        losses = rows[:, 0]
+    def complete(self, evaluation: Evaluation) -> None:
+        points = parallel.add_up(self.points)
+        assert points is not None  # an evaluation has samples
+        count = len(range(0, evaluation.samples, self.every))
+        evaluation.points = self.in_units(points[:count])
+        evaluation.standardised = bool((self.per_target(self.data.target_scale) != 1).any())
+        rows = self.worst.over_ranks()
         evaluation.worst = []
-        for i in highest(losses):
-            true, predicted = pairs[i].tolist()
-            evaluation.worst.append(Sample(i, true, predicted, loss=losses[i].item()))
+        for row, (true, predicted) in zip(rows.tolist(), self.in_units(rows[:, 2:]), strict=True):
+            evaluation.worst.append(Sample(int(row[0]), true, predicted, loss=row[1]))
+
+    def in_units(self, pairs: Tensor) -> list[Any]:
+        """Return [true numbers, predicted numbers] of each row, in the user's units."""
+        pairs = pairs.cpu().double().view(-1, 2, self.targets)
+        pairs = pairs * self.per_target(self.data.target_scale)
+        return (pairs + self.per_target(self.data.target_mean)).tolist()
 
     def per_target(self, value: float | list[float] | Tensor) -> Tensor:
         """Return a number or one per target as one for each that is kept."""
