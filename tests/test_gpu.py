@@ -449,6 +449,13 @@ def test_a_class_out_of_range_is_named_as_the_likely_cause():
     assert last[1] == "Type device=cpu: there, the same step says which."
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_device_line_says_whether_cudnn_searches(monkeypatch, deterministic):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not deterministic)
+    text = devices.describe(choose("cuda"))
+    assert ("cuDNN benchmark on" in text) != deterministic and "GiB free" in text
+
+
 @two_gpus
 def test_a_chosen_gpu_leaves_the_others_empty():
     assert choose("cuda:1") == torch.device("cuda", 1)
