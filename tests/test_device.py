@@ -131,7 +131,7 @@ def refusal(name, names=("cpu",)):
     [
         ("sm_75 sm_80 sm_90", {(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)}),
         ("sm_86", {(8, 6), (8, 9)}),
-        ("sm_90a", {(9, 0)}),
+        ("sm_100a", {(10, 0)}),
         ("sm_75 compute_90", {(7, 5), (9, 0), (10, 0), (10, 3), (12, 0)}),
         ("sm_100 sm_120", {(10, 0), (10, 3), (12, 0)}),
     ],
@@ -507,6 +507,14 @@ def test_a_tensor_made_in_forward_is_an_error_with_its_line_and_both_devices(net
             "buffer: self.register_buffer."
         ),
     ]
+
+
+def test_a_line_of_the_trainer_is_not_named():
+    weight = torch.ones(2, device="meta")
+    with trainer() as own, pytest.raises(UserError) as caught:
+        own.loss = functools.partial(torch.nn.functional.cross_entropy, weight=weight)
+        own.fit([(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))])
+    assert "but no parameter, buffer or batch entry is on another" in str(caught.value)
 
 
 def test_a_state_that_the_model_keeps_is_named():
