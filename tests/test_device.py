@@ -510,10 +510,9 @@ def test_a_tensor_made_in_forward_is_an_error_with_its_line_and_both_devices(net
 
 
 def test_a_line_of_the_trainer_is_not_named():
-    weight = torch.ones(2, device="meta")
     with trainer() as own, pytest.raises(UserError) as caught:
-        own.loss = functools.partial(torch.nn.functional.cross_entropy, weight=weight)
-        own.fit([(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))])
+        own.loss = functools.partial(torch.addcmul, torch.ones(4, 2, device="meta"))
+        own.fit(loader())
     assert "but no parameter, buffer or batch entry is on another" in str(caught.value)
 
 
