@@ -76,6 +76,11 @@ def test_no_epoch_has_a_blocking_copy(accelerator):
     assert blocking == blocking[:1] * len(blocking)
 
 
+def test_streamed_batches_are_pinned_beside_the_steps(accelerator):
+    assert streamed(make_data(), accelerator.NAME).workers.loader.pin_memory
+    assert not streamed(make_data(), "cpu").workers.loader.pin_memory
+
+
 def test_a_pinned_batch_is_copied_beside_the_work_which_waits_for_it(accelerator):
     batch = torch.arange(6.0).view(2, 3).pin_memory(), torch.arange(2).pin_memory()
     before = accelerator.counts()
