@@ -405,7 +405,7 @@ def test_a_sweep_has_jobs_of_several_processes(tmp_path, large):
 def test_a_job_of_several_processes_leaves_why_it_failed_and_its_code(tmp_path):
     typed = [
         "-m",
-        "batch_size=1",
+        "batch_size=1,20",  # a sweep whose jobs are all refused leaves nothing
         "devices=2",
         "epochs=1",
         *JOB[:2],
