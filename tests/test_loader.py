@@ -3,6 +3,8 @@ generator is touched.
 """
 
 import contextlib
+import copy
+import functools
 import random
 import weakref
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import (
     DeviceLoader,
@@ -79,6 +82,29 @@ def test_a_batch_size_above_the_number_of_samples_is_that_of_a_data_loader(n, dr
     loader.seek(5)
     assert len(list(loader)) == len(expected)
     loader.close()
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_a_training_in_one_batch_of_all_samples_is_plain_torch_s(resident):
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(2, 33, 3, generator=generator, dtype=torch.float64)
+    split = TensorSplit(inputs, targets)
+    data = Data("table", split, None, split, (3,), 3, kind="regression")
+    (loader, _, _), _ = make_loaders(data, batch_size=64, resident=resident)
+    model = torch.nn.Linear(3, 3, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    optimizer = sgd(expected.parameters())
+    for _ in range(5):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(expected(inputs), targets).backward()
+        optimizer.step()
+    trainer = Trainer(model, torch.nn.MSELoss(), sgd, epochs=5, grad_accum_steps=2, device="cpu")
+    trainer.fit(loader)
+    loader.close()
+    assert trainer.step == 5
+    for weight, same in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(weight, same, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

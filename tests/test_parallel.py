@@ -193,6 +193,7 @@ def test_the_numbers_are_those_of_one_process(
 JOBS = {
     "AdamW, tanh, a norm a layer": ["optimizer=adamw", "model.activation=tanh", "model.norm=layer"],
     "a last batch of 2": ["batch_size=11"],
+    "one batch of all": ["batch_size=64", "epochs=18"],
     "streamed by workers": ["dataset.resident=false", "dataset.workers=2"],
     "streamed by none": ["dataset.resident=false", "dataset.workers=0"],
     "a regression": ["+dataset.kind=regression", "loss=mse"],

@@ -52,11 +52,11 @@ def images():
     return Data("images", train, val, None, (1, 8, 8), 3, mean=(0.5,), std=(0.25,))
 
 
-def ours(kind):
+def ours(kind, batch=BATCH):
     def make():
         data = images()
         augment = ["flip", {"crop": 2}, {"mixup": 0.3}]
-        return kind(data, "train", BATCH, shuffle=True, augment=augment, seed=5), kind(
+        return kind(data, "train", batch, shuffle=True, augment=augment, seed=5), kind(
             data, "val", 10, seed=5
         )
 
@@ -85,6 +85,7 @@ LOADERS = {
     "resident": ours(DeviceLoader),
     **{f"{n} workers": ours(functools.partial(HostLoader, workers=n)) for n in (0, 4, 2)},
     "DataLoader": plain(2),
+    "one batch of all": ours(DeviceLoader, 64),
 }
 
 
@@ -121,7 +122,7 @@ def fit(
         metrics={"acc": Accuracy()},
         callbacks=callbacks,
         device="cpu",
-        **({"epochs": 3} | usual | settings),
+        **({"max_steps": STEPS} | usual | settings),
     )
     trainer.scaler, trainer.die_at = scaler() if scaler else trainer.scaler, die_at
     found, (train_loader, val_loader) = checkpoint.newest(folder), LOADERS[loaders]()
