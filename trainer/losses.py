@@ -99,7 +99,7 @@ def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
 def first_call_checked(loss: Any) -> Iterator[None]:
     """Check the shapes that a loss module of torch is first called with; later calls cost nothing.
 
-    Of a function, torch itself warns.
+    A function is left to torch, which refuses or warns of most such shapes.
     """
     module = loss.func if isinstance(loss, functools.partial) else loss
     if not isinstance(module, nn.Module) or divides_by(loss) != "elements":
