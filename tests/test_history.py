@@ -12,6 +12,7 @@ import torch
 from conftest import make_data, make_model, make_trainer
 from sklearn.metrics import recall_score
 
+from stoker import Trainer
 from stoker.data.loader import DeviceLoader
 from stoker.runs.loggers import JSONL, charted
 from stoker.trainer.callbacks import Callback, Checkpoint, EarlyStopping, Progress
@@ -251,6 +252,39 @@ def test_a_line_has_their_mean_over_the_epoch_as_it_has_of_the_loss(capsys):
         predicted, targets = (torch.cat(column) for column in list(zip(*batches, strict=True))[1:])
         accuracy = (predicted == targets).double().mean().item()
         assert f"train/acc {accuracy:.4f}" in line
+
+
+class OfDicts(Trainer):
+    def compute_loss(self, batch):
+        outputs = self.model(batch["x"])
+        return self.loss(outputs, batch["y"]), outputs
+
+    def update_metrics(self, outputs, batch):
+        for metric in self.metrics.values():
+            metric.update(outputs, batch["y"])
+
+
+class Both(TrainMetrics, OfDicts):
+    pass
+
+
+class Hidden(TrainMetrics):
+    compute_loss = OfDicts.compute_loss
+    update_metrics = OfDicts.update_metrics
+
+
+def test_metrics_of_training_batches_of_dicts_are_those_of_tuples():
+    settings = {"metrics": {"acc": Accuracy()}, "log_every": 3}
+    train_loader, _ = loaders()
+    batches = list(train_loader)
+    dicts = [{"x": x, "y": y} for x, y in batches]
+    expected = make_trainer(make_model(dropout=0.5), kind=TrainMetrics, **settings).fit(batches)
+    history = make_trainer(make_model(dropout=0.5), kind=Both, **settings).fit(dicts)
+    assert len(history) > 3 and 0 < history[-1]["train/acc"] < 1
+    for name in ("train/loss", "train/acc"):
+        assert [row[name] for row in history] == [row[name] for row in expected]
+    with pytest.raises(UserError, match="Hidden.compute_loss hides TrainMetrics' own"):
+        make_trainer(make_model(), kind=Hidden, **settings).fit(dicts)
 
 
 def test_metrics_of_training_batches_refuse_what_computes_a_batch_twice():

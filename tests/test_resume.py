@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import assert_same, make_data, make_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
@@ -376,3 +377,61 @@ def test_one_gather_is_done_before_the_first_new_step(far, step):
         trainer.fit(loader, resume=far[step])
     assert trainer.step == step + 3 and watch.counts[0] == 1
     assert gathered.first[0] == int(loader.order(epoch)[8 * position])
+
+
+# Samplers with a generator of their own
+
+
+def shuffled(dataset):
+    return RandomSampler(dataset, generator=torch.Generator().manual_seed(3))
+
+
+class Around:
+    """An iterable of your own around a DataLoader."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+OWN_ORDERS = {
+    "the sampler": lambda data: DataLoader(data, 4, sampler=shuffled(data)),
+    "a sampler in a batch sampler": lambda data: DataLoader(
+        data, batch_sampler=BatchSampler(shuffled(data), 4, False)
+    ),
+    "a batch sampler as the sampler": lambda data: DataLoader(
+        data, batch_size=None, sampler=BatchSampler(shuffled(data), 4, False)
+    ),
+    "a loader in an iterable": lambda data: Around(
+        DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    ),
+}
+
+
+@pytest.mark.parametrize("order", OWN_ORDERS)
+def test_an_order_of_your_own_generator_is_that_of_the_whole_run(tmp_path, order):
+    data = torch.utils.data.TensorDataset(torch.arange(12.0).view(12, 1), torch.arange(12) % 3)
+
+    def trained(folder, epochs, **resume):
+        batches = []
+
+        class Watching(Trainer):
+            def compute_loss(self, batch):
+                batches.append((self.step, batch[0].flatten().tolist()))
+                return super().compute_loss(batch)
+
+        callbacks = [Checkpoint(folder, overwrite=True)]
+        model = torch.nn.Linear(1, 3)
+        trainer = make_trainer(model, Watching, epochs=epochs, callbacks=callbacks)
+        trainer.fit(OWN_ORDERS[order](data), **resume)
+        return batches
+
+    whole = trained(tmp_path / "whole", 3)
+    assert len({str(batches) for _, batches in whole}) > 6  # no epoch is like another
+    begun = trained(tmp_path / "resumed", 2)
+    assert begun + trained(tmp_path / "resumed", 3, resume=tmp_path / "resumed") == whole

@@ -179,6 +179,39 @@ def test_any_number_of_micro_batches_trains_as_plain_torch_does(case):
         assert rows[-1]["train/samples"] == sum(len(targets) for _, targets in make())
 
 
+class Masked(Trainer):
+    """The mean over the targets that are numbers."""
+
+    def compute_loss(self, batch):
+        outputs = self.model(batch[0])
+        is_counted = ~batch[1].isnan()
+        squares = ((outputs - batch[1].nan_to_num()) ** 2).masked_fill(~is_counted, 0)
+        return squares.sum() / is_counted.sum(), outputs
+
+    def loss_weight(self, batch):
+        return (~batch[1].isnan()).sum()
+
+
+def with_a_batch_of_nan():
+    batches = labels()
+    batches[1][1].fill_(torch.nan)
+    return batches
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("kind", "loss", "make"),
+    [(Trainer, CASES["a class of weight 0"][0], rare), (Masked, nn.MSELoss(), with_a_batch_of_nan)],
+)
+def test_a_batch_of_weight_0_adds_nothing_in_any_cut(kind, loss, make, cut):
+    """Plain torch has a nan for it, so there it is left out: plain SGD does nothing without it."""
+    batches = make()
+    expected, mean = plain(loss, [batches[0], *batches[2:]])
+    trainer, rows = fitted(loss, batches, kind, **cut)
+    assert_close(trainer.module.state_dict(), expected)
+    assert rows[-1]["train/loss"] == pytest.approx(mean, abs=CLOSE)
+
+
 @pytest.mark.parametrize("cut", CUTS)
 def test_targets_of_bytes_weigh_what_torch_divides_by(cut):
     """A uint8 has no -100, which as one is class 156, and bytes as an index are a mask."""

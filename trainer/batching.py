@@ -28,6 +28,8 @@ class Batching:
     step_weight: float | torch.Tensor = 0
     # Whether the weight of a training batch is its number of samples, which costs nothing to know.
     weighs_samples: bool = False
+    # Whether a whole batch may weigh 0, by class weights or by a loss_weight of your own.
+    may_weigh_nothing: bool = False
     # With several processes: the largest and the smallest number of samples that one of them gets
     # from the batch, and the weight of this process's mean loss, which your own train_step
     # multiplies its losses by.
@@ -87,12 +89,12 @@ class Batching:
     def cut(self, batch: Any) -> MicroBatches:
         """Return the micro-batches of a step with their shares, which add up to 1."""
         if self.micro_batch.parts == 1 and self.micro_batch.size is None:
-            return [(batch, None)]
+            return self.shared([batch]) if self.may_weigh_nothing else [(batch, None)]
         return self.shared(self.micro_batch.split(batch, self.sample_dims, self.sample_bounds))
 
     def shared(self, parts: list[Any]) -> MicroBatches:
         """Return micro-batches with their shares of the weight."""
-        if len(parts) == 1:
+        if len(parts) == 1 and not self.may_weigh_nothing:
             return [(parts[0], None)]
         weigh = self.samples if self.weighs_samples else self.loss_weight
         weights = [weigh(part) for part in parts]

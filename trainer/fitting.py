@@ -23,6 +23,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     uniform = getattr(loader, "targets_are_uniform", False)
     is_usual = misuse.is_usual(type(trainer), "loss_weight")
     trainer.weighs_samples = is_usual and losses.is_mean_over_samples(trainer.loss, uniform)
+    trainer.may_weigh_nothing = not is_usual or losses.has_class_weights(trainer.loss)
     trainer.epochs_before = trainer.epochs_begun
     trainer.step = 0
     trainer.steps_per_epoch = len(train_loader)

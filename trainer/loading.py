@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Sampler
 
 from stoker.trainer import batch as batches
 from stoker.trainer import launch, parallel
@@ -15,6 +16,7 @@ from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.spans import Spans, silent_spans
 
 END = object()  # of an iterator
+SAMPLERS = ("sampler", "batch_sampler")  # attributes of a DataLoader and of samplers around others
 
 
 def resident_bytes(*loaders: Any) -> int:
@@ -157,15 +159,18 @@ class IterableLoader(Seekable):
             number += 1
 
     def seed_generators(self, seed: int) -> None:
-        """Seed the generators that were given to a DataLoader or its samplers.
+        """Seed the generators of the loader, and of the DataLoaders and samplers inside it.
 
         They would continue from epoch to epoch, and a resumed run has not had those before.
         """
-        samplers = [getattr(self.loader, name, None) for name in ("sampler", "batch_sampler")]
-        for owner in (self.loader, *samplers):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(seed)
+        owners = [self.loader]
+        for owner in owners:  # which grow
+            for name, value in getattr(owner, "__dict__", {}).items():
+                if isinstance(value, torch.Generator):
+                    value.manual_seed(seed)
+                is_inside = isinstance(value, (DataLoader, Sampler)) or name in SAMPLERS
+                if is_inside and all(value is not owner for owner in owners):
+                    owners.append(value)
 
 
 @contextlib.contextmanager

@@ -82,6 +82,11 @@ def ignored_class(loss: Any) -> int | None:
     return option(loss, "ignore_index", IGNORED) if divides_by(loss) == "classes" else None
 
 
+def has_class_weights(loss: Any) -> bool:
+    """Return whether the targets of the loss are classes with weights of their own."""
+    return divides_by(loss) == "classes" and option(loss, "weight") is not None
+
+
 def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
     """Return whether each sample has the same part in the mean, as far as this can be known.
 
@@ -90,7 +95,7 @@ def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
     """
     kind = divides_by(loss)
     if kind == "classes":
-        counts_all = option(loss, "weight") is None and option(loss, "ignore_index", IGNORED) < 0
+        counts_all = not has_class_weights(loss) and option(loss, "ignore_index", IGNORED) < 0
         return targets_are_uniform and counts_all
     return targets_are_uniform or kind is None
 

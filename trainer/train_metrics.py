@@ -18,10 +18,17 @@ class TrainMetrics(Trainer):
     dropout, and with the weights of each step. A resumed fit counts from where it begins.
     `evaluate(train_loader, "train")` computes them with the weights as they are.
 
+    A Trainer of your own comes behind it, so that its `compute_loss` is the one that is looked at::
+
+        class Mine(TrainMetrics, OfDicts):
+            pass
+
     Raises:
         UserError: With micro_batch="auto" a batch may be computed twice, and with compile="graph"
-            no Python code of a step runs.
+            no Python code of a step runs. Or no loss came from this class's `compute_loss`.
     """
+
+    sees_outputs: bool = False  # of this fit
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -33,12 +40,14 @@ class TrainMetrics(Trainer):
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
         """Train as `Trainer.fit` does."""
         evaluation.reset(self)
+        self.sees_outputs = False
         return super().fit(train_loader, val_loader, resume)
 
     def compute_loss(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Return the mean loss of the batch, and the outputs."""
         loss, outputs = super().compute_loss(batch)
         if self.module.training:
+            self.sees_outputs = True
             with torch.no_grad():
                 self.update_metrics(outputs, batch)
         return loss, outputs
@@ -54,6 +63,12 @@ class TrainMetrics(Trainer):
 
     def training_numbers(self) -> dict[str, Any]:
         """Return the numbers of the steps since the last row, with the metrics."""
+        if not self.sees_outputs:
+            name = type(self).__name__
+            raise UserError(
+                f"{name}.compute_loss hides TrainMetrics' own, which computes the metrics.\n"
+                f"Derive {name} from Trainer, and train with class Both(TrainMetrics, {name})."
+            )
         row = super().training_numbers()
         row.update(evaluation.metric_values(self, "train"))
         evaluation.reset(self)
