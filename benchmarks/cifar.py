@@ -60,6 +60,7 @@ def ours(job, clock):
         "experiment=cifar10_94",
         f"device={job.device}",
         f"epochs={job.epochs}",
+        f"run_dir={job.scratch}/run",
         *job.variants,
     ]
     if job.tiny:

@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -300,7 +301,9 @@ def test_a_job_of_the_costs_counts_steps_and_bytes(capsys):
 def dry_run(folder):
     """(what a dry run of the GPU day prints, the rows that its results.jsonl has then)"""
     command = [sys.executable, gpu.__file__, "--device", "cpu", "--dry-run", "--output", folder]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    with tempfile.TemporaryDirectory() as working:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=working)
+        assert os.listdir(working) == []
     lines = Path(folder, "results.jsonl").read_text(encoding="utf-8").splitlines()
     return done.stdout, [json.loads(line) for line in lines]
 
