@@ -14,8 +14,7 @@ from benchmarks import by_hand, work
 from benchmarks.ours import configured
 from stoker.data.loader import permutation
 from stoker.models.whitened_cnn import WhitenedCNN
-from stoker.trainer import device as devices
-from stoker.trainer import optimizers
+from stoker.trainer import optimizers, seeding
 from stoker.trainer.callbacks import Callback
 
 UNTIMED = 10  # steps at the start of a training
@@ -121,7 +120,7 @@ def hand(job, clock):
 
 def whitened(job, images, seed, dtype):
     """The network, its first layer whitened and its norms in fp32."""
-    torch.manual_seed(devices.mix_seed(seed, "model"))
+    torch.manual_seed(seeding.mix_seed(seed, "model"))
     options = {"widths": TINY_WIDTHS} if job.tiny else {}
     model = WhitenedCNN(job.in_shape, 10, **options)
     model.to(job.device)

@@ -11,6 +11,7 @@ from stoker import Trainer
 from stoker.data.loader import make_loaders
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import EMA, Callback
+from stoker.trainer.memory import release
 
 FIRST, LAST = 6, 14  # steps between which waits are counted
 
@@ -59,10 +60,10 @@ def memory(job, clock):
                 training.append(held(device))
 
     fit(job)
-    devices.release(device)
+    release(device)
     before = held(device)
     fit(job, Look())
-    devices.release(device)
+    release(device)
     after = held(device)
     return {
         "before_bytes": before,

@@ -319,9 +319,9 @@ def synchronize(device):
 
 def peak_mib(device):
     """The most memory that this process held: allocated on the device, or resident."""
-    from stoker.trainer import device as devices
+    from stoker.trainer import memory
 
-    return devices.peak_memory(torch.device(device)) / 2**20
+    return memory.peak_memory(torch.device(device)) / 2**20
 
 
 def mfu(job, step_us):

@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from stoker.data import settings
-from stoker.trainer.device import to_device
+from stoker.trainer.copies import to_device
 from stoker.trainer.errors import UserError, check_number
 
 # The geometric ones in the order in which they are applied, whatever the order of the list.

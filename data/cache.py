@@ -18,9 +18,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from stoker.trainer.device import MIB
 from stoker.trainer.errors import UserError
 from stoker.trainer.files import open_plain
+from stoker.trainer.memory import MIB
 
 VERSION = 2  # of the files; a part of every key
 PIXELS = "pixels.u8"

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from stoker.data.record import Data
 from stoker.data.splits import DatasetSplit, TensorSplit, check_fractions, cut
-from stoker.trainer.device import MIB, free_memory, mix_seed
 from stoker.trainer.errors import UserError, check_choice, check_number, printable
 from stoker.trainer.files import open_plain
+from stoker.trainer.memory import MIB, free_memory
+from stoker.trainer.seeding import mix_seed
 
 __all__ = [
     "Data",

@@ -23,7 +23,6 @@ from stoker.data.cache import VERSION, PixelCache, open_cache
 from stoker.data.description import Description, is_description
 from stoker.data.record import Data
 from stoker.data.splits import check_fractions, split_indices
-from stoker.trainer.device import MIB, mix_seed
 from stoker.trainer.errors import (
     UserError,
     check_choice,
@@ -34,6 +33,8 @@ from stoker.trainer.errors import (
     printable,
 )
 from stoker.trainer.files import open_plain
+from stoker.trainer.memory import MIB
+from stoker.trainer.seeding import mix_seed
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from stoker.data.description import KINDS, Description
 from stoker.data.splits import Split
-from stoker.trainer.device import random_stream
 from stoker.trainer.errors import (
     UserError,
     check_choice,
@@ -21,6 +20,7 @@ from stoker.trainer.errors import (
     first_few,
     printable,
 )
+from stoker.trainer.seeding import random_stream
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stoker.trainer.device import mix_seed, random_stream
 from stoker.trainer.errors import UserError, check_number, kind_of
+from stoker.trainer.seeding import mix_seed, random_stream
 
 
 class Split(Protocol):

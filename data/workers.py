@@ -22,9 +22,10 @@ import torch
 from stoker.data.images import ImageSplit
 from stoker.data.splits import TensorSplit
 from stoker.trainer import launch
-from stoker.trainer.device import MIB, random_stream
 from stoker.trainer.errors import TrainingError, UserError, cause, printable
 from stoker.trainer.loading import children_do_not_interrupt
+from stoker.trainer.memory import MIB
+from stoker.trainer.seeding import random_stream
 from stoker.trainer.stopping import SIGNALS
 
 # What it costs to take a batch from a worker: 1.4 ms of 64 or 256 x 3 x 32 x 32 bytes, and of this

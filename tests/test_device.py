@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from stoker import Trainer
 from stoker.diagnostics.audit import DeviceAudit
+from stoker.trainer import copies, device_errors, memory, no_gpu, seeding
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError
 
@@ -94,12 +95,12 @@ CUDA_13 = {"has_driver": True, "built_for": "13.0", "visible": None, "error": ""
     ],
 )
 def test_why_there_is_no_gpu(change, reason):
-    assert devices.no_cuda(**{**CUDA_13, **change}) == reason
+    assert no_gpu.no_cuda(**{**CUDA_13, **change}) == reason
 
 
 @needs_no_accelerator
 def test_the_refusal_of_a_gpu_says_why():
-    assert f": {devices.no_cuda(**devices.cuda_facts())}. Type" in refusal("cuda")
+    assert f": {no_gpu.no_cuda(**no_gpu.cuda_facts())}. Type" in refusal("cuda")
 
 
 @pytest.mark.parametrize(
@@ -139,15 +140,15 @@ def refusal(name, names=("cpu",)):
 def test_which_gpus_a_build_has_kernels_for(built_for, runs_on):
     """As NVIDIA's guide to compatibility has it (CUDA C++ Programming Guide, 5.8.2)."""
     gpus = [(6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
-    assert {gpu for gpu in gpus if devices.has_kernels(gpu, built_for.split())} == runs_on
-    assert devices.has_kernels((9, 0), ["gfx90a"]) and devices.has_kernels((9, 0), [])
+    assert {gpu for gpu in gpus if no_gpu.has_kernels(gpu, built_for.split())} == runs_on
+    assert no_gpu.has_kernels((9, 0), ["gfx90a"]) and no_gpu.has_kernels((9, 0), [])
 
 
 def test_what_a_backend_does_not_count_is_left_out(monkeypatch):
     """The module that a backend registers may have no memory statistics and no names."""
     monkeypatch.setattr(torch, "meta", types.ModuleType("torch.meta"), raising=False)
-    assert devices.memory_info(META) == (None, None)
-    assert devices.free_memory(META) == 4 * 2**30
+    assert memory.memory_info(META) == (None, None)
+    assert memory.free_memory(META) == 4 * 2**30
     assert devices.describe(META) == "meta"
 
 
@@ -239,25 +240,25 @@ def test_the_scaler_and_autocast_do_nothing_where_they_are_not_wanted(dtype, ena
 
 def test_mix_seed_is_a_known_hash():
     """These numbers are in every run that was ever made: a change of them changes all results."""
-    assert devices.mix_seed(0, "model") == 1689353482259370465
-    assert devices.mix_seed(0, "step", 1) == 4238720567276977853
-    assert devices.mix_seed() == 2847183694713211083
+    assert seeding.mix_seed(0, "model") == 1689353482259370465
+    assert seeding.mix_seed(0, "step", 1) == 4238720567276977853
+    assert seeding.mix_seed() == 2847183694713211083
 
 
 def test_mix_seed_separates_neighbours():
-    seeds = {devices.mix_seed(seed, "step", step) for seed in range(60) for step in range(60)}
+    seeds = {seeding.mix_seed(seed, "step", step) for seed in range(60) for step in range(60)}
     assert len(seeds) == 3600 and all(0 <= seed < 2**63 for seed in seeds)
     assert (
-        devices.mix_seed(1, 2)
-        != devices.mix_seed(2, 1)
-        != devices.mix_seed(12)
-        != devices.mix_seed("1", 2)
+        seeding.mix_seed(1, 2)
+        != seeding.mix_seed(2, 1)
+        != seeding.mix_seed(12)
+        != seeding.mix_seed("1", 2)
     )
-    assert devices.mix_seed(0, 1) != devices.mix_seed(1, 0) and devices.mix_seed(
+    assert seeding.mix_seed(0, 1) != seeding.mix_seed(1, 0) and seeding.mix_seed(
         1, 23
-    ) != devices.mix_seed(12, 3)
+    ) != seeding.mix_seed(12, 3)
     differing = [
-        (devices.mix_seed(0, i) ^ devices.mix_seed(0, i + 1)).bit_count() for i in range(200)
+        (seeding.mix_seed(0, i) ^ seeding.mix_seed(0, i + 1)).bit_count() for i in range(200)
     ]
     assert 27 < sum(differing) / 200 < 36  # half of 63 bits
 
@@ -269,7 +270,7 @@ def test_seed_generators_repeats_draws_and_touches_nothing_else():
 
     own = torch.Generator().manual_seed(5)
     before = own.get_state()
-    devices.seed_generators(CPU, 123)
+    seeding.seed_generators(CPU, 123)
     first = (
         torch.rand(5),
         torch.randn(3),
@@ -278,7 +279,7 @@ def test_seed_generators_repeats_draws_and_touches_nothing_else():
         torch.tensor(random.random()),
         torch.tensor(numpy.random.rand()),
     )
-    devices.seed_generators(CPU, 123)
+    seeding.seed_generators(CPU, 123)
     second = (
         torch.rand(5),
         torch.randn(3),
@@ -288,11 +289,11 @@ def test_seed_generators_repeats_draws_and_touches_nothing_else():
         torch.tensor(numpy.random.rand()),
     )
     assert all(map(torch.equal, first, second))
-    devices.seed_generators(CPU, 124)
+    seeding.seed_generators(CPU, 124)
     assert not torch.equal(torch.rand(5), first[0])
     assert random.random() != float(first[4]) and numpy.random.rand() != float(first[5])
     assert torch.equal(own.get_state(), before)
-    devices.seed_generators(CPU, 123)
+    seeding.seed_generators(CPU, 123)
     assert torch.equal(
         torch.rand(5), torch.rand(5, generator=torch.Generator().manual_seed(123))
     )  # as if it were a generator of one's own
@@ -315,7 +316,7 @@ def test_move_moves_every_tensor_and_nothing_else():
         "tuple": (torch.ones(1, dtype=torch.int64),),
         "packed": pack_sequence([torch.ones(2)]),
     }
-    moved = devices.move(batch, META)
+    moved = copies.move(batch, META)
     assert all(
         tensor.device == META
         for tensor in (
@@ -340,8 +341,8 @@ def test_move_moves_every_tensor_and_nothing_else():
 
 def test_move_to_where_it_is_copies_nothing():
     x = torch.ones(2)
-    assert devices.move([x], CPU)[0] is x
-    assert devices.move("text", CPU) == "text"
+    assert copies.move([x], CPU)[0] is x
+    assert copies.move("text", CPU) == "text"
 
 
 # memory
@@ -355,13 +356,13 @@ def test_memory_is_plausible():
         if hasattr(os, "sysconf")
         else 2**50
     )
-    assert 2**20 < devices.free_memory(CPU) <= installed
-    before = devices.peak_memory(CPU)
+    assert 2**20 < memory.free_memory(CPU) <= installed
+    before = memory.peak_memory(CPU)
     block = torch.ones(2**25)  # 128 MiB, written
-    after = devices.peak_memory(CPU)
+    after = memory.peak_memory(CPU)
     assert 10 * 2**20 < before <= after <= installed and after >= block.nbytes
     del block
-    assert devices.peak_memory(CPU) >= after  # the most that there was
+    assert memory.peak_memory(CPU) >= after  # the most that there was
 
 
 def test_release_collects_cycles_and_may_be_called_again():
@@ -373,9 +374,9 @@ def test_release_collects_cycles_and_may_be_called_again():
     node = Node()
     node.itself, gone = node, weakref.ref(node)
     del node
-    devices.release(CPU)
+    memory.release(CPU)
     assert gone() is None
-    devices.release(CPU)
+    memory.release(CPU)
     devices.synchronize(CPU)
 
 
@@ -422,7 +423,7 @@ def test_explain_names_what_is_in_the_wrong_place(text):
     WRONG[text](net)
     with pytest.raises(RuntimeError) as caught:
         net(batch[0]).sum().item()
-    explained = devices.explain(caught.value, net, batch, CPU)
+    explained = device_errors.explain(caught.value, net, batch, CPU)
     assert (
         isinstance(explained, UserError)
         and str(explained) == f"Tensors on two devices: the Trainer works on cpu, but {text}."
@@ -434,7 +435,7 @@ def test_explain_names_the_batch_entry():
     batch = {"x": [torch.ones(4, 3, device="meta")], "y": torch.zeros(4)}
     with pytest.raises(RuntimeError) as caught:
         net(batch["x"][0])
-    assert str(devices.explain(caught.value, net, batch, CPU)).endswith(
+    assert str(device_errors.explain(caught.value, net, batch, CPU)).endswith(
         "but batch entry \"batch['x'][0]\" is on meta."
     )
 
@@ -445,7 +446,7 @@ def test_explain_names_three_and_counts_the_rest():
         wrong(net)
     batch = (torch.ones(4, 3, device="meta"), torch.zeros(4, device="meta"))
     text = str(
-        devices.explain(
+        device_errors.explain(
             RuntimeError("Expected all tensors to be on the same device, but found two"),
             net,
             batch,
@@ -460,14 +461,14 @@ def test_explain_names_three_and_counts_the_rest():
 def test_explain_a_failed_check_inside_a_kernel():
     """As a class out of range ends a training on a GPU; the device refuses every call after it."""
     error = torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with ...")
-    text = str(devices.explain(error, Net(), None, CUDA))
+    text = str(device_errors.explain(error, Net(), None, CUDA))
     assert "a class in the targets" in text and "Type device=cpu" in text
 
 
 @pytest.mark.parametrize("kind", ["CUDA error", "HIP error", "CUDA driver error"])
 def test_out_of_memory_without_a_type_of_its_own(kind):
-    assert devices.is_out_of_memory(RuntimeError(f"{kind}: out of memory\nmore"))
-    assert not devices.is_out_of_memory(RuntimeError(f"{kind}: an illegal memory access"))
+    assert memory.is_out_of_memory(RuntimeError(f"{kind}: out of memory\nmore"))
+    assert not memory.is_out_of_memory(RuntimeError(f"{kind}: an illegal memory access"))
 
 
 class MadeInForward(torch.nn.Linear):
@@ -519,7 +520,7 @@ def test_a_line_of_the_trainer_is_not_named():
 def test_a_state_that_the_model_keeps_is_named():
     net = HiddenState()
     net.state = (torch.zeros(1), [torch.zeros(1, device="meta")])
-    assert devices.misplaced(net, None, CPU) == [
+    assert device_errors.misplaced(net, None, CPU) == [
         "attribute 'state[1][0]' (make it a buffer: self.register_buffer) is on meta"
     ]
 
@@ -527,7 +528,7 @@ def test_a_state_that_the_model_keeps_is_named():
 def test_explain_where_everything_is_in_its_place():
     """An error of nobody's line, such as one that was raised elsewhere."""
     error = RuntimeError("Expected all tensors to be on the same device, but found two")
-    text = str(devices.explain(error, Net(), (torch.ones(1, 3),), CPU))
+    text = str(device_errors.explain(error, Net(), (torch.ones(1, 3),), CPU))
     assert "but no parameter, buffer or batch entry is on another" in text
     assert "made in forward" in text and "device=inputs.device" in text
 
@@ -558,7 +559,7 @@ def test_explain_where_everything_is_in_its_place():
 )
 def test_what_torch_says_of_two_devices(text, expected):
     """Messages of torch 2.15, of which a CPU raises only some."""
-    assert devices.is_of_two_devices(text) is expected
+    assert device_errors.is_of_two_devices(text) is expected
 
 
 @pytest.mark.parametrize(
@@ -570,7 +571,7 @@ def test_what_torch_says_of_two_devices(text, expected):
     ],
 )
 def test_explain_leaves_other_errors_alone(error):
-    assert devices.explain(error, Net(), None, CPU) is None
+    assert device_errors.explain(error, Net(), None, CPU) is None
 
 
 def loader():
@@ -743,11 +744,12 @@ def test_the_sources_are_all_looked_at():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_only_device_py_knows_a_backend(path):
+def test_only_the_modules_of_devices_know_a_backend(path):
     lines = list(backend_names(ast.parse(path.read_text(encoding="utf-8"))))
     # settings.py shows a name in its advice, and arguments.py has the options of other programs.
     knows = path.relative_to(ROOT).as_posix() in (
         "trainer/device.py",
+        "trainer/no_gpu.py",
         "trainer/settings.py",
         "stoker/command/arguments.py",
     )

@@ -24,7 +24,8 @@ from stoker.models.whitened_cnn import WhitenedCNN
 from stoker.trainer import checkpoint, optimizers, parallel, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
-from stoker.trainer.device import choose, move
+from stoker.trainer.copies import move
+from stoker.trainer.device import choose
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.trainer import Trainer
 

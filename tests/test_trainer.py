@@ -22,9 +22,10 @@ from stoker.models.cnn import CNN
 from stoker.trainer import checkpoint, parallel, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard
-from stoker.trainer.device import mix_seed, move, seed_generators
+from stoker.trainer.copies import move
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.metrics import Accuracy
+from stoker.trainer.seeding import mix_seed, seed_generators
 
 
 def loaders(data=None, batch_size=8, kind=DeviceLoader, **options):

@@ -7,7 +7,7 @@ import torch
 from conftest import make_model, make_trainer
 
 from stoker.command import tuning
-from stoker.trainer import device as devices
+from stoker.trainer import memory
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError
 
@@ -84,7 +84,7 @@ def test_deterministic_asks_torch_for_it():
 
 
 def test_another_c_library_is_left_alone(monkeypatch):
-    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: object())
-    assert devices.glibc() is None
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
+    assert memory.glibc() is None
     tuning.keep_pages()
-    devices.release(torch.device("cpu"))
+    memory.release(torch.device("cpu"))

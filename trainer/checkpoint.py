@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from stoker.trainer import copies, launch, parallel, stopping
 from stoker.trainer import device as devices
-from stoker.trainer import launch, parallel, stopping
 from stoker.trainer.checkpoint_names import files as files
 from stoker.trainer.checkpoint_names import path_of as path_of
 from stoker.trainer.errors import TrainingError, UserError, log
@@ -168,12 +168,12 @@ def begin_copy(state: Any, everywhere: bool, sources: set[torch.device]) -> Any:
         if not launch.is_first() and not everywhere:
             return None
         sources.add(state.device)
-        return devices.to_host(state.detach())
+        return copies.to_host(state.detach())
     if isinstance(state, dict):
         return {key: begin_copy(value, everywhere, sources) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        copies = [begin_copy(value, everywhere, sources) for value in state]
-        return copies if isinstance(state, list) else tuple(copies)
+        copied = [begin_copy(value, everywhere, sources) for value in state]
+        return copied if isinstance(state, list) else tuple(copied)
     return state
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stoker.trainer import copies, losses, memory, misuse, parallel, seeding
 from stoker.trainer import device as devices
-from stoker.trainer import losses, misuse, parallel
 from stoker.trainer.errors import UserError
 from stoker.trainer.loading import dealt
 from stoker.trainer.metrics import Mean, OfClasses
@@ -48,7 +48,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
             for batch in loader:
                 if trainer.evaluation_due and trainer.poll_interruption():
                     raise Interrupted
-                batch = devices.move(batch, trainer.device)
+                batch = copies.move(batch, trainer.device)
                 results = trainer.eval_micro_batch.work(compute_losses, batch, trainer.sample_dims)
                 if parallel.has_samples(loader):
                     for part, loss, outputs in results:
@@ -101,7 +101,7 @@ def predict(trainer: "Trainer", loader: Any) -> torch.Tensor:
         with evaluating(trainer), torch.no_grad():
             for batch in loader:
                 sizes.append(getattr(loader, "global_size", None) or 0)
-                batch = devices.move(batch, trainer.device)
+                batch = copies.move(batch, trainer.device)
                 results = trainer.eval_micro_batch.work(predictions, batch, trainer.sample_dims)
                 if not parallel.has_samples(loader):  # a sample that was lent to this process
                     results = [part[:0] for part in results]
@@ -119,7 +119,7 @@ def evaluating(trainer: "Trainer") -> Iterator[None]:
     modes = [(module, module.training) for module in trainer.model.modules()]
     within_fit = trainer.train_loader is not None
     devices.make_current(trainer.device)
-    outside = [] if within_fit else devices.random_states(trainer.device, trainer.replicas)
+    outside = [] if within_fit else seeding.random_states(trainer.device, trainer.replicas)
     trainer.model.eval()
     try:
         with hooks(trainer):
@@ -128,8 +128,8 @@ def evaluating(trainer: "Trainer") -> Iterator[None]:
         for module, was_training in modes:
             module.training = was_training
         if not within_fit:  # a fit frees memory at its end, and seeds each step
-            devices.set_random_states(outside)
-            devices.release(trainer.device)
+            seeding.set_random_states(outside)
+            memory.release(trainer.device)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,16 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from stoker.trainer import checkpoint, launch, losses, misuse, optimizers, schedules
+from stoker.trainer import (
+    checkpoint,
+    launch,
+    losses,
+    memory,
+    misuse,
+    optimizers,
+    schedules,
+    seeding,
+)
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
@@ -61,21 +70,23 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
 
 @contextlib.contextmanager
 def cleaned_up(trainer: "Trainer") -> Iterator[None]:
-    """Begin without gradients; then drop them, free memory and restore the random states."""
+    """Begin without gradients; then drop them and the loaders, and restore the random states."""
     trainer.left_out = list(trainer.without_optimizer().values())
     optimizers.zero_grad(trainer.optimizer, trainer.left_out)
     devices.make_current(trainer.device)
-    outside = devices.random_states(trainer.device, trainer.replicas)
+    outside = seeding.random_states(trainer.device, trainer.replicas)
     try:
         with losses.first_call_checked(trainer.loss):
             yield
         warn_of_weights(trainer)
     finally:
-        devices.set_random_states(outside)
+        seeding.set_random_states(outside)
         if trainer.optimizer is not None:  # the Trainer may have been closed
             optimizers.zero_grad(trainer.optimizer, trainer.left_out)
         trainer.left_out = ()
-        devices.release(trainer.device)
+        trainer.train_loader = trainer.val_loader = None
+        trainer.interruption = None
+        memory.release(trainer.device)
 
 
 def warn_of_weights(trainer: "Trainer") -> None:

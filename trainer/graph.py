@@ -8,6 +8,7 @@ import torch
 
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
+from stoker.trainer import device_errors, seeding
 from stoker.trainer.errors import UserError, log
 
 WARMUP = 3  # steps without a graph, while kernels are chosen and the optimizer makes its state
@@ -84,10 +85,10 @@ class Captured:
         may_be_captured = self.steps > 1 and len(self.graphs) < MOST
         if not may_be_captured:  # the first step may prepare anything
             return devices.beside(work, batch, self.device)
-        before = devices.host_random_states()
+        before = seeding.host_random_states()
         with devices.never_waiting(self.device):
             result = devices.beside(work, batch, self.device)
-        if devices.host_random_states() != before:
+        if seeding.host_random_states() != before:
             raise UserError(
                 "compile=graph: the step draws from Python's or numpy's generator, and a graph "
                 "would repeat one draw.\nDraw on the device (torch.rand(..., device=...)), or type "
@@ -164,7 +165,7 @@ def explain(error: BaseException, trainer: Any) -> UserError | None:
 
 def line_of(error: BaseException) -> str:
     """Return "/my/model.py:12, in forward," for an error in code that is not a library's."""
-    line = devices.innermost_line(error, (devices.TORCH, devices.HERE))
+    line = device_errors.innermost_line(error, (device_errors.TORCH, device_errors.HERE))
     return "the step" if line is None else f"{line.filename}:{line.lineno}, in {line.name},"
 
 

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Sampler
 from stoker.trainer import batch as batches
 from stoker.trainer import launch, parallel
 from stoker.trainer.batch import SampleDimOf
-from stoker.trainer.device import mix_seed, seed_python
 from stoker.trainer.errors import TrainingError, UserError, cause
+from stoker.trainer.seeding import mix_seed, seed_python
 from stoker.trainer.spans import Spans, silent_spans
 
 END = object()  # of an iterator

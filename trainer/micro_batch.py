@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from stoker.trainer import batch as batches
-from stoker.trainer import device as devices
-from stoker.trainer import parallel, settings
+from stoker.trainer import memory, parallel, settings
 from stoker.trainer.errors import TrainingError, UserError, check_number, log
 
 Bounds = tuple[int, int] | None  # most and fewest samples that a process gets from a batch
@@ -109,12 +108,12 @@ class MicroBatch:
                     buffer.copy_(value)
             if undo is not None:
                 undo()
-            devices.release(self.device)
+            memory.release(self.device)
 
     def halve(self, error: Exception, samples: int, module: torch.nn.Module | None) -> None:
         """Halve the size and say so; raise the error if that cannot help."""
         most = min(self.size or samples, samples)
-        if most == 1 or not devices.is_out_of_memory(error):
+        if most == 1 or not memory.is_out_of_memory(error):
             raise error
         self.size = most // 2
         unit = "sample" if self.size == 1 else "samples"
@@ -145,9 +144,9 @@ class MicroBatch:
             advice = f"a lower micro_batch or {self.key}"
         else:
             advice = f"micro_batch=auto (less memory, {effect(module)}), or a lower {self.key}"
-        memory = devices.describe_memory(self.device)
+        left = memory.describe_memory(self.device)
         return TrainingError(
-            f"Out of memory on {place}, in the {self.use}: {memory}.\nType {advice}."
+            f"Out of memory on {place}, in the {self.use}: {left}.\nType {advice}."
         )
 
     def description(self) -> str:

@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import batch as batches
-from stoker.trainer import device as devices
-from stoker.trainer import graph, launch, losses, nonfinite, parallel, schedules
+from stoker.trainer import (
+    device_errors,
+    graph,
+    launch,
+    losses,
+    memory,
+    nonfinite,
+    parallel,
+    schedules,
+)
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of
 from stoker.trainer.loading import Seekable
@@ -455,13 +463,13 @@ def raise_explained(
         return
     if isinstance(error, NotFinite):
         raise nonfinite.explained(trainer, error) from None
-    if devices.is_out_of_memory(error):
+    if memory.is_out_of_memory(error):
         samples = None if batch is None else trainer.samples(batch)
         raise micro_batch.explain(samples, trainer.module) from error
     text = wrong_batch(trainer, error, batch) or wrong_result(error)
     if text is not None:
         raise UserError(text) from error
-    explained = devices.explain(error, trainer.module, batch, trainer.device)
+    explained = device_errors.explain(error, trainer.module, batch, trainer.device)
     explained = explained or parallel.explain(error)
     if trainer.special_step is not None and trainer.special_step.captures:
         explained = explained or graph.explain(error, trainer)

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from stoker.trainer import batch as batches
-from stoker.trainer import checkpoint, launch, parallel
-from stoker.trainer import device as devices
+from stoker.trainer import checkpoint, copies, launch, parallel
 from stoker.trainer.callbacks import Callback, Checkpoint, Monitor, NaNGuard, TimeLimit
 from stoker.trainer.errors import NotFinite, cause, log
 from stoker.trainer.loading import dealt
@@ -73,7 +72,7 @@ def validation_error(trainer: "Trainer", error: NotFinite) -> NotFinite:
     with trainer.evaluating(), torch.no_grad():
         trainer.seed_generators("val")
         for number, batch in enumerate(loader, 1):
-            batch = devices.move(batch, trainer.device)
+            batch = copies.move(batch, trainer.device)
             is_finite = trainer.eval_micro_batch.work(all_finite, batch, trainer.sample_dims)
             strange = strange_entries(batch)
             if not any_rank(parallel.has_samples(loader) and not is_finite):
@@ -180,7 +179,7 @@ def replayed(trainer: "Trainer", last: int) -> Iterator[Any]:
         epoch, position = divmod(trainer.step, trainer.steps_per_epoch)
         trainer.train_loader.seek(trainer.epochs_before + epoch, position)
         for batch in trainer.train_loader:
-            yield devices.move(batch, trainer.device)
+            yield copies.move(batch, trainer.device)
             if trainer.step == last:
                 return
 

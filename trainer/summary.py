@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import batch as batches
+from stoker.trainer import copies, memory, parallel, schedules, seeding
 from stoker.trainer import device as devices
-from stoker.trainer import parallel, schedules
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
-MIB = devices.MIB
+MIB = memory.MIB
 PRECISIONS = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -175,11 +175,11 @@ def activations(trainer: "Trainer", batch: Any) -> float:
 
     The model is left as it was, with the running statistics of its norms.
     """
-    batch = devices.move(batch, trainer.device)
+    batch = copies.move(batch, trainer.device)
     buffers = list(trainer.module.buffers())
     before = [buffer.clone() for buffer in buffers]
     modes = [(child, child.training) for child in trainer.module.modules()]
-    states = devices.random_states(trainer.device)
+    states = seeding.random_states(trainer.device)
     saved = Saved(trainer.module)
     trainer.model.train()
     try:
@@ -188,7 +188,7 @@ def activations(trainer: "Trainer", batch: Any) -> float:
             loss = trainer.compute_loss(batch)
         del loss
     finally:
-        devices.set_random_states(states)
+        seeding.set_random_states(states)
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
@@ -210,7 +210,7 @@ def memory_report(trainer: "Trainer", batch: Any = None) -> dict[str, float]:
         "optimizer": mib(optimizer_tensors(trainer.optimizer)),
         "buffers": mib(trainer.module.buffers()),
         "data": trainer.data_bytes / MIB,
-        "peak": devices.peak_memory(trainer.device) / MIB,
+        "peak": memory.peak_memory(trainer.device) / MIB,
     }
 
 

@@ -6,19 +6,22 @@ from typing import Any
 
 import torch
 
-from stoker.trainer import device as devices
 from stoker.trainer import (
+    copies,
     evaluation,
     fitting,
     launch,
     losses,
+    memory,
     misuse,
     optimizers,
     parallel,
     schedules,
+    seeding,
     settings,
     steps,
 )
+from stoker.trainer import device as devices
 from stoker.trainer.batching import Batching
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.history import History
@@ -89,7 +92,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
         self.seed: int = settings.check("seed", seed)
 
         self.device: torch.device = devices.choose(device)
-        devices.reset_peak_memory(self.device)
+        memory.reset_peak_memory(self.device)
         self.strategy: str = parallel.start(strategy, self.device)
         self.dtype, self.precision_reason = devices.choose_precision(precision, self.device)
         self.autocast = devices.autocast(self.device, self.dtype)
@@ -152,7 +155,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
                     self.model.train()
                     for batch in self.train_loader:
                         with self.spans["transfer"]:
-                            batch = devices.move(batch, self.device)
+                            batch = copies.move(batch, self.device)
                         self.begin_step(batch)
                         loss = self.train_step(batch)
                         self.step += 1
@@ -176,7 +179,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
                 raise
             finally:
                 batch = None
-                self.end_fit()
+                self.call("on_fit_end")
         return self.history
 
     def train_step(self, batch: Any) -> torch.Tensor:
@@ -252,7 +255,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
         self.metrics = {}
         self.callbacks = []
         self.window.clear()
-        devices.release(self.device)
+        memory.release(self.device)
 
     def __enter__(self) -> "Trainer":
         return self
@@ -270,7 +273,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
         """Seed the generators for this use at this step, differently in each fit and process."""
         earlier = ("after", self.epochs_before) if self.epochs_before else ()  # epochs of fits
         parts = (self.seed, use, self.step, *earlier, *self.seed_suffix)
-        devices.seed_generators(self.device, devices.mix_seed(*parts), self.replicas)
+        seeding.seed_generators(self.device, seeding.mix_seed(*parts), self.replicas)
 
     def end_step(self, evaluate: bool) -> None:
         """Evaluate, if the step has an evaluation, and call the callbacks."""
@@ -286,14 +289,6 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
             self.call("on_epoch_end")
         self.call("on_step_end")
         self.poll_interruption()
-
-    def end_fit(self) -> None:
-        """Call the callbacks, drop the loaders and forget any interruption."""
-        try:
-            self.call("on_fit_end")
-        finally:
-            self.train_loader = self.val_loader = None
-            self.interruption = None
 
     def parameter_groups(self, decay_all: bool) -> list[dict[str, Any]]:
         """Return the parameters in groups for the optimizer; override it for rates by layer."""

@@ -16,6 +16,7 @@ import torch
 
 from stoker.command import settings
 from stoker.trainer import device as devices
+from stoker.trainer import memory
 
 # Multiply-adds of a forward pass over one batch, below which one thread is enough.
 FEW = 10_000_000
@@ -75,9 +76,9 @@ def keep_pages() -> None:
     """Make glibc keep freed memory for the next step; do nothing with another C library.
 
     Otherwise the kernel maps and unmaps each large tensor, and its page faults take longer than
-    the work on the tensor. `device.release` returns what is not in use.
+    the work on the tensor. `memory.release` returns what is not in use.
     """
-    libc = devices.glibc()
+    libc = memory.glibc()
     if libc is not None:
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no separate mappings for large blocks
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap at each free

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.trainer import checkpoint, fitting, misuse, schedules
-from stoker.trainer import device as devices
+from stoker.trainer import checkpoint, copies, fitting, misuse, schedules, seeding
 from stoker.trainer.errors import UserError, check_number
 from stoker.trainer.loading import seekable
 from stoker.trainer.steps import captures
@@ -59,9 +58,9 @@ def lr_find(
                 rate = lowest * (highest / lowest) ** (len(rates) / (steps - 1))
                 for group in trainer.optimizer.param_groups:
                     group["lr"] = rate
-                seed = devices.mix_seed(trainer.seed, "step", len(rates))
-                devices.seed_generators(trainer.device, seed, trainer.replicas)
-                batch = devices.move(batch, trainer.device)
+                seed = seeding.mix_seed(trainer.seed, "step", len(rates))
+                seeding.seed_generators(trainer.device, seed, trainer.replicas)
+                batch = copies.move(batch, trainer.device)
                 loss = trainer.train_step(batch).item()
                 if not math.isfinite(loss):
                     break

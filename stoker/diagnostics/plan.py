@@ -19,6 +19,7 @@ from stoker.trainer import device as devices
 from stoker.trainer.batch import entries
 from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
 from stoker.trainer.loading import resident_bytes
+from stoker.trainer.memory import MIB
 from stoker.trainer.trainer import Trainer
 
 WARMUP = graph.WARMUP  # steps that choose kernels and create the optimizer's state
@@ -139,9 +140,9 @@ def look(
 
     step = summary.memory_of_a_step(trainer)
     memory = {part: step[part] for part in ("parameters", "gradients", "optimizer")}
-    memory["data"] = resident_bytes(train_loader, val_loader) / devices.MIB
+    memory["data"] = resident_bytes(train_loader, val_loader) / MIB
     if watch.saved.most:
-        memory["activations"] = watch.saved.most / devices.MIB
+        memory["activations"] = watch.saved.most / MIB
     if averages:
         memory["averages"] = mib_of([average.state_dict() for average in averages])
     if trainer.device.type == "cpu":

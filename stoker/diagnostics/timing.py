@@ -15,7 +15,7 @@ from stoker.data.loader import DeviceLoader, HostLoader, StreamedOnce
 from stoker.runs.loggers import Logger
 from stoker.runs.result import STAGES
 from stoker.trainer import device as devices
-from stoker.trainer import launch
+from stoker.trainer import launch, memory
 from stoker.trainer.callbacks import Callback, Checkpoint, Progress
 from stoker.trainer.spans import NAMES, SILENT, silent_spans
 from stoker.trainer.steps import captures
@@ -261,7 +261,7 @@ class Timing(Callback):
             workers = loader.workers.loader.num_workers
             # Your own split may lack `tensors`: then it cannot be resident.
             has_tensors = getattr(loader.split, "tensors", None) is not None
-            fits = has_tensors and loader.nbytes < devices.free_memory(trainer.device) / 2
+            fits = has_tensors and loader.nbytes < memory.free_memory(trainer.device) / 2
         elif isinstance(loader, DeviceLoader):
             augments = loader.augment.geometric or loader.augment.rest
             kind = "augmented" if augments else "resident"

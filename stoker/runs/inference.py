@@ -22,13 +22,13 @@ from stoker.data.description import Description, is_description, names_of
 from stoker.data.loader import scaling
 from stoker.runs import card, resume, saved_config
 from stoker.runs.result import finished
-from stoker.trainer import checkpoint, parallel
+from stoker.trainer import checkpoint, memory, parallel
 from stoker.trainer import device as devices
 from stoker.trainer.errors import TrainingError, UserError, first_few, first_line, log, printable
 from stoker.trainer.files import replacing
 from stoker.trainer.trainer import Trainer
 
-AT_ONCE = 256 * devices.MIB  # the most bytes of inputs in one batch
+AT_ONCE = 256 * memory.MIB  # the most bytes of inputs in one batch
 
 State = dict[str, Any]  # of a checkpoint
 Row = dict[str, Any]

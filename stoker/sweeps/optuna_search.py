@@ -23,8 +23,8 @@ from optuna.trial import TrialState
 from stoker.sweeps.search import Search, Trials, check_mode
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
-from stoker.trainer.device import mix_seed
 from stoker.trainer.errors import UserError, first_line
+from stoker.trainer.seeding import mix_seed
 from stoker.trainer.trainer import Trainer
 
 SAMPLERS = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")  # what a config may name

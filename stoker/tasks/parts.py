@@ -70,7 +70,7 @@ def building(
     from stoker.command import tuning
     from stoker.data.description import columns_line, data_line
     from stoker.trainer import device as devices
-    from stoker.trainer import parallel
+    from stoker.trainer import parallel, seeding
 
     device = devices.choose(launchers.device(cfg.device, devices.available()))
     tuning.tune_process(device, list(cfg.tune), cfg.deterministic)
@@ -85,7 +85,7 @@ def building(
     if data.table is not None:
         print(f"columns  {columns_line(data.description())}")
 
-    devices.seed_generators(device, devices.mix_seed(settings.check("seed", cfg.seed), "model"))
+    seeding.seed_generators(device, seeding.mix_seed(settings.check("seed", cfg.seed), "model"))
     model, loss = build_model(cfg, data, state)
     if cfg.init_from is not None and not resumes and state is None:
         from stoker.runs.weights import init_from

@@ -10,7 +10,7 @@ from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import make_loaders
 from stoker.diagnostics.audit import DeviceAudit
 from stoker.trainer import device as devices
-from stoker.trainer import parallel
+from stoker.trainer import memory, parallel
 from stoker.trainer.errors import UserError
 
 pytestmark = pytest.mark.accelerator
@@ -87,7 +87,7 @@ def test_what_its_backend_does_not_tell_is_left_out(accelerator, monkeypatch, la
     text = devices.describe(device)
     assert ("accelerator" in text) == (lacks != "get_device_name")
     assert ("GiB free" in text) == (lacks != "mem_get_info")
-    devices.release(device)
+    memory.release(device)
 
 
 def test_autocast_is_refused_where_it_does_not_work(accelerator, monkeypatch):

@@ -11,8 +11,7 @@ from conftest import assert_same, make_data, make_model, make_trainer
 
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics import flops
-from stoker.trainer import checkpoint
-from stoker.trainer import device as devices
+from stoker.trainer import checkpoint, seeding
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError
 
@@ -97,11 +96,11 @@ def test_a_trainer_is_not_disturbed_by_another_on_another_device(accelerator):
 def test_the_generators_of_replicas_are_left_as_they_were(accelerator):
     device = torch.device(accelerator.NAME, 0)
     before = [generator.get_state() for generator in accelerator.default_generators]
-    states = devices.random_states(device, (0, 1))
-    devices.seed_generators(device, 5, (0, 1))
+    states = seeding.random_states(device, (0, 1))
+    seeding.seed_generators(device, 5, (0, 1))
     seeded = [generator.get_state() for generator in accelerator.default_generators]
     assert not torch.equal(seeded[0], before[0]) and not torch.equal(seeded[1], before[1])
-    devices.set_random_states(states)
+    seeding.set_random_states(states)
     assert_same([generator.get_state() for generator in accelerator.default_generators], before)
 
 

@@ -1,0 +1,71 @@
+"""Copies between the host and a device, through pinned memory."""
+
+import functools
+from typing import Any
+
+import torch
+
+from stoker.trainer import batch as batches
+
+CPU = torch.device("cpu")
+UNIFIED = ("cpu", "mps", "meta")  # devices whose memory is the host's: nothing is pinned for them
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Return the batch on the device: any nesting of tensors and of objects with `.to`.
+
+    The host's tensors are pinned and copied beside the work of the device: nothing waits for it.
+    """
+    if isinstance(batch, (list, tuple)) and all(
+        isinstance(x, torch.Tensor) and x.device == device for x in batch
+    ):
+        return batch  # our loaders have moved it
+
+    def to(_: str, leaf: Any) -> Any:
+        is_plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        if device.type not in UNIFIED and is_plain and leaf.is_cpu:
+            return copy_beside(leaf.pin_memory(), device)
+        return leaf.to(device)
+
+    return batches.walk(to, batch)
+
+
+def copy_beside(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a pinned tensor to the device while it works on earlier steps.
+
+    In the stream of the work, the copy would wait for them.
+    """
+    backend = torch.get_device_module(device)
+    work_stream = backend.current_stream(device)
+    stream = copy_stream(device)
+    with backend.stream(stream):
+        copied = tensor.to(device, non_blocking=True)
+    work_stream.wait_stream(stream)
+    copied.record_stream(work_stream)  # keeps its memory until the work on it is done
+    return copied
+
+
+@functools.cache
+def copy_stream(device: torch.device) -> Any:
+    """Return the device's one stream for copies."""
+    return torch.get_device_module(device).Stream(device)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor that was just made on the CPU on the device, without waiting for it."""
+    if device.type in UNIFIED:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy on the CPU, which is there once its device is synchronized.
+
+    What a GPU copies without being waited for goes into pinned memory.
+    """
+    return tensor.to(
+        CPU,
+        copy=True,
+        non_blocking=tensor.device.type not in UNIFIED,
+        memory_format=torch.contiguous_format,
+    )

@@ -1,0 +1,122 @@
+"""Explain errors of a forward pass: which tensor is on the wrong device, and what to change."""
+
+import os
+import re
+import traceback
+from typing import Any
+
+import torch
+
+from stoker.trainer import batch as batches
+from stoker.trainer.device import NO_VIEW
+from stoker.trainer.errors import UserError
+
+# What torch says of tensors on two devices; the second of an RNN's hidden state.
+TWO_DEVICES = (
+    "on the same device",
+    "at the same device",
+    "is not on the expected device",
+    "Expected object of device type",
+)
+DEVICE = r"\b(?:cpu|meta|[a-z]+:\d+)\b"  # its name in a message of torch's
+HERE = os.path.dirname(__file__) + os.sep
+TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def explain(
+    error: BaseException, module: torch.nn.Module, batch: Any, device: torch.device
+) -> UserError | None:
+    """Return a UserError that says what to change, or None.
+
+    For tensors on two devices, of which it names those in the wrong place or the line, for a `view`
+    of an image in channels_last order, and for statistics of one sample.
+    """
+    text = str(error)
+    name = type(module).__name__
+    if "device-side assert" in text:
+        return UserError(
+            f"A check inside a kernel on {device} has failed (device-side assert): usually a class "
+            "in the targets, or an index into an Embedding, is out of range.\n"
+            "Type device=cpu: there, the same step says which."
+        )
+    if "Expected more than 1 value per channel" in text:
+        return UserError(
+            f"{name}: BatchNorm has to see two samples at once, and a batch or micro-batch has "
+            "one.\nType drop_last=true, or another batch_size or micro_batch."
+        )
+    kernels = [parameter for parameter in module.parameters() if parameter.ndim == 4]
+    if NO_VIEW in text and not all(kernel.is_contiguous() for kernel in kernels):
+        return UserError(
+            f"{name}: .view() of an image, whose memory is in the order channels_last.\n"
+            "Write .flatten(1) or .reshape() there, or type channels_last=false."
+        )
+    if not is_of_two_devices(text):
+        return None
+    begin = f"Tensors on two devices: the Trainer works on {device}, but"
+    wrong = misplaced(module, batch, device)
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        return UserError(f"{begin} {'; '.join(wrong[:3])}{more}.")
+    line = innermost_line(error)
+    place = "no parameter, buffer or batch entry is on another"
+    if line is not None:
+        named = [name for name in re.findall(DEVICE, text) if name != str(device)]
+        where = f" on {named[0]}" if named else " on another"
+        place = f"{line.filename}:{line.lineno} has one{where}:\n{line.line}"
+    return UserError(
+        f"{begin} {place}\nA tensor made in forward wants device=inputs.device; one that the model "
+        "keeps is a buffer: self.register_buffer."
+    )
+
+
+def is_of_two_devices(text: str) -> bool:
+    """Return whether a message of torch's says that tensors are on different devices."""
+    if any(phrase in text for phrase in TWO_DEVICES):
+        return True
+    # "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same"
+    backends = set(re.findall(r"\(torch\.(\w+\.)?\w+Tensor\)", text))
+    return len(backends) > 1
+
+
+def innermost_line(
+    error: BaseException, libraries: tuple[str, ...] = (TORCH,)
+) -> traceback.FrameSummary | None:
+    """Return the line of yours, or of a model, in which a library raised the error; None if none.
+
+    These are the paths of the libraries.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith(libraries):
+            continue
+        return None if frame.filename.startswith(HERE) else frame
+    return None
+
+
+def misplaced(module: torch.nn.Module, batch: Any, device: torch.device) -> list[str]:
+    """Return "buffer 'mask' is on cpu" for each tensor of these that is not on the device."""
+    return [
+        f"{place} is on {tensor.device}"
+        for place, tensor in named_tensors(module, batch)
+        if tensor.device != device
+    ]
+
+
+def named_tensors(module: torch.nn.Module, batch: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return (how to call it, tensor) for all tensors of a module and a batch."""
+    named: list[tuple[str, torch.Tensor]] = []
+    for name, parameter in module.named_parameters():
+        named.append((f"parameter {name!r}", parameter))
+    for name, buffer in module.named_buffers():
+        named.append((f"buffer {name!r}", buffer))
+    # A tensor kept as a plain attribute does not move with the module: the usual mistake.
+    advice = "(make it a buffer: self.register_buffer)"
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if not isinstance(value, (torch.Tensor, list, tuple)):
+                continue
+            place = f"{path}.{name}".lstrip(".")
+            for entry, tensor in batches.entries(value):
+                named.append((f"attribute {entry.replace('batch', place, 1)!r} {advice}", tensor))
+    for name, tensor in batches.entries(batch):
+        named.append((f"batch entry {name!r}", tensor))
+    return named

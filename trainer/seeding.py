@@ -1,0 +1,85 @@
+"""Seeds, and the states of all generators: of Python, numpy, torch and the device."""
+
+import contextlib
+import hashlib
+import pickle
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+
+CPU = torch.device("cpu")
+
+
+def mix_seed(*parts: object) -> int:
+    """Return a 63-bit seed from any parts (numbers, strings).
+
+    A hash: with `seed + epoch`, neighbours would share their streams.
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_generators(device: torch.device, seed: int, replicas: Sequence[int] = ()) -> None:
+    """Seed the default generators: of Python, numpy, torch, the device and the GPUs with replicas.
+
+    It takes 14 us; torch.manual_seed alone goes through every backend in 275 us.
+    """
+    random.seed(seed)  # as `seed_python`, in one call less per step
+    numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cpu":
+        return
+    backend = torch.get_device_module(device)
+    backend.manual_seed(seed)
+    for index in replicas:  # each GPU of a DataParallel draws from its own generator
+        if index != device.index:
+            backend.default_generators[index].manual_seed(mix_seed(seed, index))
+
+
+def seed_python(seed: int) -> None:
+    """Seed the global generators of the modules random and numpy."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+def host_random_states() -> bytes:
+    """Return the states of the global generators of the modules random and numpy, to compare."""
+    return pickle.dumps((random.getstate(), numpy.random.get_state()))
+
+
+def random_states(
+    device: torch.device, replicas: Sequence[int] = ()
+) -> list[tuple[Callable[[Any], None], Any]]:
+    """Return the states of the generators that `seed_generators` seeds."""
+    states: list[tuple[Callable[[Any], None], Any]] = [
+        (random.setstate, random.getstate()),
+        (numpy.random.set_state, numpy.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if device.type != "cpu":
+        backend = torch.get_device_module(device)
+        states.append((backend.set_rng_state, backend.get_rng_state()))
+        for index in replicas:
+            generator = backend.default_generators[index]
+            states.append((generator.set_state, generator.get_state()))
+    return states
+
+
+def set_random_states(states: Sequence[tuple[Callable[[Any], None], Any]]) -> None:
+    """Set the generators back to where `random_states` saw them."""
+    for set_state, state in states:
+        set_state(state)
+
+
+@contextlib.contextmanager
+def random_stream(*parts: object) -> Iterator[None]:
+    """Draw from a stream of these parts in this context: torch's CPU generator, random, numpy."""
+    states = random_states(CPU)
+    seed_generators(CPU, mix_seed(*parts))
+    try:
+        yield
+    finally:
+        set_random_states(states)
