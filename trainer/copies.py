@@ -16,10 +16,12 @@ def move(batch: Any, device: torch.device) -> Any:
 
     The host's tensors are pinned and copied beside the work of the device: nothing waits for it.
     """
-    if isinstance(batch, (list, tuple)) and all(
-        isinstance(x, torch.Tensor) and x.device == device for x in batch
-    ):
-        return batch  # our loaders have moved it
+    if isinstance(batch, (list, tuple)):
+        for tensor in batch:
+            if not (isinstance(tensor, torch.Tensor) and tensor.device == device):
+                break
+        else:
+            return batch  # our loaders have moved it
 
     def to(_: str, leaf: Any) -> Any:
         is_plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided

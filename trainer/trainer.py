@@ -166,7 +166,7 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
                         if evaluate or epoch_ends or self.is_time(self.log_every):
                             self.log_training(batch)
                         self.end_step(evaluate)
-                        if self.should_stop or self.step == self.total_steps:
+                        if self.stop_reason is not None or self.step == self.total_steps:
                             break
                     else:  # the loader ended by itself
                         given = self.step - epoch * self.steps_per_epoch
