@@ -20,6 +20,7 @@ from stoker import Trainer
 from stoker.diagnostics.audit import DeviceAudit
 from stoker.trainer import copies, device_errors, memory, no_gpu, seeding
 from stoker.trainer import device as devices
+from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -504,8 +505,8 @@ def test_a_tensor_made_in_forward_is_an_error_with_its_line_and_both_devices(net
         ),
         lines[offset].strip(),
         (
-            "A tensor made in forward wants device=inputs.device; one that the model keeps is a "
-            "buffer: self.register_buffer."
+            "A tensor made in forward: create it with device=inputs.device; one that the model "
+            "keeps is a buffer: self.register_buffer."
         ),
     ]
 
@@ -623,6 +624,16 @@ def test_the_audit_names_what_the_first_forward_pass_has_elsewhere(caplog, capsy
         )
     ]
     assert "devices  all" not in capsys.readouterr().out
+
+
+def test_the_audit_leaves_the_error_of_an_earlier_callback():
+    class Fails(Callback):
+        def on_fit_start(self, trainer):
+            raise ZeroDivisionError
+
+    with trainer() as own, pytest.raises(ZeroDivisionError):
+        own.callbacks += [Fails(), DeviceAudit()]
+        own.fit(loader())
 
 
 @pytest.mark.parametrize("doing", ["fit", "evaluate"])

@@ -2,12 +2,14 @@
 by CUDA graphs.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
 import random
 import sys
 
+import numpy
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
@@ -223,16 +225,16 @@ def test_a_step_that_no_graph_can_repeat_is_refused_with_its_line(
         assert trainer.step == 24
 
 
-def test_a_step_that_draws_on_the_host_is_refused(recorded):
-    class Drawing(Trainer):
-        def compute_loss(self, batch):
-            loss, outputs = super().compute_loss(batch)
-            return loss * (random.random() < 0.9), outputs
-
-    trainer = make_trainer(kind=Drawing)
-    trainer.special_step = GraphStep()
-    with pytest.raises(UserError, match="draws from Python's or numpy's generator"):
-        trainer.fit(DeviceLoader(make_data(), "train", 8))
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand, lambda: torch.rand(()).item()])
+def test_a_step_that_draws_on_the_host_is_refused(recorded, monkeypatch, draw):
+    """On a device with a generator of its own, for which the meta device stands in."""
+    monkeypatch.setattr(devices, "never_waiting", lambda device: contextlib.nullcontext())
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    execute = graph.Captured(optimizer, torch.device("meta"))
+    batch = [torch.ones(2)]
+    with pytest.raises(UserError, match="draws from Python's, numpy's or torch's CPU generator"):
+        for _ in range(3):
+            execute(lambda batch: batch[0] * (draw() < 0.9), batch)
 
 
 CYCLING = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1)

@@ -64,8 +64,8 @@ def explain(
         where = f" on {named[0]}" if named else " on another"
         place = f"{line.filename}:{line.lineno} has one{where}:\n{line.line}"
     return UserError(
-        f"{begin} {place}\nA tensor made in forward wants device=inputs.device; one that the model "
-        "keeps is a buffer: self.register_buffer."
+        f"{begin} {place}\nA tensor made in forward: create it with device=inputs.device; one that "
+        "the model keeps is a buffer: self.register_buffer."
     )
 
 

@@ -85,14 +85,14 @@ class Captured:
         may_be_captured = self.steps > 1 and len(self.graphs) < MOST
         if not may_be_captured:  # the first step may prepare anything
             return devices.beside(work, batch, self.device)
-        before = seeding.host_random_states()
+        before = seeding.host_random_states(self.device)
         with devices.never_waiting(self.device):
             result = devices.beside(work, batch, self.device)
-        if seeding.host_random_states() != before:
+        if seeding.host_random_states(self.device) != before:
             raise UserError(
-                "compile=graph: the step draws from Python's or numpy's generator, and a graph "
-                "would repeat one draw.\nDraw on the device (torch.rand(..., device=...)), or type "
-                "compile=false."
+                "compile=graph: the step draws from Python's, numpy's or torch's CPU generator, "
+                "and a graph would repeat one draw.\nDraw on the device "
+                "(torch.rand(..., device=...)), or type compile=false."
             )
         return result
 

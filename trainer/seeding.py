@@ -45,9 +45,12 @@ def seed_python(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def host_random_states() -> bytes:
-    """Return the states of the global generators of the modules random and numpy, to compare."""
-    return pickle.dumps((random.getstate(), numpy.random.get_state()))
+def host_random_states(device: torch.device) -> bytes:
+    """Return the states of the global generators but for the device's, to compare."""
+    states: list[Any] = [random.getstate(), numpy.random.get_state()]
+    if device.type != "cpu":
+        states.append(torch.get_rng_state().numpy())
+    return pickle.dumps(states)
 
 
 def random_states(
