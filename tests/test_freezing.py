@@ -4,11 +4,14 @@ file.
 
 import copy
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
-from conftest import assert_same, make_model, make_trainer
+from conftest import assert_same, make_data, make_model, make_trainer
 
+from stoker.data.loader import DeviceLoader
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, Lookahead
 from stoker.trainer.errors import UserError
@@ -276,6 +279,64 @@ def test_an_average_of_weights_that_were_changed_since_is_not_used(tmp_path, cap
     with torch.no_grad():
         trainer.module[0].bias.data[0] += 1e-6
     assert_same(evaluated(trainer), dict(trainer.module.state_dict()))
+
+
+def flip(module):
+    """Permute weights, which leaves their sum and norm."""
+    module[0].weight.copy_(module[0].weight.flip(0))
+
+
+def move_statistics(module):
+    module[1].running_mean += 1
+
+
+def reverse_integers(module):
+    module.scale.copy_(torch.tensor([2, 1, 0]))
+
+
+@pytest.mark.parametrize("change", [flip, move_statistics, reverse_integers])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("callback", [functools.partial(EMA, 0.9), Lookahead])
+def test_each_change_of_the_tensors_is_seen(caplog, callback, dtype, change):
+    layers = [torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)]
+    module = torch.nn.Sequential(*layers)
+    fixed = torch.arange(3).to(dtype)
+    module.scale = torch.nn.Parameter(fixed, requires_grad=False)
+    shadow = callback()
+    trainer = make_trainer(module, epochs=1, callbacks=[shadow])
+    data = DeviceLoader(make_data(), "train", 8)
+    trainer.fit(data)
+    average = evaluated(trainer)
+    assert shadow.shadow is not None and not caplog.messages
+    with torch.no_grad():
+        change(module)
+    changed = copy.deepcopy(module.state_dict())
+    assert_same(evaluated(trainer), dict(changed))
+    assert shadow.shadow is None and len(caplog.messages) == 1
+    assert average.keys() == changed.keys()
+
+
+def test_an_average_keeps_no_module_alive():
+    trainer = fitted({}, EMA(0.9))
+    trainer.fit(batches())
+    callback = trainer.callbacks[-1]
+    module = weakref.ref(trainer.module)
+    trainer.close()
+    gc.collect()
+    assert module() is None
+    assert callback.state_dict()["average"] is not None
+
+
+def test_a_failed_fit_does_not_read_the_weights():
+    """They may be on a device that does not answer any more; a tensor without data stands in."""
+
+    class Fails(Callback):
+        def on_step_end(self, trainer):
+            trainer.module.lost = torch.nn.Parameter(torch.empty(2, device="meta"))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fitted({}, EMA(0.9), Fails()).fit(batches())
 
 
 class Reloads(Callback):

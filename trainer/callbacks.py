@@ -3,6 +3,8 @@
 import math
 import sys
 import time
+import weakref
+import zlib
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +14,6 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from stoker.trainer import checkpoint, launch, parallel, settings, summary
-from stoker.trainer.device import wide_type
 from stoker.trainer.errors import (
     NotFinite,
     UserError,
@@ -466,13 +467,14 @@ class ShadowWeights(Callback):
     def __init__(self) -> None:
         self.shadow: Tensors | None = None
         self.step: int = 0  # of the last update
-        # Outside of a fit, the module that the set is of, with the sums of its parameters.
-        self.module: torch.nn.Module | None = None
-        self.sums: torch.Tensor
+        # Outside of a fit, the module that the set is of, with the checksums of its tensors.
+        self.module: weakref.ref[torch.nn.Module] | None = None
+        self.sums: dict[str, int] | None = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         self.module = None
-        current = floating_state(trainer)
+        self.sums = None
+        current = floating_state(trainer.module)
         if self.shadow is None or not trainer.step:
             self.shadow = current
             self.step = trainer.step
@@ -487,9 +489,10 @@ class ShadowWeights(Callback):
         self.update(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        if self.module is None and trainer.module is not None:  # None if closed
-            self.module = trainer.module
-            self.sums = sums_of(trainer.module)
+        # The device of a failed fit may not work any more; the module is None if it was closed.
+        if not trainer.failed and trainer.module is not None:
+            self.module = weakref.ref(trainer.module)
+            self.sums = self.current_sums()
 
     def on_eval_start(self, trainer: "Trainer") -> None:
         self.forget_if_changed()
@@ -498,18 +501,22 @@ class ShadowWeights(Callback):
 
     def forget_if_changed(self) -> None:
         """Forget the set if its fit is over and somebody has changed the weights since."""
-        if self.shadow is None or self.module is None:
+        if self.shadow is None or self.sums is None:
             return
-        sums = sums_of(self.module)
-        is_same = torch.allclose(sums, self.sums, rtol=0, atol=0, equal_nan=True)
-        if not parallel.add_up(int(not is_same)):
+        is_changed = self.current_sums() not in (None, self.sums)
+        if not parallel.add_up(int(is_changed)):
             return
         self.shadow = None
         self.step = 0
         launch.warn(
             f"{type(self).__name__}: the weights have been changed since its fit or checkpoint, "
-            f"so its {self.key} of them is dropped."
+            f"so the {self.key} is discarded."
         )
+
+    def current_sums(self) -> dict[str, int] | None:
+        """Return the checksums of the module; None in a fit, or if the module is gone."""
+        module = None if self.module is None else self.module()
+        return None if module is None else checksums(module)
 
     def update(self, trainer: "Trainer") -> None:
         """Bring the set up to `trainer.step`, once per step."""
@@ -523,7 +530,7 @@ class ShadowWeights(Callback):
         every step, since anybody may set it.
         """
         assert self.shadow is not None
-        trained = floating_state(trainer)
+        trained = floating_state(trainer.module)
         fixed: Tensors = {}
         for name in frozen(trainer.module):
             if name in trained:
@@ -543,16 +550,15 @@ class ShadowWeights(Callback):
     def load_state_dict(self, state: State) -> None:
         self.shadow = state[self.key]
         self.step = state["step"]
-        if self.module is not None:
-            self.sums = sums_of(self.module)
+        self.sums = self.current_sums()
 
     def check_state(self, trainer: "Trainer", state: Any, name: str) -> None:
         in_fit = trainer.train_loader is not None
-        self.module = None if in_fit else trainer.module
+        self.module = None if in_fit else weakref.ref(trainer.module)
         like: State = {self.key: None, "step": 0}
         is_new = isinstance(state, dict) and state.get(self.key) is None and state.get("step") == 0
         if not is_new:
-            like[self.key] = floating_state(trainer)
+            like[self.key] = floating_state(trainer.module)
         check_like(state, like, name)
 
 
@@ -615,13 +621,13 @@ class EMA(ShadowWeights):
     def on_eval_start(self, trainer: "Trainer") -> None:
         super().on_eval_start(trainer)
         if self.shadow is not None:
-            current = floating_state(trainer)
+            current = floating_state(trainer.module)
             self.raw = {name: tensor.clone() for name, tensor in current.items()}
             copy_into(current, self.shadow)
 
     def on_eval_end(self, trainer: "Trainer") -> None:
         if self.raw is not None:
-            copy_into(floating_state(trainer), self.raw)
+            copy_into(floating_state(trainer.module), self.raw)
             self.raw = None
 
     def state_dict(self) -> State:
@@ -641,23 +647,23 @@ class EMA(ShadowWeights):
             )
 
 
-@torch.no_grad()
-def sums_of(module: torch.nn.Module) -> torch.Tensor:
-    """Return the sum and the norm of each parameter, which change whenever its values do."""
-    sums = []
-    for parameter in parallel.local(module.parameters()):
-        if parameter.is_complex():
-            parameter = torch.view_as_real(parameter)
-        dtype = wide_type(parameter.device.type)
-        sums.append(parameter.sum(dtype=dtype))
-        sums.append(torch.linalg.vector_norm(parameter, dtype=dtype))
-    return torch.stack(sums) if sums else torch.empty(0)
+def checksums(module: torch.nn.Module) -> dict[str, int]:
+    """Return a checksum of the bytes of each parameter and floating-point buffer.
+
+    Of shards, those of this process.
+    """
+    tensors = {**floating_state(module), **dict(module.named_parameters())}
+    sums: dict[str, int] = {}
+    for name, tensor in zip(tensors, parallel.local(tensors.values()), strict=True):
+        flat = tensor.detach().cpu().reshape(-1)
+        sums[name] = zlib.crc32(flat.view(torch.uint8).numpy().data)
+    return sums
 
 
-def floating_state(trainer: "Trainer") -> Tensors:
+def floating_state(module: torch.nn.Module) -> Tensors:
     """Return the live floating-point weights and statistics by name."""
     state: Tensors = {}
-    for name, tensor in trainer.module.state_dict().items():
+    for name, tensor in module.state_dict().items():
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             state[name] = tensor
     return state

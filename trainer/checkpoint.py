@@ -185,7 +185,7 @@ def first_nonfinite(module: torch.nn.Module) -> str | None:
     """
     named = {}
     for name, weight in module.named_parameters():
-        if weight.is_floating_point():
+        if weight.is_floating_point() and weight.itemsize > 1:  # torch has no norm of float8
             named[name] = weight
     if not named:
         return None
