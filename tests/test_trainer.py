@@ -747,6 +747,11 @@ def test_memory_report_of_a_batch_has_its_activations():
     assert report["activations"] * 2**20 == 4 * floats
     assert all(map(torch.equal, model.state_dict().values(), before.values()))
     assert not model[3].training and torch.get_rng_state().equal(drawn)
+    trainer.replicas = (0, 1)  # as under dp, whose threads are not counted
+    assert "activations" not in trainer.memory_report((inputs, None))
+    trainer.replicas = ()
+    model.compile(backend="eager")
+    assert "activations" not in trainer.memory_report((inputs, None))
 
 
 def test_where_says_what_lies_where(capsys):

@@ -78,7 +78,8 @@ class Reporting:
     def memory_report(self, batch: Any = None) -> dict[str, float]:
         """Return MiB of parameters, gradients, optimizer state, buffers and data, and the peak.
 
-        With a batch, also of the activations of a step on it.
+        With a batch, also of the activations of a step on it, unless the model is compiled or has
+        replicas (strategy=dp).
         """
         trainer: Any = self
         return summary.memory_report(trainer, batch)

@@ -138,6 +138,14 @@ def not_finite(trainer: "Trainer") -> str:
     )
 
 
+def can_be_counted(trainer: "Trainer") -> bool:
+    """Return whether `Saved` sees all that a step saves.
+
+    Under hooks a compiled module would be compiled again, and the threads of replicas have none.
+    """
+    return not (parallel.is_compiled(trainer.module) or trainer.replicas)
+
+
 class Saved:
     """Counts the bytes that autograd saves for backward passes, without weights and buffers.
 
@@ -200,10 +208,13 @@ def activations(trainer: "Trainer", batch: Any) -> float:
 def memory_report(trainer: "Trainer", batch: Any = None) -> dict[str, float]:
     """Return MiB by use; `peak` is of the device (on the CPU and mps, of the process).
 
-    With a batch, `activations` is what a step on all of it saves for its backward pass.
+    With a batch, `activations` is what a step on all of it saves for its backward pass; it is left
+    out where the model is compiled or has replicas.
     """
     parameters = list(trainer.module.parameters())
-    report = {} if batch is None else {"activations": activations(trainer, batch)}
+    report = {}
+    if batch is not None and can_be_counted(trainer):
+        report["activations"] = activations(trainer, batch)
     return report | {
         "parameters": mib(parameters),
         "gradients": mib(p.grad for p in parameters if p.grad is not None),

@@ -110,8 +110,7 @@ class Watch(Callback):
             largest = max(parameter.nbytes for parameter in trainer.module.parameters())
             piece = torch.ones(largest, dtype=torch.uint8)
             self.copy = checkpoint.copy(trainer.state_dict()), piece
-        # Under hooks another graph would be compiled.
-        if trainer.module._compiled_call_impl is None:  # private: no public flag, torch 2.15
+        if summary.can_be_counted(trainer):
             self.measuring.enter_context(self.saved.counted())
 
 
