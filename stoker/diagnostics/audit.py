@@ -16,11 +16,12 @@ class DeviceAudit(Callback):
     It names every parameter, buffer, attribute and input that is not on the Trainer's device.
     """
 
-    def on_fit_start(self, trainer: Trainer) -> None:
-        self.tensors = 0  # in place
+    handle: Any = None  # of the hook
+    tensors: int = 0  # in place
 
+    def on_fit_start(self, trainer: Trainer) -> None:
         def look(module: torch.nn.Module, inputs: Any, named_inputs: Any) -> None:
-            self.handle.remove()
+            self.remove_hook()
             batch = (*inputs, *named_inputs.values())
             wrong = device_errors.misplaced(module, batch, trainer.device)
             if wrong:
@@ -31,7 +32,13 @@ class DeviceAudit(Callback):
         self.handle = trainer.module.register_forward_pre_hook(look, with_kwargs=True)
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        self.handle.remove()
+        self.remove_hook()
         if self.tensors:
             place = f"on {trainer.device}"
             print(f"devices  all {self.tensors} tensors of the first forward pass were {place}")
+            self.tensors = 0
+
+    def remove_hook(self) -> None:
+        if self.handle is not None:  # an earlier callback may have ended the fit
+            self.handle.remove()
+            self.handle = None
