@@ -274,6 +274,22 @@ def test_an_evaluation_keeps_the_same_memory_for_any_number_of_samples(kind):
     assert len(kept) == 1
 
 
+def test_places_are_exact_where_a_device_has_float32_alone(monkeypatch):
+    monkeypatch.setattr(examine, "wide", torch.Tensor.float)
+    targets = torch.arange(20) % 3
+    outputs = torch.arange(60.0).view(20, 3).remainder(7)
+    part = TensorSplit(torch.zeros(20, 1), targets)
+    data = Data("d", part, part, None, (1,), 3)
+    (_, loader, _), _ = make_loaders(data, batch_size=20)
+    places = []
+    for before in (0, 2**24):
+        examination = examine.Classes("val", loader, data)
+        examination.samples = before
+        examination.update(outputs, targets)
+        places.append([int(row[0]) - before for row in examination.worst.over_ranks()])
+    assert places[0] == places[1] and len(set(places[0])) == examine.MOST_SAMPLES
+
+
 def flat(values):
     """Yield the attributes of an object's attributes as well."""
     for value in values.values():

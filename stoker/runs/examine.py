@@ -96,26 +96,42 @@ class Examination:
 class Highest:
     """The rows with the highest numbers in a column, of equal ones the first; nan is the highest.
 
-    A row begins with the place of its sample in the split.
+    The places of their samples in the split are integers: float32 would round those above 2**24.
     """
 
     def __init__(self, width: int, column: int) -> None:
+        self.width = width
         self.column = column
-        self.rows = torch.full((MOST_SAMPLES, width), -1.0)  # below all numbers, at no place
+        self.places: Tensor | None = None
+        self.rows: Tensor | None = None
 
-    def update(self, rows: Tensor) -> None:
+    def update(self, places: Tensor, rows: Tensor) -> None:
         """Choose from the rows of a batch and those that were kept."""
-        self.rows = self.of(torch.cat([self.rows.to(rows), rows]))
+        if self.places is None or self.rows is None:
+            self.places = places.new_full((MOST_SAMPLES,), -1)  # no place
+            self.rows = rows.new_full((MOST_SAMPLES, self.width), -1.0)  # below all numbers
+        rows = torch.cat([self.rows, rows])
+        highest = self.highest(rows)
+        self.places = torch.cat([self.places, places])[highest]
+        self.rows = rows[highest]
 
-    def of(self, rows: Tensor) -> Tensor:
+    def highest(self, rows: Tensor) -> Tensor:
         order = rows[:, self.column].argsort(descending=True, stable=True)
-        return rows[order[:MOST_SAMPLES]]
+        return order[:MOST_SAMPLES]
 
     def over_ranks(self) -> Tensor:
-        """Return the rows of all processes on the CPU; all of them have to call this."""
-        rows = parallel.gather(self.rows.cpu().double(), [MOST_SAMPLES * parallel.ranks()])
-        rows = self.of(rows[rows[:, 0].argsort()])
-        return rows[rows[:, 0] >= 0]
+        """Return the rows of all processes on the CPU, each behind the place of its sample.
+
+        All of them have to call this.
+        """
+        kept = torch.full((MOST_SAMPLES, 1 + self.width), -1.0, dtype=torch.float64)
+        if self.places is not None and self.rows is not None:
+            kept[:, 0] = self.places
+            kept[:, 1:] = self.rows
+        kept = parallel.gather(kept, [MOST_SAMPLES * parallel.ranks()])
+        kept = kept[kept[:, 0].argsort()]
+        kept = kept[self.highest(kept[:, 1:])]
+        return kept[kept[:, 0] >= 0]
 
 
 class Classes(Examination):
@@ -127,8 +143,8 @@ class Classes(Examination):
 
     def reset(self) -> None:
         super().reset()
-        self.worst = Highest(width=6, column=4)
-        self.uncertain = Highest(width=6, column=5)
+        self.worst = Highest(width=5, column=3)
+        self.uncertain = Highest(width=5, column=4)
         self.confusion: Confusion | None = None
         if 2 <= self.data.num_classes <= MOST_CLASSES:
             self.confusion = Confusion(self.data.num_classes)
@@ -141,9 +157,9 @@ class Classes(Examination):
         probability = one_per_row(shares, predicted)
         losses = -one_per_row(logs, true)
         entropy = torch.special.entr(shares).sum(-1)
-        rows = torch.stack([indices, true, predicted, probability, losses, entropy], 1)
-        self.worst.update(rows)
-        self.uncertain.update(rows)
+        rows = torch.stack([true, predicted, probability, losses, entropy], 1)
+        self.worst.update(indices, rows)
+        self.uncertain.update(indices, rows)
         if self.confusion is not None:
             self.confusion.update(outputs, targets)
 
@@ -184,7 +200,7 @@ class Numbers(Examination):
 
     def reset(self) -> None:
         super().reset()
-        self.worst = Highest(width=2 + 2 * self.targets, column=1)
+        self.worst = Highest(width=1 + 2 * self.targets, column=0)
         self.points: Tensor | None = None  # and a row for all samples that are none
 
     def keep(self, indices: Tensor, outputs: Tensor, targets: Tensor) -> None:
@@ -192,7 +208,7 @@ class Numbers(Examination):
         predicted = wide(outputs)
         losses = (predicted - true).square().mean(1, keepdim=True)
         pairs = torch.cat([true[:, : self.targets], predicted[:, : self.targets]], 1)
-        self.worst.update(torch.cat([indices.unsqueeze(1), losses, pairs], 1))
+        self.worst.update(indices, torch.cat([losses, pairs], 1))
         if self.points is None:
             self.points = pairs.new_zeros(MOST_POINTS + 1, 2 * self.targets)
         is_point = indices % self.every == 0
