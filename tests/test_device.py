@@ -76,14 +76,14 @@ CUDA_13 = {"has_driver": True, "built_for": "13.0", "visible": None, "error": ""
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"has_driver": False}, "there is no driver of a GPU"),
+        ({"has_driver": False}, "no GPU driver is installed"),
         (
             {"has_driver": False, "built_for": None},
-            "there is no driver of a GPU, and torch is a build for the CPU",
+            "no GPU driver is installed, and this is a CPU-only build of torch",
         ),
         (
             {"built_for": None, "error": "Torch not compiled with CUDA enabled"},
-            "torch is a build for the CPU; https://pytorch.org/get-started has one for the GPU",
+            "this is a CPU-only build of torch; https://pytorch.org/get-started has one for GPUs",
         ),
         ({"visible": ""}, "CUDA_VISIBLE_DEVICES= hides every GPU"),
         ({"visible": "-1"}, "CUDA_VISIBLE_DEVICES=-1 hides every GPU"),

@@ -218,7 +218,7 @@ except stopping.Interrupted:
     signal.raise_signal(signal.SIGTERM)
 """
     for said, err in [
-        ("signals.last_words('interrupted.')", "interrupted.\n"),
+        ("signals.print_advice('interrupted.')", "interrupted.\n"),
         ("pass", "ended at once. To resume:\npython train.py\n"),
     ]:
         done = subprocess.run(

@@ -505,6 +505,17 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         make_trainer(other).fit(loaders()[0], resume=tmp_path / "step_00000002.ckpt")
 
 
+def test_a_state_that_is_refused_without_a_word_is_refused_by_the_class_of_the_error(tmp_path):
+    class Refuses(torch.optim.SGD):
+        def load_state_dict(self, state):
+            raise ValueError
+
+    make = functools.partial(make_trainer, optimizer=functools.partial(Refuses, lr=0.1))
+    make(callbacks=[Checkpoint(tmp_path)], max_steps=2).fit(loaders()[0])
+    with pytest.raises(UserError, match=r"does not fit this optimizer: ValueError$"):
+        make().fit(loaders()[0], resume=tmp_path / "step_00000002.ckpt")
+
+
 # The course of a fit
 
 

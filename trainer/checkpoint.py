@@ -18,7 +18,7 @@ from stoker.trainer import copies, launch, parallel, stopping
 from stoker.trainer import device as devices
 from stoker.trainer.checkpoint_names import files as files
 from stoker.trainer.checkpoint_names import path_of as path_of
-from stoker.trainer.errors import TrainingError, UserError, log
+from stoker.trainer.errors import TrainingError, UserError, first_line, log
 from stoker.trainer.files import open_plain, remove_partial, replacing
 from stoker.trainer.state import WAYS, has_usual_state
 
@@ -128,9 +128,7 @@ def read_tensors(path: str | Path) -> tuple[dict[str, str], Tensors]:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ELOOP):
             reason = str(error.strerror).lower()
             raise TrainingError(f"{path} cannot be read: {reason}.") from error
-        raise DamagedCheckpoint(
-            f"{path} is no readable checkpoint: {str(error).splitlines()[0]}."
-        ) from None
+        raise DamagedCheckpoint(f"{path} is no readable checkpoint: {first_line(error)}.") from None
 
 
 def not_readable(path: str | Path, length: int) -> str:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from stoker.trainer import stopping
-from stoker.trainer.errors import TrainingError, log
+from stoker.trainer.errors import TrainingError, first_line, log
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -99,9 +99,8 @@ def whole_store() -> "Store":
                 timeout=timedelta(seconds=timeout),
             )
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
             place = f"rank 0 at {address}:{port}"
-            raise LostContact(f"{place} cannot be reached ({reason}).") from None
+            raise LostContact(f"{place} cannot be reached ({first_line(error)}).") from None
     shared: Store = connections.store
     return shared
 

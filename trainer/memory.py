@@ -136,3 +136,8 @@ def release(device: torch.device) -> None:
         with contextlib.suppress(torch.AcceleratorError):
             if empty_cache is not None:
                 empty_cache()
+        # The pinned memory of copies. Releases and devices without such a cache keep none.
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
+        if empty_host_cache is not None:
+            with contextlib.suppress(RuntimeError):
+                empty_host_cache()

@@ -33,16 +33,16 @@ def no_cuda(has_driver: bool, built_for: str | None, visible: str | None, error:
     """Return why torch cannot use a GPU.
 
     Args:
-        has_driver: Whether the driver of a GPU is installed.
+        has_driver: Whether a GPU driver is installed.
         built_for: Version of CUDA or ROCm that torch was built for; None for a CPU build.
         visible: Value of CUDA_VISIBLE_DEVICES.
         error: Message of torch when it looked for a GPU.
     """
     if not has_driver:
-        build = "" if built_for else ", and torch is a build for the CPU"
-        return f"there is no driver of a GPU{build}"
+        build = "" if built_for else ", and this is a CPU-only build of torch"
+        return f"no GPU driver is installed{build}"
     if not built_for:
-        return "torch is a build for the CPU; https://pytorch.org/get-started has one for the GPU"
+        return "this is a CPU-only build of torch; https://pytorch.org/get-started has one for GPUs"
     if visible is not None and visible.strip() in ("", "-1"):
         return f"{settings.VISIBLE_GPUS}={visible} hides every GPU"
     if "too old" in error:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stoker.trainer import launch, losses
 from stoker.trainer.device import REPLICAS
-from stoker.trainer.errors import TrainingError, UserError, first_few, log
+from stoker.trainer.errors import TrainingError, UserError, first_few, first_line, log
 from stoker.trainer.settings import check_strategy
 
 if TYPE_CHECKING:
@@ -530,7 +530,7 @@ def explain(error: BaseException) -> UserError | None:
     if ranks() > 1 and any(words in text for words in sharding):
         return UserError(
             "strategy=fsdp: torch cannot do this with sharded parameters "
-            f"({text.splitlines()[0][:150]}).\n"
+            f"({first_line(error)[:150]}).\n"
             "Type strategy=ddp, or another optimizer if it is that. "
             "A step has to call self.model, not parts of it."
         )

@@ -113,7 +113,8 @@ class Stateful:
             try:
                 checkpoint.restore(part, state[name])
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                reason = str(error).splitlines()[-1].strip()
+                lines = str(error).splitlines() or [type(error).__name__]
+                reason = lines[-1].strip()
                 raise UserError(f"The checkpoint does not fit this {name}: {reason}") from None
         if self.optimizer is not None and self.scheduler is None:
             schedules.reset(self.optimizer)

@@ -129,9 +129,9 @@ def say_interrupted() -> int:
         )
     code: int | None = signals.exit_code()
     if launch.world_size() > 1:
-        text, code = ranks.last_words("signal", text, code)
+        text, code = ranks.settle_end("signal", text, code)
     if text:
-        signals.last_words(text)
+        signals.print_advice(text)
     return code or DONE
 
 
@@ -171,7 +171,7 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
         if lost and code == BUG:
             text = f"error: lost contact with another process.\n{cause(error)}"
             code = FAILED
-        text, ended = ranks.last_words("lost" if lost else "error", text, code)
+        text, ended = ranks.settle_end("lost" if lost else "error", text, code)
         code = BUG if ended is None else ended
     codes.append(code)
     if text and not isinstance(error, processes.JobFailed):  # whose processes have printed it

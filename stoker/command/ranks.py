@@ -194,7 +194,7 @@ def is_lost(error: BaseException | None) -> bool:
     return False
 
 
-def last_words(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
+def settle_end(kind: str, message: str | None, code: int | None) -> tuple[str | None, int | None]:
     """Return (what this rank prints before it ends, or None; its exit code).
 
     `kind` is "error" for this rank's own error, "lost" if contact to another rank was lost, or

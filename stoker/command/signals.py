@@ -15,7 +15,7 @@ received_at: float = 0.0  # when the first one came
 ready: bool = False  # whether somebody would handle an exception
 code: int | None = None  # the exit code to use in place of the signal's
 resume_command: str | None = None  # the command that continues this run, once its folder is known
-told: bool = False  # whether `last_words` has said what to do
+told: bool = False  # whether `print_advice` has said what to do
 
 
 def listen() -> None:
@@ -49,7 +49,7 @@ def hear(number: int, _: FrameType | None) -> None:
     stopping.gentle(signal.Signals(number).name)
 
 
-def last_words(text: str) -> None:
+def print_advice(text: str) -> None:
     """Print what to do after a signal. The next signal ends the process without a word."""
     global told
     print(text, file=sys.stderr, flush=True)

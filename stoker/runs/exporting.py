@@ -32,7 +32,7 @@ from stoker.runs.provenance import versions
 from stoker.runs.result import RunResult
 from stoker.trainer import checkpoint
 from stoker.trainer.batch import entries
-from stoker.trainer.errors import TrainingError, UserError, check_choice, log, printable
+from stoker.trainer.errors import TrainingError, UserError, check_choice, first_line, log, printable
 from stoker.trainer.files import replacing, write_text
 
 FILES = {"onnx": "model.onnx", "torch_export": "model.pt2", "safetensors": "model.safetensors"}
@@ -187,8 +187,7 @@ def check_tested(model: Trained, folder: Path) -> None:
 
 def refusal(form: str, error: Exception) -> UserError:
     """Make the error for a model that an exporter does not support."""
-    text = str(error).strip().partition("\n")[0] or "no reason given"
-    reason = f"{type(error).__name__}: {text}"
+    reason = f"{type(error).__name__}: {first_line(error)}"
     advice = []
     if "Constraints violated (batch)" in reason:
         advice.append(

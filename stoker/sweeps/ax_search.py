@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from stoker.sweeps.jobs import read_jobs
 from stoker.sweeps.search import Search, Trials
-from stoker.trainer.errors import UserError
+from stoker.trainer.errors import UserError, first_line
 
 
 class AxSearch(Search):
@@ -51,8 +51,7 @@ class AxSearch(Search):
         try:
             return self.core.setup_ax_client(self.searched)
         except (ValueError, AssertionError, TypeError) as error:
-            reason = str(error).partition("\n")[0] or "this is not a search space"
-            raise UserError(f"{' '.join(self.searched)}: {reason}") from None
+            raise UserError(f"{' '.join(self.searched)}: {first_line(error)}") from None
 
     def typed(self, values: Mapping[str, Any]) -> list[str]:
         """Return the overrides for the values of a trial."""

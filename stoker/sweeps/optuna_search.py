@@ -61,8 +61,7 @@ class OptunaSearch(Search):
             try:
                 distribution = create_optuna_distribution_from_override(override)
             except (ValueError, AssertionError, NotImplementedError) as error:
-                reason = str(error).partition("\n")[0] or "this is not a search space"
-                raise UserError(f"{override.input_line}: {reason}") from None
+                raise UserError(f"{override.input_line}: {first_line(error)}") from None
             self.space[override.get_key_element()] = distribution
         return typed(self.ask(optuna.create_study(), 0))
 

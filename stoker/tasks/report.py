@@ -27,7 +27,9 @@ def draw_report(folder: Path) -> None:
     try:
         print(f"report   {report.write(folder)}")
     except KeyboardInterrupt:
-        signals.last_words(f"\ninterrupted after the end of the run. To draw its report:\n{again}")
+        signals.print_advice(
+            f"\ninterrupted after the end of the run. To draw its report:\n{again}"
+        )
         raise SystemExit(signals.exit_code()) from None
     except Exception as error:
         log.warning("the report could not be drawn (%s). To try again: %s", cause(error), again)

@@ -264,7 +264,7 @@ def say_interrupted(cfg: DictConfig, folder: Path, saver: "Checkpoint") -> None:
         text += f" To resume:\n{signals.resume_command}"
         if draws_report(cfg):
             text += f"\nTo see it so far: {report_command(folder)}"
-    signals.last_words(text)
+    signals.print_advice(text)
 
 
 def finish_loggers(folder: Path, loggers: list["Logger"], result: RunResult) -> None:
