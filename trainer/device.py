@@ -13,6 +13,7 @@ import torch
 
 from stoker.trainer import launch, memory, no_gpu, settings
 from stoker.trainer.errors import TrainingError, UserError, did_you_mean, log
+from stoker.trainer.modes import modes_restored
 
 # torch's message if the memory of a tensor is in another order.
 NO_VIEW = "view size is not compatible"
@@ -211,10 +212,9 @@ def settle_layout(module: torch.nn.Module, in_shape: Sequence[int], device: torc
     """Undo channels_last if the module's forward cannot handle it: `view` of an image cannot."""
     if not any(isinstance(child, CONVOLUTIONS) for child in module.modules()):
         return
-    modes = [(child, child.training) for child in module.modules()]
-    module.eval()
     try:
-        with torch.no_grad():
+        with modes_restored(module), torch.no_grad():
+            module.eval()
             module(torch.zeros(2, *in_shape, device=device))
     except Exception as error:  # any other error will come up in the first step
         if NO_VIEW in str(error):
@@ -222,9 +222,6 @@ def settle_layout(module: torch.nn.Module, in_shape: Sequence[int], device: torc
             log.warning(
                 "%s uses .view() on images: it stays out of channels_last.", type(module).__name__
             )
-    finally:
-        for child, training in modes:
-            child.training = training
 
 
 def choose_kernels(device: torch.device, deterministic: bool) -> None:

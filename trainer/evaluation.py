@@ -12,6 +12,7 @@ from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError
 from stoker.trainer.loading import dealt
 from stoker.trainer.metrics import Mean, OfClasses
+from stoker.trainer.modes import modes_restored
 from stoker.trainer.stopping import Interrupted
 
 if TYPE_CHECKING:
@@ -116,17 +117,15 @@ def predict(trainer: "Trainer", loader: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def evaluating(trainer: "Trainer") -> Iterator[None]:
     """Put the model into evaluation mode and call the hooks around it; then restore everything."""
-    modes = [(module, module.training) for module in trainer.model.modules()]
     within_fit = trainer.train_loader is not None
     devices.make_current(trainer.device)
     outside = [] if within_fit else seeding.random_states(trainer.device, trainer.replicas)
-    trainer.model.eval()
     try:
-        with hooks(trainer):
-            yield
+        with modes_restored(trainer.model):
+            trainer.model.eval()
+            with hooks(trainer):
+                yield
     finally:
-        for module, was_training in modes:
-            module.training = was_training
         if not within_fit:  # a fit frees memory at its end, and seeds each step
             seeding.set_random_states(outside)
             memory.release(trainer.device)

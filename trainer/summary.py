@@ -9,6 +9,7 @@ import torch
 from stoker.trainer import batch as batches
 from stoker.trainer import copies, memory, parallel, schedules, seeding
 from stoker.trainer import device as devices
+from stoker.trainer.modes import modes_restored
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -186,22 +187,20 @@ def activations(trainer: "Trainer", batch: Any) -> float:
     batch = copies.move(batch, trainer.device)
     buffers = list(trainer.module.buffers())
     before = [buffer.clone() for buffer in buffers]
-    modes = [(child, child.training) for child in trainer.module.modules()]
     states = seeding.random_states(trainer.device)
     saved = Saved(trainer.module)
-    trainer.model.train()
     try:
-        with torch.enable_grad(), saved.counted(), trainer.autocast:
-            # Kept in a variable: without its graph, addresses would be used again.
-            loss = trainer.compute_loss(batch)
-        del loss
+        with modes_restored(trainer.model):
+            trainer.model.train()
+            with torch.enable_grad(), saved.counted(), trainer.autocast:
+                # Kept in a variable: without its graph, addresses would be used again.
+                loss = trainer.compute_loss(batch)
+            del loss
     finally:
         seeding.set_random_states(states)
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
-        for child, training in modes:
-            child.training = training
     return saved.most / MIB
 
 

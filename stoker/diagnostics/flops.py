@@ -11,6 +11,7 @@ import torch
 from stoker.trainer import batch as batches
 from stoker.trainer import device as devices
 from stoker.trainer import parallel
+from stoker.trainer.modes import modes_restored
 from stoker.trainer.trainer import Trainer
 
 TRIES = 5  # timed matrix products, of which the fastest counts
@@ -66,9 +67,9 @@ def per_sample(module: torch.nn.Module, in_shape: tuple[int, ...]) -> int | None
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not parameters or any(map(parallel.is_shard, parameters)):
         return None
-    modes = [(part, part.training) for part in module.modules()]
+    counter = flop_counter.FlopCounterMode(display=False)
     try:
-        with flop_counter.FlopCounterMode(display=False) as counter, torch.enable_grad():
+        with modes_restored(module), counter, torch.enable_grad():
             outputs = module.eval()(torch.zeros(1, *in_shape, device=parameters[0].device))
             tensors = [leaf for _, leaf in batches.entries(outputs) if torch.is_tensor(leaf)]
             tensors = [tensor for tensor in tensors if tensor.requires_grad]
@@ -77,9 +78,6 @@ def per_sample(module: torch.nn.Module, in_shape: tuple[int, ...]) -> int | None
             torch.autograd.grad(tensors, parameters, zeros, allow_unused=True)
     except Exception:  # user code may raise anything
         return None
-    finally:
-        for part, training in modes:
-            part.training = training
     return counter.get_total_flops() or None
 
 

@@ -1,0 +1,17 @@
+"""Training and evaluation mode of modules."""
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+
+@contextlib.contextmanager
+def modes_restored(module: nn.Module) -> Iterator[None]:
+    """Give each part of the module its mode back at the end of this context."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
