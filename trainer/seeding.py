@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -45,12 +44,11 @@ def seed_python(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def host_random_states(device: torch.device) -> bytes:
+def host_random_states(device: torch.device) -> tuple[Any, ...]:
     """Return the states of the global generators but for the device's, to compare."""
-    states: list[Any] = [random.getstate(), numpy.random.get_state()]
-    if device.type != "cpu":
-        states.append(torch.get_rng_state().numpy())
-    return pickle.dumps(states)
+    of_numpy = [numpy.asarray(part).tobytes() for part in numpy.random.get_state(legacy=True)]
+    of_torch = b"" if device.type == "cpu" else torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), of_numpy, of_torch
 
 
 def random_states(
