@@ -175,10 +175,10 @@ def left_out(name, options):
     for label in step.labels:
         if options.dry_run and label.endswith(COMPILED):
             reasons[label] = "not in a dry run: compiling takes minutes"
-    if name == "runs" and options.dry_run:
-        reasons |= dict.fromkeys(step.labels[2:], "not in a dry run: two of them will do")
         if options.device == "cpu" and label.startswith("waits"):
             reasons[label] = "the host is the device"
+    if name == "runs" and options.dry_run:
+        reasons |= dict.fromkeys(step.labels[2:], "not in a dry run: two of them will do")
     return reasons
 
 

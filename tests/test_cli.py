@@ -397,7 +397,7 @@ LATE = [
         "error: model.activation=rleu: there is no such choice. Did you mean 'relu'?",
         "Give one of: relu, gelu",
     ),
-    ("device=cuda", "error: device=cuda: this machine has no such device.", "Type device=auto"),
+    ("device=cuda", "error: device=cuda: this machine has no such device", "Type device=auto"),
     ("device=gpu", "error: device=gpu: torch knows no such device.", "Type device=auto"),
     (
         "strategy=dp:0+1",
