@@ -2,12 +2,14 @@
 by CUDA graphs.
 """
 
+import ast
 import contextlib
 import copy
 import functools
 import inspect
 import random
 import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -305,3 +307,15 @@ def test_to_know_the_kind_of_a_usual_step_is_three_calls():
     finally:
         sys.setprofile(None)
     assert sorted(set(calls)) == ["<genexpr>", "form_of", "settings"] and len(calls) <= 5
+
+
+def test_each_capture_leaves_the_calls_of_other_threads_alone():
+    """In torch's default mode a thread that pins memory breaks it; tests/test_gpu.py does so."""
+    folder = Path(graph.__file__).parent
+    modes = []
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.cuda.graph":
+                options = {option.arg: ast.unparse(option.value) for option in node.keywords}
+                modes.append(options.get("capture_error_mode"))
+    assert modes == ["'thread_local'"]
