@@ -2,6 +2,7 @@
 compared.
 """
 
+import copy
 import functools
 import gc
 import os
@@ -17,6 +18,7 @@ import torch
 from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
 from stoker.trainer import schedules
+from stoker.trainer.callbacks import Callback
 
 modules_frozen = 0  # how many modules `little_garbage` has seen
 
@@ -64,6 +66,16 @@ def make_trainer(model=None, kind=Trainer, **settings):
         "epochs": 3,
     }
     return kind(make_model() if model is None else model, **(defaults | settings))
+
+
+class GoBack(Callback):
+    """Loads the optimizer's state of step 8 at step 16."""
+
+    def on_step_end(self, trainer):
+        if trainer.step == 8:
+            self.state = copy.deepcopy(trainer.optimizer.state_dict())
+        if trainer.step == 16:
+            trainer.optimizer.load_state_dict(self.state)
 
 
 def assert_same(state, other, where="state"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_same, make_data, make_model, make_trainer
+from conftest import GoBack, assert_same, make_data, make_model, make_trainer
 
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
@@ -352,13 +352,6 @@ def test_a_step_that_no_graph_can_repeat_is_refused_and_the_process_goes_on(kind
 
 
 def test_a_state_that_is_loaded_in_a_captured_fit_is_trained_on():
-    class GoBack(Callback):
-        def on_step_end(self, trainer):
-            if trainer.step == 8:
-                self.state = copy.deepcopy(trainer.optimizer.state_dict())
-            if trainer.step == 16:
-                trainer.optimizer.load_state_dict(self.state)
-
     devices.choose_kernels(torch.device("cuda"), deterministic=True)
     ends = []
     for compile in (False, "graph"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from conftest import assert_same, make_data, make_model, make_trainer
+from conftest import GoBack, assert_same, make_data, make_model, make_trainer
 
 from stoker import Trainer
 from stoker.data.loader import DeviceLoader
@@ -269,13 +269,6 @@ def test_a_schedule_that_cycles_momentum_runs_without_graphs_and_says_so(
 
 def test_a_state_that_is_loaded_in_the_middle_of_a_fit_gets_new_graphs(recorded):
     """Loading replaces the optimizer's tensors, and a graph has those that there were."""
-
-    class GoBack(Callback):
-        def on_step_end(self, trainer):
-            if trainer.step == 8:
-                self.state = copy.deepcopy(trainer.optimizer.state_dict())
-            if trainer.step == 16:
-                trainer.optimizer.load_state_dict(self.state)
 
     ends = []
     for captured in (False, True):

@@ -17,7 +17,6 @@ from stoker.trainer.modes import modes_restored
 
 # torch's message if the memory of a tensor is in another order.
 NO_VIEW = "view size is not compatible"
-CPU = torch.device("cpu")
 CONVOLUTIONS = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)  # with a channels_last order
 GRAPHS = ("cuda",)  # devices that can capture a whole step
 REPLICAS = ("cuda",)  # devices between which torch.nn.DataParallel copies: its kernels are CUDA's
@@ -94,9 +93,6 @@ def refuse(name: str, names: Sequence[str]) -> NoReturn:
     elif kind == "cuda":
         reason = f": {no_gpu.no_cuda(**no_gpu.cuda_facts())}"
     raise UserError(f"device={name}: this machine has no such device{reason}. {advice}")
-
-
-# Why there is no GPU
 
 
 def make_current(device: torch.device) -> None:

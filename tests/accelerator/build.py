@@ -40,5 +40,5 @@ def library(compiler: str) -> Path:
 
 
 if __name__ == "__main__":
-    found = compiler()
-    sys.exit("there is no C++ compiler" if found is None else f"{library(found)}")
+    path = compiler()
+    sys.exit("there is no C++ compiler" if path is None else f"{library(path)}")
