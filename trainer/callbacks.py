@@ -510,7 +510,7 @@ class ShadowWeights(Callback):
         self.step = 0
         launch.warn(
             f"{type(self).__name__}: the weights have been changed since its fit or checkpoint, "
-            f"so the {self.key} is discarded."
+            f"so the {self.key} weights are discarded."
         )
 
     def current_sums(self) -> dict[str, int] | None:
