@@ -237,7 +237,6 @@ class Loader(Seekable):
     """
 
     global_size: int | None = None  # samples of the batch given last, over all processes
-    targets_are_uniform = True  # as Data has checked
 
     def __init__(
         self,
@@ -279,6 +278,7 @@ class Loader(Seekable):
         self.augment = Augment(augment, data.num_classes, normalize)
         self.augment.check(data.in_shape)
         self.in_shape = data.in_shape
+        self.targets_are_uniform = data.targets_are_uniform
         self.mine = slice(launch.rank(), None, launch.world_size())
         # What mixes the samples of a batch needs all of them, so they are dealt out after it.
         self.dealt_late = bool(self.augment.rest)

@@ -20,6 +20,7 @@ from stoker.trainer.errors import (
     first_few,
     printable,
 )
+from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import random_stream
 
 
@@ -27,12 +28,13 @@ from stoker.trainer.seeding import random_stream
 class Data:
     """The parts of a data set, and what models, losses and metrics need to know about it.
 
-    Sizes, labels and numbers are checked here, once. `val` and `test` may be None. `mean` and
-    `std`, one number per channel for pixels in 0..1, are for uint8 images; without them uint8 is
-    only scaled to 0..1, and floats stay as they are. A regression's targets are (value -
-    target_mean) / target_scale, so that errors can be reported in the user's units; both may be
-    lists or tensors with one number per target. `table` says what a table's columns are and how it
-    is read: see tables.py.
+    Sizes, labels and numbers are checked here, once. `val` and `test` may be None. The targets of a
+    classification are int64: one class per sample (N,), per token (N, T) or per pixel (N, H, W); in
+    the latter two, -100 is left out of the loss and the metrics. `mean` and `std`, one number per
+    channel for pixels in 0..1, are for uint8 images; without them uint8 is only scaled to 0..1, and
+    floats stay as they are. A regression's targets are (value - target_mean) / target_scale, so
+    that errors can be reported in the user's units; both may be lists or tensors with one number
+    per target. `table` says what a table's columns are and how it is read: see tables.py.
     """
 
     name: str
@@ -66,7 +68,7 @@ class Data:
             _check_part(where, part, self.kind)
             _check_tensors(where, part, self.in_shape)
             if self.kind == "classification":
-                _check_labels(where, part.targets, self.num_classes)
+                _check_labels(where, part, self.num_classes, self.target_shape)
 
     def _check_class_names(self, classes: list[str]) -> None:
         reason = f"num_classes is {self.num_classes}"
@@ -75,6 +77,26 @@ class Data:
         elif len(classes) == self.num_classes:
             return
         raise UserError(f"{self.name}: there are {len(classes)} names of classes, and {reason}.")
+
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """The shape of one sample's target: of a classification () for one class, (T,) for one per
+        token, (H, W) for one per pixel.
+        """
+        return _target_shape(self.train)
+
+    @property
+    def targets_are_uniform(self) -> bool:
+        """Whether all training samples have the same number of targets, since none is ignored.
+
+        A part without `targets` says so itself, by an attribute of this name.
+        """
+        if self.kind != "classification":
+            return True
+        targets = getattr(self.train, "targets", None)
+        if targets is None:
+            return getattr(self.train, "targets_are_uniform", False)
+        return int(targets.min()) >= 0
 
     def parts(self) -> dict[str, Split]:
         """Return the parts by name, without those that are None."""
@@ -143,7 +165,9 @@ class Data:
                 if name not in known:
                     raise unknown_class(name, known)
             places = torch.tensor([known.index(name) for name in names])
-            self._change_targets(lambda targets: places[targets])
+            self._change_targets(
+                lambda targets: places[targets.clamp_min(0)].where(targets != IGNORED, IGNORED)
+            )
         self.classes = known
         self.num_classes = about["num_classes"]
 
@@ -198,8 +222,11 @@ class Data:
         )
 
     def classes_without_samples(self, part: str) -> list[str]:
-        """Return the names of the classes of which a part has no sample."""
-        if self.kind != "classification":
+        """Return the names of the classes of which a part has no sample.
+
+        Classes of tokens and pixels are not counted: few parts have all of them.
+        """
+        if not self._has_labels():
             return []
         absent = (self._class_counts(part) == 0).nonzero().view(-1).tolist()
         if self.classes is None:
@@ -208,9 +235,9 @@ class Data:
 
     def check_classes(self) -> None:
         """Check that there are classes to tell apart, and that no part has one that the training
-        part lacks.
+        part lacks; classes of tokens and pixels are not counted.
         """
-        if self.kind != "classification":
+        if not self._has_labels():
             return
         trained = self._class_counts("train")
         labels = trained.nonzero().view(-1).tolist()
@@ -229,6 +256,10 @@ class Data:
                     "Add training samples of it, or type another dataset.split_seed or "
                     "smaller fractions."
                 )
+
+    def _has_labels(self) -> bool:
+        """Whether each sample is of one class."""
+        return self.kind == "classification" and not self.target_shape
 
     def _class_counts(self, part: str) -> Tensor:
         return torch.bincount(self.parts()[part].targets, minlength=self.num_classes)
@@ -302,7 +333,7 @@ def _check_part(where: str, part: Split, kind: str) -> None:
     """Check that this is a split and that it is not empty."""
     targets = getattr(part, "targets", None)
     needed = ["__len__", "nbytes"]
-    if kind == "classification":
+    if kind == "classification" and not hasattr(part, "target_shape"):
         needed.append("targets")
     missing = [name for name in needed if not hasattr(part, name)]
     wrong = ""
@@ -342,17 +373,38 @@ def _check_tensors(where: str, part: Split, in_shape: tuple[int, ...]) -> None:
             raise UserError(f"{where}: {name}{place} is {value}. Give finite numbers.")
 
 
-def _check_labels(where: str, labels: Tensor, classes: int) -> None:
-    """Check that labels are class numbers."""
-    if labels.dtype != torch.int64 or labels.ndim != 1:
+def _target_shape(part: Split) -> tuple[int, ...]:
+    targets = getattr(part, "targets", None)
+    if targets is None:
+        return tuple(getattr(part, "target_shape", ()))
+    return tuple(targets.shape[1:])
+
+
+def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...]) -> None:
+    """Check that labels are class numbers, of as many per sample as `shape` has dimensions."""
+    labels = getattr(part, "targets", None)
+    is_column = shape == (1,)  # labels with a dimension too many: no sequence has one token
+    if labels is not None and (labels.dtype != torch.int64 or labels.ndim > 3 or is_column):
         raise UserError(
-            f"{where}: labels are a vector of int64, "
+            f"{where}: labels are int64 of shape (N,), (N, T) or (N, H, W), "
             f"and these are {labels.dtype} of shape {tuple(labels.shape)}."
         )
-    wrong = (labels < 0) | (labels >= classes)
-    if wrong.any():
-        sample = int(wrong.nonzero()[0])
+    if len(_target_shape(part)) != len(shape):
         raise UserError(
-            f"{where}: the label {labels[sample].item()} of sample {sample} is not one of "
+            f"{where}: the targets of a sample have the shape {_target_shape(part)}, "
+            f"and those of the training part {shape}."
+        )
+    if labels is None:
+        return
+    low, high = labels.aminmax()
+    if low >= 0 and high < classes:
+        return
+    wrong = (labels < 0) | (labels >= classes)
+    if shape:
+        wrong &= labels != IGNORED
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        raise UserError(
+            f"{where}: the label {labels[tuple(place)].item()} of sample {place[0]} is not one of "
             f"the {classes} classes 0 to {classes - 1}."
         )

@@ -17,7 +17,8 @@ class Split(Protocol):
 
     `split[[3, 1]]` gives (inputs, targets) of these samples, each stacked in one tensor. A split
     that can give all of it at once has `tensors()` too, and may then be resident on the device. A
-    regression's may lack `targets`.
+    regression's may lack `targets`; so may one whose targets are made as they are read, such as the
+    next tokens: it has `target_shape`, (T,) or (H, W), and `targets_are_uniform` if none is -100.
     """
 
     nbytes: int
@@ -43,7 +44,7 @@ class TensorSplit:
         self.inputs = inputs
         self.targets = targets
         self.lines = lines
-        self.nbytes: int = inputs.nbytes
+        self.nbytes: int = inputs.nbytes + getattr(targets, "nbytes", 0)
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -148,12 +149,13 @@ def split_indices(
     `fractions`.
 
     `targets` are the samples' labels, or just their number. With `stratified`, each part has the
-    same share of each class, and at least one sample of every class that has enough of them.
+    same share of each class, and at least one sample of every class that has enough of them;
+    samples with several labels are not stratified.
     UserError if a part would be empty.
     """
     n = targets if isinstance(targets, int) else len(targets)
     groups = [torch.arange(n)]
-    if stratified and isinstance(targets, Tensor) and n > 0:
+    if stratified and isinstance(targets, Tensor) and targets.ndim == 1 and n > 0:
         groups = [(targets == label).nonzero().view(-1) for label in targets.unique()]
     generator = torch.Generator().manual_seed(mix_seed(seed, "split"))
     pieces: list[list[Tensor]] = [[] for _ in range(len(fractions) + 1)]

@@ -119,6 +119,8 @@ def test_fractions_are_checked(options):
         torch.tensor([-1, 0]),
         torch.tensor([0.0, 1.0]),
         torch.tensor([[0], [1]]),
+        torch.tensor([[0, 1], [3, -100]]),
+        torch.tensor([[0, 1], [-1, -100]]),
     ],
 )
 def test_labels_are_checked(labels):

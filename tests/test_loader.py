@@ -330,9 +330,9 @@ def test_make_loaders_chooses_and_says_why(monkeypatch):
         2,
         25,
         50,
-        3200,
+        3600,
     )
-    monkeypatch.setattr("stoker.data.loader.free_memory", lambda device: 2 * 6400 - 1)
+    monkeypatch.setattr("stoker.data.loader.free_memory", lambda device: 2 * 7200 - 1)
     (streamed, _, _), why = make_loaders(data, batch_size=10, seed=4)
     assert isinstance(streamed, HostLoader) and why.startswith(
         "streamed with 0 workers, 0.0 MiB of"
