@@ -24,11 +24,11 @@ def is_missing(module):
         return True
 
 
-OPTIONAL = ("ax", "optuna", "hydra_plugins.hydra_ax_sweeper", "hydra_plugins.hydra_optuna_sweeper")
+OPTIONAL = ("optuna", "hydra_plugins.hydra_optuna_sweeper")
 autodoc_mock_imports = [module for module in OPTIONAL if is_missing(module)]
 maximum_signature_line_length = 100
 # Nothing is fetched, so nothing is linked to the references of other projects.
-LIBRARIES = ("ax", "hydra", "hydra_plugins", "markupsafe", "omegaconf", "optuna", "torch")
+LIBRARIES = ("hydra", "hydra_plugins", "markupsafe", "omegaconf", "optuna", "torch")
 MODULES = "|".join([*LIBRARIES, *sys.stdlib_module_names])
 UNIMPORTED = (
     "Axes|ChildFailedError|DTensor|Figure|Image|MicroBatches|Store"  # for type checkers only

@@ -12,7 +12,6 @@ PRIVATE = {
     ("data/workers.py", "_workers"): "the processes of an iterator, to end them in order",
     ("stoker/diagnostics/doctor.py", "_compiled_call_impl"): "whether a module is compiled",
     ("stoker/diagnostics/flops.py", "_FlopCounterMode"): "counting without torch._dynamo (2 s)",
-    ("stoker/sweeps/ax_search.py", "hydra_plugins.hydra_ax_sweeper._core"): "Ax's client",
     ("stoker/sweeps/optuna_search.py", "hydra_plugins.hydra_optuna_sweeper._impl"): "its ranges",
     ("trainer/device.py", "torch.utils._triton"): "whether Triton works on this machine",
     ("stoker/command/ranks.py", "_run_exitfuncs"): "exit handlers before os._exit",

@@ -1,4 +1,4 @@
-"""Searches: what Optuna and Ax propose is trained, pruned, told, and gone on with after a kill; by
+"""Searches: what Optuna proposes is trained, pruned, told, and gone on with after a kill; by
 real runs.
 """
 
@@ -21,10 +21,9 @@ from stoker.sweeps.jobs import read_job, read_jobs
 from stoker.trainer.errors import UserError
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "sweep"
-OPTUNA, AX = (importlib.util.find_spec(name) is not None for name in ("optuna", "ax"))
+OPTUNA = importlib.util.find_spec("optuna") is not None
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 needs_optuna = pytest.mark.skipif(not OPTUNA, reason="needs pip install -e '.[optuna]'")
-needs_ax = pytest.mark.skipif(not AX, reason="needs pip install -e '.[ax]'")
 SMALL = ["epochs=3", "callbacks.progress=null", "hydra.sweep.dir=s"]
 ASHA = ["-m", "sweep=optuna", "sweep/pruner=asha", *SMALL]
 LR = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
@@ -341,32 +340,6 @@ def test_another_storage_and_the_launcher_of_several_processes(forks, tmp_path, 
         }
 
 
-@needs_fork
-@needs_ax
-def test_a_killed_search_by_ax_goes_on(tmp_path):
-    forks = Forks(modules=["stoker.sweeps.ax_search"])
-    typed = ["-m", "sweep=ax", "sweep.trials=7", *SMALL]
-    moment = {"signal": signal.SIGKILL, "watch": "s/3/metrics.jsonl", "delay": 0.0}
-    assert forks.run(tmp_path, *typed, signals=[moment]).code == -signal.SIGKILL
-    before = [job.overrides for job in read_jobs(tmp_path / "s")]
-    assert len(before) == 4
-    done = forks.run(tmp_path, *typed)
-    assert done.code == 0, done.err
-    jobs = read_jobs(tmp_path / "s")
-    assert [job.overrides for job in jobs][:4] == before and [job.status for job in jobs] == [
-        "done"
-    ] * 7
-    assert len({tuple(job.overrides) for job in jobs}) == 7
-    assert forks.run(tmp_path, *typed).code == 0
-    failing = [*typed, "sweep/space=none", "optimizer.lr=tag(log,interval(1e-2,1e30))"]
-    done = forks.run(tmp_path / "failing", *failing)
-    assert done.code == 3 and {job.status for job in read_jobs(tmp_path / "failing" / "s")} == {
-        "done",
-        "failed",
-    }
-    forks.close()
-
-
 @pytest.mark.parametrize(
     ("typed", "high"),
     [
@@ -407,9 +380,8 @@ def test_the_keys_of_a_pruner_are_its_constructors_arguments(path):
     assert node.keys() == arguments.keys()
 
 
-@pytest.mark.parametrize("name", ["optuna", "ax"])
-def test_a_sweeper_that_is_not_installed_says_what_to_type(name):
+def test_a_sweeper_that_is_not_installed_says_what_to_type():
     from hydra.errors import MissingConfigException
 
-    error = MissingConfigException("", f"hydra/sweeper/{name}", ["basic"])
-    assert messages.explanation(error).endswith(f"Type pip install -e '.[{name}]'.")
+    error = MissingConfigException("", "hydra/sweeper/optuna", ["basic"])
+    assert messages.explanation(error).endswith("Type pip install -e '.[optuna]'.")

@@ -282,7 +282,7 @@ def test_what_configs_name_is_of_the_listed_kinds(typed):
     # Hydra's own, which builds them by itself.
     usual = {"stoker.sweeps.sweep.SweepCallback", "stoker.sweeps.launchers.Jobs"}
     usual |= {target for target in named if target.startswith("hydra_plugins.")}
-    usual |= {"stoker.sweeps.optuna_search.OptunaSearch", "stoker.sweeps.ax_search.AxSearch"}
+    usual.add("stoker.sweeps.optuna_search.OptunaSearch")
     usual |= {
         name
         for name in named

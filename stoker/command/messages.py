@@ -106,7 +106,7 @@ def no_such_option(error: BaseException) -> str | None:
             return None
         hint = did_you_mean(choice, [path.stem for path in configs.options(group)])
         return f"configs/{within[1]}.yaml: its defaults name {missing}, which does not exist.{hint}"
-    if group == "hydra/sweeper" and choice in ("optuna", "ax"):
+    if group == "hydra/sweeper" and choice == "optuna":
         install = invocation.pip_install(choice)
         return f"sweep={choice} needs Hydra's plugin of that name.\nType {install}."
     if group == "hydra/launcher":  # propose only installed ones that have been tested

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
 from hydra.utils import instantiate
 from hydra_plugins.hydra_optuna_sweeper._impl import (  # private: _impl, reads ranges, 1.4
     create_optuna_distribution_from_override,
@@ -20,7 +25,9 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from stoker.sweeps.search import Search, Trials, check_mode
+from stoker.runs.lock import held
+from stoker.sweeps import jobs, search
+from stoker.sweeps.search import check_mode
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
 from stoker.trainer.errors import UserError, first_line
@@ -29,18 +36,22 @@ from stoker.trainer.trainer import Trainer
 
 SAMPLERS = ("hydra_plugins.hydra_optuna_sweeper.*", "optuna.samplers.*")  # what a config may name
 STATES = {"pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+# The overrides of a job by its number; None if it must not run.
+Trials = dict[int, list[str] | None]
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-class OptunaSearch(Search):
+class OptunaSearch(Sweeper):
     """Hydra's Optuna sweeper, and its settings, with our loop.
 
     Hydra's own sweeper supports neither pruning nor resuming. Here the values of a trial are a
     function of (seed, number, the results before), so a resumed search proposes the same trials.
+    The job of a trial and its folder have the trial's number. The results are read from the folder,
+    so a killed search can resume.
     """
 
-    name = "optuna"
+    config: DictConfig
 
     def __init__(
         self,
@@ -55,7 +66,65 @@ class OptunaSearch(Search):
         if custom_search_space:
             self.extend = instantiate({"_target_": custom_search_space, "_partial_": True})
 
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        self.config = config
+        self.hydra_context = hydra_context
+        self.launcher: Launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        cfg = self.config
+        self.folder = Path(cfg.hydra.sweep.dir).resolve()
+        self.trials = search.trials_of(cfg)
+        self.maximize = search.maximizes(cfg)
+        count = search.at_once(cfg)
+        parsed = OverridesParser.create().parse_overrides(
+            search.space_of(cfg, arguments, self.keys)
+        )
+        last = {override.key_or_group: override for override in parsed}
+        searched = {key: one for key, one in last.items() if one.is_sweep_override()}
+        self.fixed = [str(one.input_line) for key, one in last.items() if key not in searched]
+        example = self.define(searched)
+        if not example:
+            raise UserError(
+                "sweep=optuna: nothing is searched. Type a key and its range, "
+                "as in 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
+            )
+        # A key that does not exist is an error before anything is written.
+        self.validate_batch_is_legal([[*example, *self.fixed]])
+        keys = sorted(jobs.settings_of(example))
+        with held(self.folder):
+            search.check_goes_on(self.folder, self.fixed, keys)
+            begun = self.open()
+            jobs.announce(self.folder, self.trials, keys)
+            self.run(begun)
+            while trials := self.propose(count):
+                self.run(trials)
+
+    def run(self, trials: Trials) -> None:
+        """Run those of these trials that have no result yet, and report all results."""
+        todo = {
+            number: [*typed, *self.fixed]
+            for number, typed in trials.items()
+            if typed is not None and search.outcome(self.folder / str(number)) is None
+        }
+        # A launcher numbers its jobs consecutively: one launch for each consecutive range.
+        for numbers in jobs.consecutive(todo):
+            batch = [todo[number] for number in numbers]
+            self.launcher.launch(batch, initial_job_idx=numbers[0])
+        for number in trials:
+            state, best = search.outcome(self.folder / str(number)) or ("failed", None)
+            if best is None:
+                self.tell(number, state, None)
+            else:
+                check_mode(self.maximize, best.name, best.mode)
+                self.tell(number, state, best.value)
+
     def define(self, searched: dict[str, Override]) -> list[str]:
+        """Take the overrides to search, by key, and return the overrides of an example trial."""
         self.space: dict[str, BaseDistribution] = {}
         for override in searched.values():
             try:
@@ -66,6 +135,7 @@ class OptunaSearch(Search):
         return typed(self.ask(optuna.create_study(), 0))
 
     def open(self) -> Trials:
+        """Return the unfinished trials of an earlier process."""
         self.study = self.open_study()
         begun = {}
         for trial in self.study.trials:
@@ -76,6 +146,7 @@ class OptunaSearch(Search):
         return begun
 
     def propose(self, count: int) -> Trials:
+        """Return up to `count` new trials, none at the end of the search."""
         monitored = self.study.user_attrs
         if "mode" in monitored:  # also set by trials that failed because of it
             check_mode(self.maximize, monitored["monitor"], monitored["mode"])
@@ -85,6 +156,7 @@ class OptunaSearch(Search):
         return {number: typed(self.ask(self.study, number)) for number in numbers}
 
     def tell(self, number: int, state: str, value: float | None) -> None:
+        """Record the end of a trial: "complete" or "pruned" with its best value, or "failed"."""
         if state == "complete":
             self.study.tell(number, value)
         else:  # the value of a pruned trial is the last that it reported

@@ -1,21 +1,13 @@
-"""The loop of all searches: propose trials, run their jobs, report the results."""
+"""The settings of a search, and how its trials ended."""
 
-import abc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
-from hydra.plugins.launcher import Launcher
-from hydra.plugins.sweeper import Sweeper
-from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import settings
 from stoker.command.trust import locate
-from stoker.runs.lock import held
 from stoker.runs.result import Best, RunResult
 from stoker.sweeps import jobs, launchers
 from stoker.trainer import launch
@@ -25,100 +17,11 @@ from stoker.trainer.metrics import default_metrics
 # Hydra's keys that ours replace, and what to type instead.
 TAKEN = {
     "direction": "monitor_mode=max or monitor_mode=min",
-    "ax_config.experiment.minimize": "monitor_mode=max or monitor_mode=min",
-    "ax_config.early_stop.minimize": "monitor_mode=max or monitor_mode=min",
     "n_trials": "sweep.trials=N",
-    "ax_config.max_trials": "sweep.trials=N",
     "n_jobs": "sweep.at_once=N, with hydra/launcher=joblib",
     "max_batch_size": "sweep.at_once=N, with hydra/launcher=joblib",
     "max_failure_rate": "sweep.on_error=continue or sweep.on_error=stop",
 }
-# The overrides of a job by its number; None if it must not run.
-Trials = dict[int, list[str] | None]
-
-
-class Search(Sweeper, abc.ABC):
-    """A sweeper of Hydra that proposes jobs from the results before them.
-
-    The job of a trial and its folder have the trial's number. The results are read from the folder,
-    so a killed search can resume. A subclass implements `define` (what is searched), `open` (what
-    an earlier process left), `propose` (the next trials) and `tell` (how a trial ended).
-    """
-
-    name: str
-    config: DictConfig
-    keys: Mapping[str, Any] = {}  # the search space in Hydra's own settings
-
-    def setup(
-        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
-    ) -> None:
-        self.config = config
-        self.hydra_context = hydra_context
-        self.launcher: Launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
-
-    @abc.abstractmethod
-    def define(self, searched: dict[str, Override]) -> list[str]:
-        """Take the overrides to search, by key, and return the overrides of an example trial."""
-
-    @abc.abstractmethod
-    def open(self) -> Trials:
-        """Return the unfinished trials of an earlier process."""
-
-    @abc.abstractmethod
-    def propose(self, count: int) -> Trials:
-        """Return up to `count` new trials, none at the end of the search."""
-
-    @abc.abstractmethod
-    def tell(self, number: int, state: str, value: float | None) -> None:
-        """Record the end of a trial: "complete" or "pruned" with its best value, or "failed"."""
-
-    def sweep(self, arguments: list[str]) -> None:
-        cfg = self.config
-        self.folder = Path(cfg.hydra.sweep.dir).resolve()
-        self.trials = trials_of(cfg)
-        self.maximize = maximizes(cfg)
-        count = at_once(cfg)
-        parsed = OverridesParser.create().parse_overrides(space_of(cfg, arguments, self.keys))
-        last = {override.key_or_group: override for override in parsed}
-        searched = {key: one for key, one in last.items() if one.is_sweep_override()}
-        self.fixed = [str(one.input_line) for key, one in last.items() if key not in searched]
-        example = self.define(searched)
-        if not example:
-            raise UserError(
-                f"sweep={self.name}: nothing is searched. Type a key and its range, "
-                "as in 'optimizer.lr=tag(log, interval(1e-4, 1e-1))'."
-            )
-        # A key that does not exist is an error before anything is written.
-        self.validate_batch_is_legal([[*example, *self.fixed]])
-        keys = sorted(jobs.settings_of(example))
-        with held(self.folder):
-            check_goes_on(self.folder, self.fixed, keys)
-            begun = self.open()
-            jobs.announce(self.folder, self.trials, keys)
-            self.run(begun)
-            while trials := self.propose(count):
-                self.run(trials)
-
-    def run(self, trials: Trials) -> None:
-        """Run those of these trials that have no result yet, and report all results."""
-        todo = {
-            number: [*typed, *self.fixed]
-            for number, typed in trials.items()
-            if typed is not None and outcome(self.folder / str(number)) is None
-        }
-        # A launcher numbers its jobs consecutively: one launch for each consecutive range.
-        for numbers in jobs.consecutive(todo):
-            batch = [todo[number] for number in numbers]
-            self.launcher.launch(batch, initial_job_idx=numbers[0])
-        for number in trials:
-            state, best = outcome(self.folder / str(number)) or ("failed", None)
-            if best is None:
-                self.tell(number, state, None)
-            else:
-                check_mode(self.maximize, best.name, best.mode)
-                self.tell(number, state, best.value)
 
 
 def trials_of(cfg: DictConfig) -> int:

@@ -8,7 +8,6 @@ are written.
 import importlib
 import itertools
 import sys
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -100,9 +99,7 @@ def register(sweeper: str) -> None:
     """Make one of our sweepers known to Hydra, which knows only those in hydra_plugins."""
     module, _, name = sweeper.rpartition(".")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # from the libraries below Ax
-            Plugins.instance().register(getattr(importlib.import_module(module), name))
+        Plugins.instance().register(getattr(importlib.import_module(module), name))
     except ImportError as error:
         raise UserError(f"sweep: its sweeper cannot be imported ({error}).") from None
 
