@@ -10,7 +10,20 @@ import torch
 
 from stoker.trainer.errors import first_few, printable
 
-KINDS = ("classification", "regression")
+KINDS = ("classification", "regression", "other")
+KEYS = (
+    "dataset",
+    "kind",
+    "in_shape",
+    "dtype",
+    "num_classes",
+    "classes",
+    "mean",
+    "std",
+    "target_mean",
+    "target_scale",
+    "table",
+)
 # The most numbers in one sample, and the most classes.
 MOST_NUMBERS = 2**28
 
@@ -59,6 +72,9 @@ def is_description(about: object) -> bool:
 
 def _has_form(about: Any) -> bool:
     """Do the work of `is_description`; a missing or odd part may also raise."""
+    if about["kind"] == "other":
+        known = {key for key in KEYS if about[key] is not None}
+        return known == {"dataset", "kind"} and isinstance(about["dataset"], str)
     shape = about["in_shape"]
     outputs = about["num_classes"]
     kind = about["kind"]

@@ -4,13 +4,13 @@ it.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from stoker.data.description import KINDS, Description
+from stoker.data.description import KEYS, KINDS, Description
 from stoker.data.splits import Split
 from stoker.trainer.errors import (
     UserError,
@@ -28,21 +28,26 @@ from stoker.trainer.seeding import random_stream
 class Data:
     """The parts of a data set, and what models, losses and metrics need to know about it.
 
-    Sizes, labels and numbers are checked here, once. `val` and `test` may be None. The targets of a
-    classification are int64: one class per sample (N,), per token (N, T) or per pixel (N, H, W); in
-    the latter two, -100 is left out of the loss and the metrics. `mean` and `std`, one number per
-    channel for pixels in 0..1, are for uint8 images; without them uint8 is only scaled to 0..1, and
-    floats stay as they are. A regression's targets are (value - target_mean) / target_scale, so
-    that errors can be reported in the user's units; both may be lists or tensors with one number
-    per target. `table` says what a table's columns are and how it is read: see tables.py.
+    Sizes, labels and numbers are checked here, once. `val` and `test` may be None; `more_val` has
+    further validation parts by name. The targets of a classification are int64: one class per
+    sample (N,), per token (N, T) or per pixel (N, H, W); in the latter two, -100 is left out of the
+    loss and the metrics. `mean` and `std`, one number per channel for pixels in 0..1, are for uint8
+    images; without them uint8 is only scaled to 0..1, and floats stay as they are. A regression's
+    targets are (value - target_mean) / target_scale, so that errors can be reported in the user's
+    units; both may be lists or tensors with one number per target. `table` says what a table's
+    columns are and how it is read: see tables.py.
+
+    Of kind "other", the parts are torch data sets, iterables of batches or loaders. Nothing is
+    known of their batches, so `in_shape`, `num_classes` and what follows from them are None: see
+    samples.py.
     """
 
     name: str
-    train: Split
-    val: Split | None
-    test: Split | None
-    in_shape: tuple[int, ...]
-    num_classes: int  # of a regression, the number of targets
+    train: Any  # a Split, or of kind "other" anything that gives samples or batches
+    val: Any
+    test: Any
+    in_shape: Any = None  # a tuple of numbers
+    num_classes: Any = None  # of a regression, the number of targets
     kind: str = "classification"
     classes: list[str] | None = None
     mean: Sequence[float] | None = None
@@ -50,19 +55,24 @@ class Data:
     target_mean: float | list[float] | Tensor = 0.0
     target_scale: float | list[float] | Tensor = 1.0
     table: dict[str, Any] | None = None
+    more_val: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.name = printable(self.name)
-        self.in_shape = tuple(self.in_shape)
         check_choice("kind", self.kind, KINDS)
+        if self.train is None:
+            raise UserError(f"{self.name}: there is no training part.")
+        if self.kind == "other":
+            return
+        if self.in_shape is None:
+            raise UserError(f"{self.name}: give in_shape, the shape of one sample's inputs.")
+        self.in_shape = tuple(self.in_shape)
         if not isinstance(self.num_classes, SupportsIndex):  # an int of torch or numpy is one
             check_number("num_classes", self.num_classes, whole=True, least=1)
         if self.classes is not None:
             self._check_class_names(self.classes)
         self.mean = _per_channel("mean", self.mean, self.in_shape[0])
         self.std = _per_channel("std", self.std, self.in_shape[0])
-        if self.train is None:
-            raise UserError(f"{self.name}: there is no training part.")
         for name, part in self.parts().items():
             where = f"{self.name}, {name} part"
             _check_part(where, part, self.kind)
@@ -98,15 +108,17 @@ class Data:
             return getattr(self.train, "targets_are_uniform", False)
         return int(targets.min()) >= 0
 
-    def parts(self) -> dict[str, Split]:
+    def parts(self) -> dict[str, Any]:
         """Return the parts by name, without those that are None."""
-        parts = {"train": self.train, "val": self.val, "test": self.test}
+        parts = {"train": self.train, "val": self.val, **self.more_val, "test": self.test}
         return {name: part for name, part in parts.items() if part is not None}
 
     def description(self) -> Description:
         """Return what a trained model has to know about its inputs and outputs, as plain values for
         checkpoints.
         """
+        if self.kind == "other":
+            return {**dict.fromkeys(KEYS), "dataset": self.name, "kind": self.kind}
         classes = self.classes
         return {
             "dataset": self.name,
@@ -132,6 +144,8 @@ class Data:
             raise UserError(
                 f"dataset: {self.name} is a {self.kind}, and the run is a {about['kind']}."
             )
+        if self.kind == "other":
+            return
         if list(self.in_shape) != about["in_shape"]:
             raise self._wrong_shape(about["in_shape"])
         self.mean = about["mean"]
@@ -296,13 +310,13 @@ def fingerprint(data: Data) -> str:
     other samples.
 
     It covers the values of splits in memory; the names below the root, sizes and labels of image
-    files; the number and the labels of your own splits. It covers no times and no root: a copied
-    folder has the fingerprint of the original.
+    files; the number and the labels of your own splits and data sets. It covers no times and no
+    root: a copied folder has the fingerprint of the original.
     """
-    start = repr((tuple(data.in_shape), data.num_classes, data.kind))
+    start = repr((data.in_shape, data.num_classes, data.kind))
     state = hashlib.blake2b(start.encode(), digest_size=16)
-    for part in (data.train, data.val):
-        state.update(f"{0 if part is None else len(part)} ".encode())
+    for part in (data.train, data.val, *data.more_val.values()):
+        state.update(f"{_size(part)} ".encode())
         for tensor in (getattr(part, "inputs", None), getattr(part, "targets", None)):
             if isinstance(tensor, Tensor):
                 state.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -313,6 +327,16 @@ def fingerprint(data: Data) -> str:
         if feed is not None:
             feed(state)
     return state.hexdigest()
+
+
+def _size(part: Any) -> int | None:
+    """Return the length of a part: 0 without one, None if nobody knows it."""
+    if part is None:
+        return 0
+    try:
+        return len(part)
+    except TypeError:
+        return None
 
 
 def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:
