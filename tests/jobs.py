@@ -162,6 +162,17 @@ def evaluate(strategy):
         results["a list of batches"] = trainer.predict(
             [data.inputs[:1], data.inputs[1:7], data.inputs[7:]]
         ).tolist()
+        usual = trainer.predict_batch
+
+        def nested(batch):
+            outputs = usual(batch)
+            return outputs[:, 0], [
+                row[: 1 + i % 2].tolist() for i, row in enumerate(outputs[:, 1:])
+            ]
+
+        trainer.predict_batch = nested
+        first, ragged = trainer.predict(data.inputs.split(4))
+        results["nested"] = [first.tolist(), [row[0] for row in ragged]]
     metrics = {"r2": R2(), "mse": MSE(2.0), "mae": MAE(2.0)}
     with make_trainer(strategy, loss=torch.nn.MSELoss(), metrics=metrics) as trainer:
         for samples, size in [(1, 1), (2, 2), (3, 1), (5, 2), (7, 7), (9, 5)]:

@@ -235,10 +235,6 @@ def test_a_batch_and_a_name_are_no_loader(given, kind):
         ([[torch.ones(n, 6) for n in (3, 4, 5)]], "a batch is a list of 3"),
         ([[torch.ones(3, 6), torch.ones(4, 6)]], "a batch is a list of 2"),
         (of_dicts(), "a batch is a dict with 'x', 'y', and all of it was given to the model"),
-        (
-            [torch.ones(2, 5, 6), torch.ones(2, 4, 6)],
-            "(4, 3) per sample in one batch and (5, 3) in another",
-        ),
     ],
 )
 def test_predict_refuses_what_it_would_take_for_something_else(batches, words):
@@ -254,12 +250,29 @@ def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplo
     model = Pair(*make_model())
     expected = make_trainer(model).module(make_data().train.inputs)[0]
     torch.testing.assert_close(make_trainer(model, kind=Own).predict(of_dicts()), expected)
-    with pytest.raises(UserError, match="predict: the model returns a tuple of 2, not a tensor"):
-        make_trainer(model).predict(loader())
+    torch.testing.assert_close(make_trainer(model).predict(loader())[0], expected)
     make_trainer().predict(loader())
     assert not caplog.records
     make_trainer().predict(loader(shuffle=True))
     assert "the outputs come in its order" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        (lambda x: {"loss": x.mean(), "y": x}, "outputs['loss'] is a Tensor that is not one per"),
+        (lambda x: (x, [x, x]), "outputs[1] is a list of 2 for 20 samples"),
+        (lambda x: None, "outputs is a NoneType that is not one per sample"),
+        (lambda x: {"y": x} if x.sum() > 0 else (x,), "a dict with 'y' for one batch, and a tuple"),
+        (lambda x: {"y": x if x.sum() > 0 else None}, "a Tensor for one batch, and a NoneType"),
+    ],
+)
+def test_predict_refuses_outputs_that_are_not_one_per_sample(outputs, words):
+    model = make_model()
+    model.forward = outputs
+    batches = [torch.ones(20, 6), -torch.ones(20, 6)]
+    with pytest.raises(UserError, match=re.escape(words)):
+        make_trainer(model).predict(batches)
 
 
 def test_a_closed_trainer_says_so():

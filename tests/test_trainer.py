@@ -2,6 +2,7 @@
 training.
 """
 
+import collections
 import copy
 import functools
 import gc
@@ -19,7 +20,7 @@ from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.diagnostics.lr_find import lr_find
 from stoker.models.cnn import CNN
-from stoker.trainer import checkpoint, parallel, schedules
+from stoker.trainer import checkpoint, parallel, prediction, schedules
 from stoker.trainer import device as devices
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint, EarlyStopping, NaNGuard
 from stoker.trainer.copies import move
@@ -412,6 +413,52 @@ def test_predict_gives_the_outputs_in_order():
     torch.testing.assert_close(trainer.predict(DeviceLoader(data, "val", 7)), expected)
     torch.testing.assert_close(trainer.predict(data.val.inputs.split(7)), expected)  # inputs alone
     assert trainer.module.training
+
+
+Boxes = collections.namedtuple("Boxes", ["corners", "score"])
+
+
+class Detector(torch.nn.Module):
+    """Gives a nesting of tensors, some of them ragged: by batch, or by sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 3)
+
+    def forward(self, inputs):
+        scores = self.layer(inputs)
+        counts = (4 * inputs[:, 0].sigmoid()).long().tolist()
+        boxes = [
+            Boxes(row.expand(count, 3), row[:1]) for row, count in zip(scores, counts, strict=True)
+        ]
+        tokens = scores.unsqueeze(1).expand(-1, len(inputs), 3)  # as if padded to the batch
+        return {"scores": (scores, None), "boxes": boxes, "tokens": tokens.to(torch.bfloat16)}
+
+
+@pytest.mark.parametrize("micro_batch", [None, "auto"])
+def test_predict_gives_the_nesting_that_the_model_gives(micro_batch):
+    data = make_data()
+    model = Detector().eval()
+    batches = data.val.inputs.split(7)  # the last one has 4 samples
+    with torch.no_grad():
+        expected = [model(batch) for batch in batches]
+    trainer = make_trainer(model, loss=None, micro_batch=micro_batch)
+    outputs = trainer.predict(batches)
+    assert_same(outputs["scores"], (torch.cat([one["scores"][0] for one in expected]), None))
+    assert_same(outputs["boxes"], [box for one in expected for box in one["boxes"]])
+    assert_same(outputs["tokens"], [row.float() for one in expected for row in one["tokens"]])
+
+    streamed = []
+    for count, one in enumerate(trainer.predictions(batches), 1):
+        assert torch.is_grad_enabled() and not trainer.module.training
+        streamed += prediction.samples_of(one)
+        if count == 3:
+            break
+    assert len(streamed) == 21 and torch.is_grad_enabled()
+    for i, sample in enumerate(streamed):
+        assert_same(sample["scores"], (outputs["scores"][0][i], None))
+        assert_same(sample["boxes"], outputs["boxes"][i])
+        assert_same(sample["tokens"], outputs["tokens"][i])
 
 
 def test_no_samples_and_no_optimizer_are_explained():

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: the loops over a loader, and the mode of the model meanwhile."""
+"""Evaluation: the loop over a loader, and the mode of the model meanwhile."""
 
 import contextlib
 import time
@@ -83,35 +83,6 @@ def reset(trainer: "Trainer") -> None:
             metric.ignored_by_loss = ignored
         if hasattr(metric, "to"):  # torchmetrics keep their sums on a device of their choice
             metric.to(trainer.device)
-
-
-def predict(trainer: "Trainer", loader: Any) -> torch.Tensor:
-    """Return the outputs for all samples of the loader, (N, ...) on the CPU."""
-    misuse.check_loader(trainer, loader, "predict")
-    loader = dealt(loader, trainer.seed, trainer.sample_dims)
-    outputs: list[torch.Tensor] = []
-    sizes: list[int] = []  # of whole batches, in several processes
-    batch = None
-
-    def predictions(parts: list[Any]) -> list[torch.Tensor]:
-        with trainer.autocast:
-            return [misuse.as_tensor(trainer.predict_batch(part)) for part in parts]
-
-    try:
-        # Not inference_mode here either: what it leaves in sharded parameters cannot be trained.
-        with evaluating(trainer), torch.no_grad():
-            for batch in loader:
-                sizes.append(getattr(loader, "global_size", None) or 0)
-                batch = copies.move(batch, trainer.device)
-                results = trainer.eval_micro_batch.work(predictions, batch, trainer.sample_dims)
-                if not parallel.has_samples(loader):  # a sample that was lent to this process
-                    results = [part[:0] for part in results]
-                outputs += results
-    except Exception as error:
-        misuse.raise_explained(trainer, error, batch, trainer.eval_micro_batch)
-        raise
-    joined = parallel.gather(misuse.joined(outputs), sizes)
-    return joined.float() if joined.dtype in (torch.float16, torch.bfloat16) else joined
 
 
 @contextlib.contextmanager

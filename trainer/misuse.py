@@ -363,30 +363,6 @@ def inputs_of(batch: Any, sample_dim: batches.SampleDimOf = batches.usual_dim) -
     return batch[0]
 
 
-def as_tensor(outputs: Any) -> torch.Tensor:
-    """Return the outputs for a batch, on the CPU."""
-    if not isinstance(outputs, torch.Tensor):
-        raise UserError(
-            f"predict: the model returns {form(outputs)}, not a tensor.\n"
-            f"Override predict_batch to return one; {HOW}."
-        )
-    return outputs.cpu()
-
-
-def joined(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """Return the outputs of all batches as one tensor."""
-    if not outputs:
-        raise UserError("predict: the loader gives no samples.")
-    shapes = sorted({tuple(part.shape[1:]) for part in outputs})
-    if len(shapes) > 1:
-        raise UserError(
-            f"predict: the outputs are {shapes[0]} per sample in one batch and {shapes[-1]} in "
-            "another, which do not make one tensor.\n"
-            f"Pad all batches alike, or override predict_batch to return equal shapes; {HOW}."
-        )
-    return torch.cat(outputs)
-
-
 def number(name: str, value: Any) -> Any:
     """Return one number as a float, which loggers look for, and several as a nested list."""
     if isinstance(value, (int, float)):
@@ -508,7 +484,7 @@ def wrong_batch(trainer: "Trainer", error: Exception, batch: Any) -> str | None:
                 f"A batch is {form(batch)}, and {name} takes (inputs, targets).\n"
                 f"Override {name}; {HOW}."
             )
-    is_given_whole = isinstance(batch, Mapping) and ("trainer.py", "predict_batch") in calls
+    is_given_whole = isinstance(batch, Mapping) and ("prediction.py", "predict_batch") in calls
     if is_given_whole and is_usual(type(trainer), "predict_batch"):
         return (
             f"predict: a batch is {form(batch)}, and all of it was given to the model.\n"

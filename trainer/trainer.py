@@ -1,4 +1,4 @@
-"""The Trainer: fit, train_step, compute_loss, evaluate, predict, close."""
+"""The Trainer: fit, train_step, compute_loss, evaluate, close."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +27,7 @@ from stoker.trainer.callbacks import Callback
 from stoker.trainer.history import History
 from stoker.trainer.metrics import check_over_ranks
 from stoker.trainer.micro_batch import MicroBatch
+from stoker.trainer.prediction import Predicting
 from stoker.trainer.reporting import Reporting
 from stoker.trainer.spans import Spans, silent_spans
 from stoker.trainer.stateful import Stateful
@@ -35,7 +36,7 @@ from stoker.trainer.stopping import Interrupted
 from stoker.trainer.window import Window
 
 
-class Trainer(Batching, Stoppable, Stateful, Reporting):
+class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
     """Trains, evaluates and applies a model.
 
     To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or
@@ -229,18 +230,6 @@ class Trainer(Batching, Stoppable, Stateful, Reporting):
         """Return {"val/loss": ..., "val/acc": ...} over all samples of the loader."""
         with self.spans["evaluation"]:
             return evaluation.evaluate(self, loader, split)
-
-    def predict(self, loader: Any) -> torch.Tensor:
-        """Return the outputs for all samples, (N, ...) on the CPU, float32 also under autocast.
-
-        A batch is inputs, or (inputs, targets). For others override `predict_batch`.
-        """
-        with self.spans["evaluation"]:
-            return evaluation.predict(self, loader)
-
-    def predict_batch(self, batch: Any) -> Any:
-        """Return the outputs for a batch, one tensor (N, ...)."""
-        return self.model(misuse.inputs_of(batch, self.sample_dims))
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in evaluation mode, with averaged weights if there is an EMA."""

@@ -1,0 +1,200 @@
+"""Prediction: what the model gives for each batch of a loader, and for all of them together."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stoker.trainer import batch as batches
+from stoker.trainer import copies, evaluation, misuse, parallel
+from stoker.trainer.errors import UserError, kind_of
+from stoker.trainer.loading import dealt
+from stoker.trainer.spans import Spans
+
+if TYPE_CHECKING:
+    from stoker.trainer.trainer import Trainer
+
+# From the name of a leaf and its values, one of each nesting, to the leaf of the result.
+Combine = Callable[[str, list[Any]], Any]
+
+
+class Predicting:
+    """The part of a Trainer that applies the model."""
+
+    model: Any
+    spans: Spans
+    sample_dims: batches.SampleDimOf
+
+    def predict(self, loader: Any) -> Any:
+        """Return the outputs for all samples, on the CPU, float32 also under autocast.
+
+        They have the form that the model gives: a tensor (N, ...), or dicts and tuples of them. A
+        list has an item per sample; so have tensors whose other dimensions differ between batches.
+
+        A batch is inputs, or (inputs, targets). For others override `predict_batch`.
+        """
+        with self.spans["evaluation"]:
+            outputs = list(self.predictions(loader))
+        if not outputs:
+            raise UserError("predict: the loader gives no samples.")
+        return combined(outputs, joined)
+
+    def predictions(self, loader: Any) -> Iterator[Any]:
+        """Yield the outputs for each batch of the loader, for predictions larger than memory.
+
+        Until the last batch, or the end of your loop, the model is in evaluation mode.
+        """
+        trainer: Any = self
+        return predictions(trainer, loader)
+
+    def predict_batch(self, batch: Any) -> Any:
+        """Return the outputs for a batch: a tensor (N, ...), a list of N, or a nesting of them."""
+        return self.model(misuse.inputs_of(batch, self.sample_dims))
+
+
+def predictions(trainer: "Trainer", loader: Any) -> Iterator[Any]:
+    """Yield the outputs for each batch, on the CPU; in several processes, each yields all."""
+    misuse.check_loader(trainer, loader, "predict")
+    loader = dealt(loader, trainer.seed, trainer.sample_dims)
+    batch = None
+
+    # Not inference_mode: what it leaves in sharded parameters cannot be trained. And not around
+    # a `yield`, which would give it to the caller's own code.
+    @torch.no_grad()
+    def compute(parts: list[Any]) -> list[Any]:
+        results = []
+        with trainer.autocast:
+            for part in parts:
+                samples = trainer.samples(part)
+                results.append(on_cpu(trainer.predict_batch(part), samples))
+        return results
+
+    try:
+        with evaluation.evaluating(trainer):
+            for batch in loader:
+                batch = copies.move(batch, trainer.device)
+                parts = trainer.eval_micro_batch.work(compute, batch, trainer.sample_dims)
+                outputs = combined(parts, joined)
+                if parallel.ranks() > 1:
+                    # A rank without samples of its own works on one that was lent to it.
+                    lent = not parallel.has_samples(loader)
+                    of_ranks = parallel.from_all(None if lent else outputs)
+                    of_ranks = [part for part in of_ranks if part is not None]
+                    outputs = combined(of_ranks, interleaved)
+                yield outputs
+    except Exception as error:
+        misuse.raise_explained(trainer, error, batch, trainer.eval_micro_batch)
+        raise
+
+
+def combined(nestings: list[Any], combine: Combine, name: str = "outputs") -> Any:
+    """Return one nesting of the form of all of these, with `combine(name, leaves)` as each leaf.
+
+    Dicts and tuples are walked through; None stays.
+    """
+    first = nestings[0]
+    if isinstance(first, Mapping):
+        check_alike(nestings, lambda each: isinstance(each, Mapping) and set(each) == set(first))
+        merged: Any = copy.copy(first)  # keeps an OrderedDict, and a dict of your own
+        for key in first:
+            merged[key] = combined([each[key] for each in nestings], combine, f"{name}[{key!r}]")
+        return merged
+    if isinstance(first, tuple):
+        check_alike(nestings, lambda each: isinstance(each, tuple) and len(each) == len(first))
+        items = []
+        for i in range(len(first)):
+            items.append(combined([each[i] for each in nestings], combine, f"{name}[{i}]"))
+        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
+    is_leaf = isinstance(first, (torch.Tensor, list))
+    check_alike(nestings, lambda each: isinstance(each, (torch.Tensor, list)) == is_leaf)
+    if first is None and name != "outputs":
+        return None
+    return combine(name, nestings)
+
+
+def check_alike(nestings: list[Any], is_alike: Callable[[Any], bool]) -> None:
+    """Raise UserError unless the outputs for all batches have the form of the first."""
+    for each in nestings:
+        if not is_alike(each):
+            raise UserError(
+                f"predict: the outputs are {misuse.form(nestings[0])} for one batch, and "
+                f"{misuse.form(each)} for another.\n"
+                f"Override predict_batch to return the same form for all; {misuse.HOW}."
+            )
+
+
+def on_cpu(outputs: Any, samples: int) -> Any:
+    """Return the outputs for a batch on the CPU; UserError if something in them has no samples."""
+
+    def checked(name: str, leaves: list[Any]) -> Any:
+        leaf = leaves[0]
+        if isinstance(leaf, list):
+            if len(leaf) == samples:
+                return batches.walk(lambda _, item: to_cpu(item), leaf)
+            reason = f"a list of {len(leaf)} for {samples} samples, and a list has one item each"
+        elif isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return to_cpu(leaf)
+        else:
+            reason = f"{kind_of(leaf)} that is not one per sample"
+        raise UserError(
+            f"predict: {name} is {reason}.\n"
+            f"Override predict_batch to return tensors (N, ...), in a dict or a tuple if they are "
+            f"several; {misuse.HOW}."
+        )
+
+    return combined([outputs], checked)
+
+
+def to_cpu(value: Any) -> Any:
+    """Return a tensor on the CPU, in float32 if it is of half precision; others as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.cpu()
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def are_uniform(leaves: list[Any]) -> bool:
+    """Return whether these are tensors whose samples have one shape."""
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return False
+    return len({leaf.shape[1:] for leaf in leaves}) == 1
+
+
+def joined(name: str, leaves: list[Any]) -> Any:
+    """Return one tensor, or a list with an item per sample, of those of several batches."""
+    if len(leaves) == 1:
+        return leaves[0]
+    if are_uniform(leaves):
+        return torch.cat(leaves)
+    return list(itertools.chain.from_iterable(leaves))
+
+
+def interleaved(name: str, leaves: list[Any]) -> Any:
+    """Return the samples of a batch in their order, of those that each process was dealt."""
+    total = sum(map(len, leaves))
+    whole: Any = [None] * total
+    if are_uniform(leaves):
+        whole = leaves[0].new_empty(total, *leaves[0].shape[1:])
+    for rank, leaf in enumerate(leaves):
+        whole[rank :: len(leaves)] = leaf
+    return whole
+
+
+def samples_of(outputs: Any) -> Iterator[Any]:
+    """Yield the nesting of each sample of the outputs for a batch."""
+    lengths: dict[str, int] = {}
+    combined([outputs], lambda name, leaves: lengths.setdefault(name, len(leaves[0])))
+    if len(set(lengths.values())) != 1:
+        counts = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise UserError(
+            f"predict: the outputs for a batch are not one per sample: {counts or 'None'}.\n"
+            f"Override predict_batch to return tensors (N, ...) and lists of N; {misuse.HOW}."
+        )
+    for i in range(next(iter(lengths.values()))):
+
+        def of_sample(name: str, leaves: list[Any], i: int = i) -> Any:
+            return leaves[0][i]
+
+        yield combined([outputs], of_sample)
