@@ -23,7 +23,9 @@ KEYS = (
     "target_mean",
     "target_scale",
     "table",
+    "tokens",
 )
+TOKENS = ("characters", "bytes", "ids")  # what a text consists of
 # The most numbers in one sample, and the most classes.
 MOST_NUMBERS = 2**28
 
@@ -107,10 +109,22 @@ def _has_form(about: Any) -> bool:
             return False
         if not _are_numbers(values, positive=key == "target_scale"):
             return False
+    tokens = about.get("tokens")  # older files have none
+    if tokens is not None and not (_is_text(about) and about["dtype"] == "int64"):
+        return False
     table = about["table"]
     if table is None:
         return True
     return _is_table(table) and about["dtype"] == "float32" and shape == [_width(table)]
+
+
+def _is_text(about: Any) -> bool:
+    """Tell whether a description of tokens has the vocabulary that they are read with."""
+    if about["tokens"] not in TOKENS or about["kind"] != "classification":
+        return False
+    if about["tokens"] == "characters":
+        return all(len(letter) == 1 for letter in about["classes"])
+    return about["tokens"] == "ids" or about["num_classes"] == 256
 
 
 def _is_table(table: Any) -> bool:
@@ -166,7 +180,7 @@ def data_line(data: Any, loaders: Sequence[Any], why: str, whole: bool = False) 
         if part is not None:
             count = f"{part.samples:,}"
             counts.append(f"all {count}" if whole else f"{count} {name}")
-    inputs = f"{data.in_shape[0]} numbers"
+    inputs = f"{data.in_shape[0]} {data.tokens or 'numbers'}"
     if len(data.in_shape) > 1:
         inputs = "x".join(map(str, data.in_shape))
     classes = "classes" if data.kind == "classification" else "to predict"

@@ -35,7 +35,8 @@ class Data:
     images; without them uint8 is only scaled to 0..1, and floats stay as they are. A regression's
     targets are (value - target_mean) / target_scale, so that errors can be reported in the user's
     units; both may be lists or tensors with one number per target. `table` says what a table's
-    columns are and how it is read: see tables.py.
+    columns are and how it is read: see tables.py. `tokens` says what a text consists of, so that a
+    model of it can read and write: see text.py.
 
     Of kind "other", the parts are torch data sets, iterables of batches or loaders. Nothing is
     known of their batches, so `in_shape`, `num_classes` and what follows from them are None: see
@@ -55,6 +56,7 @@ class Data:
     target_mean: float | list[float] | Tensor = 0.0
     target_scale: float | list[float] | Tensor = 1.0
     table: dict[str, Any] | None = None
+    tokens: str | None = None
     more_val: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -132,6 +134,7 @@ class Data:
             "target_mean": torch.as_tensor(self.target_mean, dtype=torch.float64).tolist(),
             "target_scale": torch.as_tensor(self.target_scale, dtype=torch.float64).tolist(),
             "table": self.table,
+            "tokens": self.tokens,
         }
 
     def prepare_as(self, about: Description) -> None:

@@ -52,7 +52,7 @@ def choose_workers(split: Any, batch_size: int) -> int:
     Only image files are tried out: reading your own split might draw random numbers, or open what
     cannot be shared with workers.
     """
-    if hasattr(split, "inputs"):
+    if hasattr(split, "inputs") or hasattr(split, "tokens"):
         return 0
     if isinstance(split, ImageSplit):
         size = batch_size * split.nbytes / len(split) / MIB

@@ -56,6 +56,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "stoker.data.datasets": DATASETS,
     "stoker.data.images": ("image_folder",),
     "stoker.data.tables": ("csv",),
+    "stoker.data.text": ("text",),
 }
 UNKNOWN_NAME = (ImportError, ValueError, RecursionError)
 

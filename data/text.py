@@ -1,0 +1,236 @@
+"""Text: windows of characters, bytes or token ids, whose targets are the same shifted by one.
+
+A vocabulary is part of the description, so that a checkpoint alone can read a prompt and write.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.data.description import Description
+from stoker.data.record import Data
+from stoker.data.splits import check_fractions
+from stoker.trainer.errors import UserError, cause, check_choice, check_number, printable
+from stoker.trainer.files import check_regular, open_plain
+
+Tokens = np.ndarray[Any, np.dtype[Any]]
+
+FORMS = ("auto", "characters", "bytes", "npy", "uint16", "uint32")
+BY_ENDING = {".npy": "npy", ".bin": "uint16"}
+MOST_IDS = 2**24  # classes: more are no token ids
+PIECE = 2**20  # tokens that are looked at together
+PIECES = 256  # that a fingerprint covers
+UNICODE = 0x110000  # numbers of characters
+
+
+class TextSplit:
+    """A part of a text as windows of `length` tokens, one at every `stride` tokens.
+
+    A target is the token after each token of the window. The tokens stay where they are, as in a
+    memory map. On the device all windows are views of one tensor.
+    """
+
+    dtype = torch.int64
+    targets_are_uniform = True
+
+    def __init__(self, tokens: Tokens, length: int, stride: int) -> None:
+        self.tokens = tokens
+        self.length = length
+        self.stride = stride
+        self.target_shape = (length,)
+        self.nbytes: int = 8 * len(tokens)  # on the device
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - self.length - 1) // self.stride + 1
+
+    def __getitem__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        starts = np.asarray(indices, np.int64) * self.stride
+        places = starts[:, None] + np.arange(self.length + 1)
+        windows = torch.from_numpy(self.tokens[places].astype(np.int64))
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return all inputs and targets, as views of the same tokens."""
+        whole = torch.from_numpy(self.tokens.astype(np.int64))
+        windows = whole.unfold(0, self.length + 1, self.stride)
+        return windows[:, :-1], windows[:, 1:]
+
+    def feed(self, state: Any) -> None:
+        """Add the windows to a fingerprint: of a large text, pieces that are spread over it."""
+        state.update(f"{len(self.tokens)} {self.length} {self.stride} ".encode())
+        for start in range(0, len(self.tokens), max(PIECE, len(self.tokens) // PIECES)):
+            state.update(self.tokens[start : start + PIECE].astype(np.int64).data)
+
+
+def text(
+    path: str,
+    tokens: str = "auto",
+    length: int = 128,
+    stride: int | None = None,
+    val_fraction: float = 0.1,
+    test_fraction: float = 0.1,
+    trained: Description | None = None,
+) -> Data:
+    """Make windows of a text file, whose end is the validation part and then the test part.
+
+    Args:
+        path: The file. Characters are read into memory; bytes and ids are mapped into it.
+        tokens: "characters" of UTF-8, "bytes", or the ids in a .npy file ("npy") or a raw file
+            ("uint16", "uint32"); "auto" goes by the ending of the file.
+        length: Tokens in a window.
+        stride: Tokens from one training window to the next; None is `length`, so that an epoch
+            reads each token once. An evaluation always does.
+        val_fraction: Share of the text kept for validation.
+        test_fraction: Share kept for the test.
+        trained: The description of a run's data, whose vocabulary and length hold here too.
+    """
+    check_choice("dataset.tokens", tokens, FORMS)
+    check_number("dataset.length", length, whole=True, least=1)
+    check_number("dataset.stride", stride, whole=True, least=1, optional=True)
+    fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
+    path = os.path.expanduser(path)
+    form = tokens
+    if form == "auto":
+        form = BY_ENDING.get(os.path.splitext(path)[1].lower(), "characters")
+    classes = None
+    if form == "characters":
+        ids, classes = read_characters(path, trained and trained["classes"])
+        count = len(classes)
+    else:
+        ids = open_ids(path, form)
+        count = 256 if form == "bytes" else count_ids(path, ids)
+    kind = form if form in ("characters", "bytes") else "ids"
+    if trained is not None:
+        length = trained["in_shape"][0]
+        if kind != trained["tokens"]:
+            raise UserError(
+                f"dataset.path={printable(path)}: these are {kind}, and the run was trained on "
+                f"{trained['tokens']}."
+            )
+    splits: dict[str, TextSplit | None] = {}
+    sizes = [round(fraction * len(ids)) for fraction in fractions]
+    starts = np.cumsum([0, len(ids) - sum(sizes), *sizes]).tolist()
+    for number, name in enumerate(("train", "val", "test")):
+        part = ids[starts[number] : starts[number + 1]]
+        splits[name] = None
+        if number > 0 and fractions[number - 1] == 0:
+            continue
+        if len(part) <= length:
+            raise UserError(
+                f"dataset.length={length}: the {name} part of {printable(path)} has "
+                f"{len(part):,} of its {len(ids):,} tokens, and a window and its targets take "
+                f"{length + 1:,}.\nType a shorter dataset.length, or other fractions "
+                "(dataset.val_fraction, dataset.test_fraction; 0: no such part)."
+            )
+        every = stride if stride and name == "train" else length
+        splits[name] = TextSplit(part, length, every)
+    name = os.path.splitext(os.path.basename(path))[0]
+    return Data(name, **splits, in_shape=(length,), num_classes=count, classes=classes, tokens=kind)
+
+
+def unreadable(path: str, reason: object) -> UserError:
+    """Make the UserError for a file that cannot be read as what it is said to be."""
+    return UserError(f"dataset.path={printable(path)}: {reason}")
+
+
+def read_characters(path: str, known: Sequence[str] | None) -> tuple[Tokens, list[str]]:
+    """Return the characters of a UTF-8 file as ids, and what they stand for, in Unicode's order.
+
+    `known`: the characters of a run, which are the only ones there may be.
+    """
+    try:
+        with open_plain(path, links=True) as file:
+            letters = file.readall().decode()
+    except UnicodeDecodeError as error:
+        raise unreadable(
+            path, f"byte {error.start:,} is not UTF-8.\nType dataset.tokens=bytes."
+        ) from None
+    except OSError as error:
+        raise unreadable(path, f"{error.strerror or error}. Type dataset.path=FILE.") from None
+    codes = np.frombuffer(letters.encode("utf-32-le"), np.uint32)
+    if known is None:
+        is_used = np.zeros(UNICODE, bool)
+        is_used[codes] = True
+        known = list(map(chr, np.flatnonzero(is_used).tolist()))
+    places = np.full(UNICODE, len(known), np.int32)
+    places[list(map(ord, known))] = np.arange(len(known))
+    ids = places[codes].astype(np.uint8 if len(known) < 256 else np.int32)
+    unknown = ids == len(known)
+    if unknown.any():
+        raise unreadable(path, f"{not_known(letters[int(unknown.argmax())])}.")
+    return ids, list(known)
+
+
+def not_known(letter: str) -> str:
+    return f"the run's text has no {printable(repr(letter))}"
+
+
+def open_ids(path: str, form: str) -> Tokens:
+    """Map a file of bytes or ids into memory."""
+    try:
+        check_regular(os.stat(path), path)
+        if form == "npy":
+            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            ids = np.memmap(path, np.dtype("uint8" if form == "bytes" else form), "r")
+    except OSError as error:
+        raise unreadable(path, f"{error.strerror or error}. Type dataset.path=FILE.") from None
+    except (ValueError, EOFError) as error:
+        raise unreadable(path, f"this is no file of {form} ({cause(error)}).") from None
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise unreadable(path, "this is not one row of whole numbers, which token ids are.")
+    return ids
+
+
+def count_ids(path: str, ids: Tokens) -> int:
+    """Return one more than the highest id; UserError if these are no token ids."""
+    highest = 0
+    for start in range(0, len(ids), PIECE):
+        piece = ids[start : start + PIECE]
+        lowest = int(piece.min())
+        highest = max(highest, int(piece.max()))
+        if lowest < 0 or highest >= MOST_IDS:
+            wrong = lowest if lowest < 0 else highest
+            raise unreadable(
+                path,
+                f"{wrong:,} is no token id, of 0 to {MOST_IDS - 1:,}. "
+                "Is it dataset.tokens=uint16 or uint32?",
+            )
+    return highest + 1
+
+
+def encode(prompt: str, about: Description) -> list[int]:
+    """Return the token ids of a text, by the description of a run's data."""
+    if about["tokens"] == "bytes":
+        return list(prompt.encode())
+    if about["tokens"] == "characters":
+        places = {letter: place for place, letter in enumerate(about["classes"])}
+        for letter in prompt:
+            if letter not in places:
+                raise UserError(f"prompt: {not_known(letter)}, and {of_text(about)}")
+        return [places[letter] for letter in prompt]
+    ids = prompt.split()
+    for number in ids:
+        if not (number.isascii() and number.isdigit() and int(number) < about["num_classes"]):
+            raise UserError(
+                f"prompt: {printable(number)} is no token id, of 0 to {about['num_classes'] - 1}."
+            )
+    return [int(number) for number in ids]
+
+
+def of_text(about: Description) -> str:
+    letters = printable("".join(about["classes"][:200]))
+    return f"only these {len(about['classes'])} characters: {letters}"
+
+
+def decode(ids: Sequence[int], about: Description) -> str:
+    """Return the text of token ids; bytes that are no UTF-8 become a question mark."""
+    if about["tokens"] == "bytes":
+        return bytes(ids).decode(errors="replace")
+    if about["tokens"] == "characters":
+        return "".join(about["classes"][number] for number in ids)
+    return " ".join(map(str, ids))

@@ -1,0 +1,193 @@
+"""GPT: a transformer that predicts the next token of a text, and writes on by sampling it."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stoker.models.checks import check, check_dropout
+
+INIT_STD = 0.02
+
+
+class GPT(nn.Module):
+    """Map token ids (N, T) to the logits of each next token, (N, num_classes, T).
+
+    The architecture and the initial weights are those of GPT-2 (Radford et al. 2019, "Language
+    Models are Unsupervised Multitask Learners"), with the exact GELU: learned positions, norms in
+    front of attention and MLP, and the embedding as the output layer. T is at most `in_shape[0]`.
+
+    The logits are a view of a tensor (N, T, num_classes), since torch's losses and the metrics
+    have the classes in the second dimension.
+    """
+
+    def __init__(
+        self,
+        in_shape: Sequence[int],
+        num_classes: int,
+        layers: int = 4,
+        heads: int = 4,
+        width: int = 128,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if len(in_shape) != 1:
+            raise ValueError(
+                f"gpt takes tokens, and these inputs have the shape {tuple(in_shape)}.\n"
+                "Type dataset=text, or another model."
+            )
+        for name, size in (("layers", layers), ("heads", heads), ("width", width)):
+            check(name, size, type(size) is int and size >= 1, "a whole number at least 1")
+        check("width", width, width % heads == 0, f"a multiple of heads={heads}")
+        check_dropout(dropout)
+        self.length: int = in_shape[0]
+        self.tokens = nn.Embedding(num_classes, width)
+        self.positions = nn.Embedding(self.length, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=INIT_STD)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+        # Each block adds two terms to the sum that runs through all of them.
+        for block in self.blocks:
+            for last in (block.attention.out, block.mlp[-2]):
+                nn.init.normal_(last.weight, std=INIT_STD / math.sqrt(2 * layers))
+
+    def forward(self, inputs: Tensor, past: "list[Past] | None" = None) -> Tensor:
+        """Return the logits; with `past`, the inputs go on after the tokens that it holds."""
+        start = past[0].count if past else 0
+        places = torch.arange(start, start + inputs.shape[1], device=inputs.device)
+        x = self.dropout(self.tokens(inputs) + self.positions(places))
+        for i, block in enumerate(self.blocks):
+            x = block(x, past[i] if past else None)
+        # The embedding is the output layer too, without a second name in the checkpoints.
+        return functional.linear(self.norm(x), self.tokens.weight).transpose(1, 2)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        count: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+        cached: bool = True,
+    ) -> Tensor:
+        """Return the tokens (N, T) with `count` more, drawn one by one.
+
+        When the positions are used up, it goes on from the latter half of what the model sees.
+
+        Args:
+            tokens: At least one token each; the model sees the last `length` of them.
+            count: How many to add.
+            temperature: Divides the logits; at 0, the token with the highest logit is chosen.
+            top_k: Choose among the `top_k` highest logits only.
+            generator: Of the CPU, where the tokens are drawn, whatever the device.
+            cached: Whether keys and values of earlier tokens are kept; if not, they are computed
+                again for each token.
+        """
+        past = [Past() for _ in self.blocks] if cached else None
+        context = tokens[:, -self.length :]
+        new = context
+        for _ in range(count):
+            # Not self(...): a compiled forward would be compiled again for each length.
+            logits = self.forward(new, past)[:, :, -1]
+            new = choose(logits.cpu().float(), temperature, top_k, generator).to(tokens.device)
+            tokens = torch.cat([tokens, new], 1)
+            context = torch.cat([context, new], 1)
+            if context.shape[1] > self.length:
+                context = context[:, -max(1, self.length // 2) :]
+                past = [Past() for _ in self.blocks] if cached else None
+                new = context
+            elif not cached:
+                new = context
+        return tokens
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each of which adds to its inputs (N, T, width)."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor, past: "Past | None" = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), past)
+        outputs: Tensor = x + self.mlp(self.mlp_norm(x))
+        return outputs
+
+
+class Attention(nn.Module):
+    """Causal self-attention with several heads: a token sees itself and those before it."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.out_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, past: "Past | None" = None) -> Tensor:
+        samples, count, width = x.shape
+        qkv = self.qkv(x).view(samples, count, 3, self.heads, width // self.heads)
+        queries, keys, values = qkv.permute(2, 0, 3, 1, 4)  # each (N, heads, T, size)
+        # After others, a single token sees all of them.
+        is_causal = past is None or past.count == 0
+        if past is not None:
+            keys, values = past.extend(keys, values)
+        mixed = functional.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=is_causal,
+        )
+        joined = mixed.transpose(1, 2).reshape(samples, count, width)
+        outputs: Tensor = self.out_dropout(self.out(joined))
+        return outputs
+
+
+class Past:
+    """The keys and values of the tokens so far, in one block: the KV cache."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of new tokens, (N, heads, T, size), and return all."""
+        if self.keys is not None and self.values is not None:
+            keys = torch.cat([self.keys, keys], 2)
+            values = torch.cat([self.values, values], 2)
+        self.keys = keys
+        self.values = values
+        self.count = keys.shape[2]
+        return keys, values
+
+
+def choose(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """Draw a token (N, 1) from logits (N, classes); at temperature 0, take the highest."""
+    if temperature == 0:
+        return logits.argmax(1, keepdim=True)
+    if top_k is not None:
+        lowest = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest, -math.inf)
+    shares = (logits / temperature).softmax(1)
+    return torch.multinomial(shares, 1, generator=generator)
