@@ -23,6 +23,7 @@ from stoker.trainer.errors import (
     is_one_slip,
 )
 from stoker.trainer.history import weight_of
+from stoker.trainer.loading import by_name
 from stoker.trainer.metrics import Mean
 from stoker.trainer.readable import number
 from stoker.trainer.state import ANYTHING, check_like, frozen, refuse
@@ -118,10 +119,12 @@ class Monitor(Callback):
         if not trainer.step:
             self.forget()  # what an earlier fit has reached
         higher_is_better: dict[str, bool | None] = {}
-        if trainer.val_loader is not None:
+        splits = by_name(trainer.val_loader)
+        for split in splits:
             for name, metric in trainer.metrics.items():
-                higher_is_better[f"val/{name}"] = getattr(metric, "higher_is_better", None)
-            higher_is_better["val/loss"] = False
+                higher_is_better[f"{split}/{name}"] = getattr(metric, "higher_is_better", None)
+        for split in splits:
+            higher_is_better[f"{split}/loss"] = False
         higher_is_better["train/loss"] = False
         self.name = self.monitor
         if self.monitor == "auto":
@@ -729,7 +732,8 @@ class NaNGuard(Callback):
             if is_watched and not math.isfinite(value):
                 symptom = f"{name} is {value} {self.where(trainer, name)}"
                 weights_are_finite = checkpoint.first_nonfinite(trainer.module) is None
-                if weights_are_finite and name == "val/loss":
+                split, _, _ = name.partition("/")
+                if weights_are_finite and split in by_name(trainer.val_loader):
                     raise NotFinite(
                         f"{symptom}, and all weights are finite.\nLook at the validation data.",
                         symptom,
@@ -814,7 +818,7 @@ class Progress(Callback):
         for name, value in row.items():
             if isinstance(value, float) and not self.is_usual(name):
                 self.numbers[name] = self.mean(name, value, row)
-        is_evaluation = any(name.startswith("val/") for name in row)
+        is_evaluation = any(f"{split}/loss" in row for split in by_name(trainer.val_loader))
         if is_evaluation and trainer.step % trainer.steps_per_epoch:
             self.line(self.epoch(trainer))
 

@@ -10,7 +10,7 @@ import torch
 from stoker.trainer import copies, losses, memory, misuse, parallel, seeding
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError
-from stoker.trainer.loading import dealt
+from stoker.trainer.loading import by_name, dealt
 from stoker.trainer.metrics import Mean, OfClasses
 from stoker.trainer.modes import modes_restored
 from stoker.trainer.stopping import Interrupted
@@ -63,6 +63,14 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
         raise UserError(f"The {split} loader gives no samples.")
     name = f"{split}/loss"
     return {name: misuse.number(name, loss_mean.compute()), **metric_values(trainer, split)}
+
+
+def of_fit(trainer: "Trainer") -> dict[str, Any]:
+    """Return the results of all validation loaders of a fit."""
+    results = {}
+    for split, loader in by_name(trainer.val_loader).items():
+        results.update(trainer.evaluate(loader, split))
+    return results
 
 
 def metric_values(trainer: "Trainer", split: str) -> dict[str, Any]:

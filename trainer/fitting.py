@@ -17,7 +17,7 @@ from stoker.trainer import (
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
-from stoker.trainer.loading import Seekable, resident_bytes, seekable
+from stoker.trainer.loading import Seekable, by_name, resident_bytes, seekable
 from stoker.trainer.state import frozen, warn_of_frozen
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.failed = False
     trainer.evaluation_due = False
     trainer.window.clear()
-    trainer.data_bytes = resident_bytes(train_loader, val_loader)
+    trainer.data_bytes = resident_bytes(train_loader, *by_name(val_loader).values())
     if trainer.layout_may_change and hasattr(train_loader, "in_shape"):
         devices.settle_layout(trainer.module, train_loader.in_shape, trainer.device)
     if resume is not None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,13 @@ SAMPLERS = ("sampler", "batch_sampler")  # attributes of a DataLoader and of sam
 def resident_bytes(*loaders: Any) -> int:
     """Return the bytes that these loaders hold on the device; streamed data has none."""
     return sum(getattr(loader, "resident_bytes", 0) for loader in loaders)
+
+
+def by_name(val_loader: Any) -> dict[str, Any]:
+    """Return {name: loader} of what a fit evaluates: a single loader is "val"."""
+    if val_loader is None:
+        return {}
+    return dict(val_loader) if isinstance(val_loader, Mapping) else {"val": val_loader}
 
 
 def seekable(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -> Any:

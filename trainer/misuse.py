@@ -1,6 +1,7 @@
 """What a script may hand to the Trainer by mistake, each answered by what to give instead."""
 
 import functools
+import re
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from stoker.trainer import (
 )
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of
-from stoker.trainer.loading import Seekable
+from stoker.trainer.loading import Seekable, by_name
 
 if TYPE_CHECKING:
     from stoker.trainer.micro_batch import MicroBatch
@@ -246,8 +247,16 @@ def instead_of(part: Any) -> str:
 def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
     """Raise UserError if something that `fit` needs is missing."""
     check_loader(trainer, train_loader, "fit")
-    if val_loader is not None:
-        check_loader(trainer, val_loader, "fit")
+    named = by_name(val_loader)
+    if val_loader is not None and not named:
+        raise UserError("fit: val_loader is empty. Leave it out, or give {name: loader}.")
+    for name, loader in named.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name == "train":
+            raise UserError(
+                f"fit: a validation loader is named {name!r}. Results are called NAME/loss: "
+                "take letters, digits and _, and not train."
+            )
+        check_loader(trainer, loader, "fit")
     if trainer.optimizer is None:
         raise UserError(
             "fit needs an optimizer: "
@@ -291,8 +300,8 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     if several or isinstance(loader, Mapping):
         raise UserError(
             f"{use}: give one loader, and not {kind} of several.\n"
-            "Call trainer.evaluate(loader, name) for each of the others, after the fit or in a "
-            "callback."
+            "Call trainer.evaluate(loader, name) for each of the others, or give fit "
+            "val_loader={name: loader}."
         )
     # A fit on a list of tensors needs a compute_loss that takes one.
     is_list = isinstance(loader, (list, tuple)) and len(loader) > 0

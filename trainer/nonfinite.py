@@ -17,7 +17,7 @@ from stoker.trainer import batch as batches
 from stoker.trainer import checkpoint, copies, launch, parallel
 from stoker.trainer.callbacks import Callback, Checkpoint, Monitor, NaNGuard, TimeLimit
 from stoker.trainer.errors import NotFinite, cause, log
-from stoker.trainer.loading import dealt
+from stoker.trainer.loading import by_name, dealt
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -58,7 +58,18 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
 
 def validation_error(trainer: "Trainer", error: NotFinite) -> NotFinite:
     """Evaluate again; return the error with the first batch whose loss is not finite."""
-    loader = dealt(trainer.val_loader, trainer.seed, trainer.sample_dims)
+    for split, loader in by_name(trainer.val_loader).items():
+        explanation = error_of_split(trainer, error, split, loader)
+        if explanation is not None:
+            return explanation
+    return error
+
+
+def error_of_split(
+    trainer: "Trainer", error: NotFinite, split: str, loader: Any
+) -> NotFinite | None:
+    """Do the work of `validation_error` for one of the validation sets; None if all is finite."""
+    loader = dealt(loader, trainer.seed, trainer.sample_dims)
     harmless: set[str] = set()
 
     def all_finite(parts: list[Any]) -> bool:
@@ -70,7 +81,7 @@ def validation_error(trainer: "Trainer", error: NotFinite) -> NotFinite:
         return True
 
     with trainer.evaluating(), torch.no_grad():
-        trainer.seed_generators("val")
+        trainer.seed_generators(split)
         for number, batch in enumerate(loader, 1):
             batch = copies.move(batch, trainer.device)
             is_finite = trainer.eval_micro_batch.work(all_finite, batch, trainer.sample_dims)
@@ -85,10 +96,11 @@ def validation_error(trainer: "Trainer", error: NotFinite) -> NotFinite:
                 advice = (
                     f"Look at the model's outputs and the loss, or type {NaNGuard.advice(trainer)}."
                 )
-            place = f"in batch {number} of the validation"
+            where = "the validation" if split == "val" else split
+            place = f"in batch {number} of {where}"
             text = f"{error.symptom}, and all weights are finite: {place}, {text}.\n{advice}"
             return NotFinite(text, error.symptom, in_validation=True)
-    return error
+    return None
 
 
 def replayed_error(trainer: "Trainer", error: NotFinite, guard: NaNGuard) -> NotFinite:

@@ -136,7 +136,8 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
 
         Args:
             train_loader: Iterable of batches with a length.
-            val_loader: Iterable of batches for evaluations; None has none.
+            val_loader: Iterable of batches for evaluations, or several as {name: iterable}, whose
+                results are called "name/loss" and so on; None has none.
             resume: Where to go on: a checkpoint file, its contents, or the newest in a folder. None
                 begins at step 0 with these weights, and repeats no earlier fit.
         """
@@ -270,7 +271,7 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         if evaluate:
             with self.spans["evaluation"]:
                 self.agreement.soon()
-                results = self.evaluate(self.val_loader, "val")
+                results = evaluation.of_fit(self)
                 self.agreement.soon()
                 self.evaluation_due = False
                 self.log(results)
