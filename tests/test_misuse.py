@@ -211,7 +211,21 @@ def test_several_loaders_are_no_loader(several):
     with pytest.raises(
         UserError, match=r"fit: give one loader, and not a (dict|list) of several.\n.*evaluate"
     ):
-        make_trainer().fit(loader(), several)
+        make_trainer().fit(several)
+
+
+@pytest.mark.parametrize(
+    "named, message",
+    [
+        ({}, "val_loader is empty"),
+        ({"train": loader()}, "named 'train'"),
+        ({"a/b": loader()}, "named 'a/b'"),
+        ({"a": {"b": loader()}}, "give one loader, and not a dict of several"),
+    ],
+)
+def test_names_of_validation_loaders_are_checked(named, message):
+    with pytest.raises(UserError, match=f"fit: .*{message}"):
+        make_trainer().fit(loader(), named)
 
 
 @pytest.mark.parametrize(
