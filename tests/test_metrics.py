@@ -16,7 +16,18 @@ from torch.nn.functional import one_hot
 from stoker.command import build, compatible, trust
 from stoker.data.datasets import Data, TensorSplit
 from stoker.trainer.errors import UserError
-from stoker.trainer.metrics import MAE, MSE, R2, Accuracy, Confusion, Mean, TopK, default_metrics
+from stoker.trainer.metrics import (
+    MAE,
+    MSE,
+    R2,
+    Accuracy,
+    Confusion,
+    Mean,
+    MeanIoU,
+    Perplexity,
+    TopK,
+    default_metrics,
+)
 
 N, CLASSES, TARGETS = 100, 6, 3
 CLASSIFIERS = {
@@ -24,6 +35,8 @@ CLASSIFIERS = {
     "top1": functools.partial(TopK, 1),
     "top3": functools.partial(TopK, 3),
     "confusion": functools.partial(Confusion, CLASSES),
+    "miou": functools.partial(MeanIoU, CLASSES),
+    "perplexity": Perplexity,
 }
 REGRESSORS = {
     "mse": MSE,
@@ -65,7 +78,8 @@ def evaluated(metric, outputs, targets, sizes):
 
 
 def same(first, second):
-    torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
+    # of a perplexity, the losses are float32
+    torch.testing.assert_close(first, second, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [*CLASSIFIERS, *REGRESSORS])
@@ -385,17 +399,69 @@ def test_where_it_is_not_installed_one_is_told_how(monkeypatch):
     assert str(error.value) == f"{said}\nType pip install -e '.[metrics]'."
 
 
+class TokensLast:
+    """torchmetrics' Perplexity, which wants the classes behind the tokens."""
+
+    def __init__(self, **options):
+        from torchmetrics.text import Perplexity
+
+        self.metric = Perplexity(**options)
+        self.compute = self.metric.compute
+
+    def update(self, outputs, targets):
+        if outputs.ndim == 2:
+            outputs, targets = outputs.unsqueeze(2), targets.unsqueeze(1)
+        self.metric.update(outputs.movedim(1, -1).flatten(1, -2), targets.flatten(1))
+
+
+@needs_torchmetrics
+@pytest.mark.parametrize("shape", [(7,), (4, 5)], ids=["tokens", "pixels"])
+def test_what_the_loss_ignores_counts_for_no_metric_as_in_torchmetrics(shape):
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
+
+    outputs = torch.randn(9, CLASSES, *shape, generator=torch.Generator().manual_seed(1))
+    targets = torch.randint(CLASSES - 1, (9, *shape), generator=torch.Generator().manual_seed(2))
+    outputs[:, CLASSES - 1] -= 100  # a class that is nowhere
+    targets[torch.rand(9, *shape, generator=torch.Generator().manual_seed(3)) < 0.3] = -100
+    theirs = {
+        "acc": MulticlassAccuracy(CLASSES, average="micro", ignore_index=-100),
+        "miou": MulticlassJaccardIndex(CLASSES, ignore_index=-100),
+        "perplexity": TokensLast(ignore_index=-100),
+    }
+    metrics = default_metrics("classification", target_dims=1)
+    metrics |= default_metrics("classification", target_dims=2, num_classes=CLASSES)
+    assert list(metrics) == ["perplexity", "acc", "miou"]
+    for name, metric in metrics.items():
+        metric.ignored_by_loss = -100
+        found = evaluated(metric, outputs, targets, [4, 3, 2])
+        expected = evaluated(theirs[name], outputs, targets, 9)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, check_dtype=False)
+    predicted = outputs.argmax(1)[targets >= 0].numpy()
+    true = targets[targets >= 0].numpy()
+    shares = []
+    for label in range(CLASSES - 1):
+        both = (predicted == label) & (true == label)
+        shares.append(both.sum() / ((predicted == label) | (true == label)).sum())
+    assert metrics["miou"].compute().item() == pytest.approx(sum(shares) / len(shares), rel=1e-12)
+
+
 @needs_torchmetrics
 @pytest.mark.parametrize("name", [*CLASSIFIERS, *REGRESSORS])
 def test_equals_torchmetrics(name):
     import torchmetrics
-    from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+    from torchmetrics.classification import (
+        MulticlassAccuracy,
+        MulticlassConfusionMatrix,
+        MulticlassJaccardIndex,
+    )
 
     theirs = {
         "accuracy": lambda: MulticlassAccuracy(CLASSES, average="micro"),
         "top1": lambda: MulticlassAccuracy(CLASSES, average="micro", top_k=1),
         "top3": lambda: MulticlassAccuracy(CLASSES, average="micro", top_k=3),
         "confusion": lambda: MulticlassConfusionMatrix(CLASSES),
+        "miou": lambda: MulticlassJaccardIndex(CLASSES),
+        "perplexity": lambda: TokensLast(),
         "mse": torchmetrics.MeanSquaredError,
         "mae": torchmetrics.MeanAbsoluteError,
         "r2": torchmetrics.R2Score,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from stoker.trainer import launch, parallel
 from stoker.trainer.device import wide_type
@@ -246,6 +247,45 @@ class Confusion(OfClasses):
         return sums.reshape(self.num_classes, self.num_classes)
 
 
+class MeanIoU(Confusion):
+    """The intersection over union of true and predicted class, averaged over the classes.
+
+    A class that is neither true nor predicted anywhere does not count. Outputs are (N, C, ...),
+    targets (N, ...). `per_class(counts)` of a confusion matrix returns that of each class.
+    """
+
+    higher_is_better = True
+
+    def value(self, sums: torch.Tensor) -> torch.Tensor:
+        return self.per_class(super().value(sums)).nanmean()
+
+    @staticmethod
+    def per_class(counts: torch.Tensor) -> torch.Tensor:
+        """Return the IoU of each class, nan for one that is nowhere."""
+        hits = wide(counts.diagonal())
+        return hits / (counts.sum(0) + counts.sum(1) - hits)
+
+
+class Perplexity(OfClasses):
+    """The exponential of the mean cross-entropy per token, with the natural logarithm.
+
+    Outputs are logits (N, C, ...), targets (N, ...).
+    """
+
+    higher_is_better = False
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        true = class_of(targets, outputs)
+        counts = self.counts(targets, true)
+        logits = outputs.float() if outputs.dtype.itemsize < 4 else outputs
+        losses = functional.cross_entropy(logits, true.where(counts, 0), reduction="none")
+        self.add(torch.stack([wide(losses.where(counts, 0)).sum(), wide(counts).sum()]))
+
+    def value(self, sums: torch.Tensor) -> torch.Tensor:
+        total, count = sums
+        return (total / count).exp()
+
+
 class MSE(Sums):
     """The mean squared error over all targets, times `scale` squared.
 
@@ -340,12 +380,22 @@ def check_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
 
 
 def default_metrics(
-    kind: str, scale: float | Sequence[float] | torch.Tensor = 1.0
+    kind: str,
+    scale: float | Sequence[float] | torch.Tensor = 1.0,
+    *,
+    target_dims: int = 0,
+    num_classes: int = 2,
 ) -> dict[str, Sums]:
-    """Return the metrics to show for a kind of data set.
+    """Return the metrics to show for a kind of data set; the first chooses the best weights.
 
-    Accuracy for "classification"; R2, MAE and MSE, in the targets' units, for "regression".
+    Accuracy for "classification"; before it perplexity if a sample's targets are tokens (T,), one
+    of `target_dims`, and mean IoU if they are pixels (H, W). R2, MAE and MSE, in the targets'
+    units, for "regression".
     """
     if kind == "classification":
+        if target_dims == 1:
+            return {"perplexity": Perplexity(), "acc": Accuracy()}
+        if target_dims == 2:
+            return {"miou": MeanIoU(num_classes), "acc": Accuracy()}
         return {"acc": Accuracy()}
     return {"r2": R2(), "mae": MAE(scale), "mse": MSE(scale)}

@@ -51,8 +51,10 @@ def maximizes(cfg: DictConfig) -> bool:
     if cfg.monitor_mode != "auto":
         return settings.check("monitor_mode", cfg.monitor_mode) == "max"
     if cfg.monitor == "auto":
-        return True  # val/acc or val/r2; for another metric, check_mode ends the search
-    metrics = default_metrics("classification") | default_metrics("regression")
+        return True  # val/acc, val/miou or val/r2; for another metric, check_mode ends the search
+    metrics: dict[str, Any] = default_metrics("regression")
+    for dims in range(3):
+        metrics |= default_metrics("classification", target_dims=dims)
     for name, node in cfg.metrics.items():
         metrics[name] = locate(f"metrics.{name}", node.get("_target_"))
     part, _, name = cfg.monitor.partition("/")

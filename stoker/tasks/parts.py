@@ -196,7 +196,11 @@ def build_metrics(
         check_fit(model, loss, data, mixes)
     metrics: dict[str, Any] = {}
     if is_usual(kind, "update_metrics") and has_usual_outputs(model, loss, data):
-        metrics.update(default_metrics(data.kind, data.target_scale))
+        dims = len(data.target_shape)
+        usual = default_metrics(
+            data.kind, data.target_scale, target_dims=dims, num_classes=data.num_classes
+        )
+        metrics.update(usual)
     for name, node in cfg.metrics.items():
         key = f"metrics.{name}"
         if state is not None:

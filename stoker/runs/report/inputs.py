@@ -32,6 +32,8 @@ MOST_SIDE = 256  # pixels of a picture
 END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
 SPLITS = {"train": "training", "val": "validation", "test": "test"}  # in words
 BETTER = {
+    "val/perplexity": "min",
+    "val/miou": "max",
     "val/acc": "max",
     "val/r2": "max",
     "val/loss": "min",
