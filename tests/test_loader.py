@@ -558,9 +558,10 @@ def test_a_plain_dataloader_becomes_seekable(dataset, options):
     assert draws == [torch.rand(()).item() for _ in range(4)] and epoch(other, 2) == epochs[2]
 
 
-def test_seekable_keeps_what_can_seek_and_refuses_what_has_no_length():
+def test_seekable_keeps_what_can_seek_and_reads_any_iterable():
     loader = DeviceLoader(images(), "train", 7)
     assert seekable(loader, 0) is loader
     assert list(seekable([1, 2, 3], 0)) == [1, 2, 3]
-    with pytest.raises(UserError, match="no len"):
-        seekable((i for i in range(3)), 0)
+    assert list(seekable((i for i in range(3)), 0)) == [0, 1, 2]
+    with pytest.raises(UserError, match="int is not a loader"):
+        seekable(3, 0)

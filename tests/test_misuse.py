@@ -150,7 +150,7 @@ def test_a_part_that_is_none_is_refused(settings, words):
         ),
         (Named, loader(), "compute_loss has to return the mean loss, a tensor, and the outputs"),
         (Stepping, loader(), "train_step has to return the mean loss of its batch, a tensor"),
-        (Trainer, DataLoader(Endless(), 8), "Give its data set, Endless, a __len__"),
+        (Trainer, DataLoader(Endless(), 8), "Type max_steps=N or steps_per_epoch=N"),
         (
             Trainer,
             TensorDataset(torch.ones(8, 6), torch.arange(8) % 3),

@@ -532,8 +532,27 @@ def test_a_channels_last_model_resumes_exactly(tmp_path, optimizer):
 
 
 @pytest.mark.parametrize("more", [2, -2])
-def test_a_loader_that_gives_another_number_of_batches_is_named(more):
+def test_a_wrong_length_is_a_warning_and_the_training_has_its_steps(more, caplog):
     class Wrong(list):
+        def __len__(self):
+            return super().__len__() + more
+
+    batches = list(loaders()[0])
+    wrong = make_trainer(scheduler=schedules.cosine, epochs=3)
+    wrong.fit(Wrong(batches))
+    assert f"len() is {8 + more}, and it gave 8 batches" in caplog.text
+    right = make_trainer(scheduler=schedules.cosine, epochs=None, max_steps=3 * (8 + more))
+    right.fit([*batches, *batches, *batches, *batches])
+    assert_same(wrong.module.state_dict(), right.module.state_dict())
+    assert wrong.step == right.step == 3 * (8 + more)
+
+
+@pytest.mark.parametrize("more", [2, -2])
+def test_a_loader_with_seek_and_a_wrong_length_is_refused(more):
+    class Wrong(list):
+        def seek(self, epoch, position=0):
+            assert position == 0
+
         def __len__(self):
             return super().__len__() + more
 

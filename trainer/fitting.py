@@ -15,9 +15,15 @@ from stoker.trainer import (
     seeding,
 )
 from stoker.trainer import device as devices
-from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
-from stoker.trainer.loading import Seekable, by_name, resident_bytes, seekable
+from stoker.trainer.loading import (
+    IterableLoader,
+    Seekable,
+    by_name,
+    resident_bytes,
+    seekable,
+    settle_length,
+)
 from stoker.trainer.state import frozen, warn_of_frozen
 
 if TYPE_CHECKING:
@@ -35,12 +41,9 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.may_weigh_nothing = not is_usual or losses.has_class_weights(trainer.loss)
     trainer.epochs_before = trainer.epochs_begun
     trainer.step = 0
-    trainer.steps_per_epoch = len(train_loader)
-    if not trainer.steps_per_epoch:
-        raise UserError(
-            "The training loader gives no batch: it has fewer samples than one batch, or none."
-        )
-    trainer.total_steps = trainer.max_steps or (trainer.epochs or 0) * trainer.steps_per_epoch
+    steps_per_epoch = settle_length(loader, trainer.max_steps)
+    trainer.steps_per_epoch = steps_per_epoch
+    trainer.total_steps = trainer.max_steps or (trainer.epochs or 0) * steps_per_epoch
     trainer.scheduler = schedules.build(
         trainer.make_scheduler, trainer.optimizer, trainer.total_steps, trainer.scheduler
     )
@@ -53,9 +56,12 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
         devices.settle_layout(trainer.module, train_loader.in_shape, trainer.device)
     if resume is not None:
         before = frozen(trainer.module)
-        trainer.go_on_from(checkpoint.to_resume(resume))
+        state = checkpoint.to_resume(resume)
+        trainer.go_on_from(state)
+        if isinstance(loader, IterableLoader):
+            loader.load_state_dict(state.get("loader", {}))
         warn_of_frozen(trainer.module, before)
-        trainer.steps_per_epoch = len(train_loader)  # the checkpoint's number has replaced it
+        trainer.steps_per_epoch = steps_per_epoch  # the checkpoint's number has replaced it
     if trainer.special_step is not None:
         trainer.special_step.begin(trainer)
     misuse.warn_of_untrained(trainer)

@@ -1,6 +1,7 @@
 """What the Trainer asks of a loader: batches, a length, and `seek`, which any iterable gets."""
 
 import contextlib
+import dataclasses
 import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,11 +10,12 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from stoker.trainer import batch as batches
-from stoker.trainer import launch, parallel
+from stoker.trainer import checkpoint, launch, parallel, settings
 from stoker.trainer.batch import SampleDimOf
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.seeding import mix_seed, seed_python
 from stoker.trainer.spans import Spans, silent_spans
+from stoker.trainer.state import check_like, require
 
 END = object()  # of an iterator
 SAMPLERS = ("sampler", "batch_sampler")  # attributes of a DataLoader and of samplers around others
@@ -34,11 +36,50 @@ def by_name(val_loader: Any) -> dict[str, Any]:
 def seekable(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -> Any:
     """Return the loader if it has `seek`, else an IterableLoader around it.
 
-    Any iterable with a length will do, such as a plain DataLoader.
+    Any iterable will do, such as a plain DataLoader. An IterableLoader that a script has made says
+    only how it is to be read.
     """
+    if isinstance(loader, IterableLoader):
+        return IterableLoader(loader.loader, seed, sample_dim, loader.steps_per_epoch)
     if hasattr(loader, "seek"):
         return dealt(loader, seed, sample_dim)
     return IterableLoader(loader, seed, sample_dim)
+
+
+def length_of(iterable: Any) -> int | None:
+    """Return the length of a loader or a data set, None if it has none."""
+    try:
+        return len(iterable)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def settle_length(loader: Any, max_steps: int | None) -> int:
+    """Return the steps of an epoch, which are all of the training if the loader has no length.
+
+    Raises:
+        UserError: There is no length, or it is 0.
+    """
+    is_iterable = isinstance(loader, IterableLoader)
+    name = loader.name if is_iterable else type(loader).__name__
+    steps = length_of(loader)
+    if steps is None and is_iterable:
+        steps = max_steps
+    if steps is None:
+        advice = "Give it a __len__ method."
+        if is_iterable:
+            advice = (
+                "Type max_steps=N or steps_per_epoch=N; in a script, "
+                "fit(IterableLoader(loader, steps_per_epoch=N), ...)."
+            )
+        raise UserError(f"{name} has no len(), the number of batches in an epoch.\n{advice}")
+    if not steps:
+        raise UserError(
+            "The training loader gives no batch: it has fewer samples than one batch, or none."
+        )
+    if is_iterable:
+        loader.steps = steps
+    return steps
 
 
 def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -> Any:
@@ -87,91 +128,212 @@ class Seekable:
         raise NotImplementedError
 
 
-class IterableLoader(Seekable):
-    """A Seekable around any iterable with a length.
+@dataclasses.dataclass
+class Place:
+    """Where the reading of an iterable stands.
 
-    To begin at a position it reads, and drops, the batches before it. Whenever it is asked for a
-    batch, the iterable draws from random streams of its own: from torch's of (seed, epoch), and
-    from Python's and numpy's of (seed, epoch, batch), which leave `random` and `numpy.random`
-    seeded. So a DataLoader's shuffling and the random numbers in its data set repeat themselves,
-    and the training and the data do not disturb each other. Only workers that outlive an epoch
-    (persistent_workers) continue their own streams. In several processes, each reads all batches
-    and takes its part of every one.
+    Attributes:
+        passes: How often the iterable has been read to its end, with the epochs of earlier fits.
+        number: Batches of this pass that were read.
+        drop: How many of them are read again only to be dropped.
+        step: Steps, counted from the first epoch, whose batches come before; None if unknown.
+    """
+
+    passes: int
+    number: int = 0
+    drop: int = 0
+    step: int | None = None
+    iterator: Iterator[Any] | None = None
+    generator: torch.Tensor | None = None  # torch's state in the middle of a pass
+
+
+class IterableLoader(Seekable):
+    """A Seekable around any iterable of batches, with or without a length.
+
+    An epoch has `steps_per_epoch` steps, or as many as the iterable is long. The next epoch goes on
+    where the last one stopped reading. At its end the iterable is read from its start again: that
+    is a pass. To go on at a checkpoint, an iterable with `state_dict` and `load_state_dict` begins
+    where it stood. Of another, the batches of the pass up to there are read and dropped.
+
+    Whenever it is asked for a batch, the iterable draws from random streams of its own: from
+    torch's of (seed, pass), and from Python's and numpy's of (seed, pass, batch), which leave
+    `random` and `numpy.random` seeded. So a DataLoader's shuffling and the random numbers in its
+    data set repeat themselves, and the training and the data do not disturb each other. Only
+    workers that outlive a pass (persistent_workers) continue their own streams. What has a
+    `set_epoch` is told the number of the pass. In several processes, each reads all batches and
+    takes its part of every one.
+
+    Args:
+        loader: Iterable of batches.
+        seed: Of the random streams; `fit` takes its Trainer's.
+        sample_dim: As `Trainer.sample_dim`, which `fit` takes.
+        steps_per_epoch: Length of an epoch, for an iterable whose length is unknown or is not what
+            an epoch is to be.
 
     Raises:
-        UserError: This is not an iterable, or has no length.
+        UserError: This is not an iterable.
     """
 
     global_size: int | None = None  # samples of the whole batch, in several processes
+    steps: int | None = None  # in an epoch; None reads one pass
+    place: Place | None = None  # before the first batch, and where another iteration goes on
+    loaded: Place | None = None  # of a checkpoint, for the next `seek`
+    is_warned: bool = False  # of a wrong length
 
     def __init__(
-        self, loader: Any, seed: int = 0, sample_dim: SampleDimOf = batches.usual_dim
+        self,
+        loader: Any,
+        seed: int = 0,
+        sample_dim: SampleDimOf = batches.usual_dim,
+        steps_per_epoch: int | None = None,
     ) -> None:
-        name = type(loader).__name__
+        self.name = type(loader).__name__
         if not hasattr(loader, "__iter__"):
-            raise UserError(f"{name} is not a loader: give an iterable of batches, with a length.")
-        dataset = getattr(loader, "dataset", None)
-        try:
-            len(loader)
-        except TypeError:
-            owner = "it" if dataset is None else f"its data set, {type(dataset).__name__},"
-            raise UserError(
-                f"{name} has no len(), the number of batches in an epoch. "
-                f"Give {owner} a __len__ method."
-            ) from None
+            raise UserError(f"{self.name} is not a loader: give an iterable of batches.")
         parallel.check_sampler(loader)
         self.loader = loader
         self.seed = seed
         self.sample_dim = sample_dim
+        self.steps_per_epoch: int | None = settings.check("steps_per_epoch", steps_per_epoch)
         self.targets_are_uniform = getattr(loader, "targets_are_uniform", False)
         self.deals: bool = parallel.ranks() > 1
         self.batch_size: int | None = getattr(loader, "batch_size", None)
-        length = getattr(dataset, "__len__", None)
-        self.samples: int | None = None if length is None else length()
+        dataset = getattr(loader, "dataset", None)
+        # A DataLoader computes its length from what an iterable data set says.
+        self.length_is_exact = not isinstance(dataset, torch.utils.data.IterableDataset)
+        self.is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self.samples: int | None = length_of(dataset)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return self.steps_per_epoch or len(self.loader)
+
+    def seek(self, epoch: int, position: int = 0) -> None:
+        super().seek(epoch, position)
+        if self.loaded is not None:
+            self.place = self.loaded
+            self.place.step = epoch * (self.steps or 0) + position
+            self.loaded = None
 
     def batches(self, epoch: int, position: int) -> Iterator[Any]:
-        seed = mix_seed(self.seed, "order", epoch)
-        self.seed_generators(seed)
-        state = torch.Generator().manual_seed(seed).get_state()
-        iterator: Iterator[Any] | None = None
-        number = 0
-        while True:
+        place = self.place
+        step = epoch * (self.steps or 0) + position
+        if place is None or place.step != step or self.steps is None:
+            place = Place(passes=epoch, drop=position)
+        seed = mix_seed(self.seed, "order", place.passes)
+        while self.steps is None or position < self.steps:
             outside = torch.default_generator.get_state()
-            torch.default_generator.set_state(state)
-            seed_python(mix_seed(seed, number))  # the step reseeds them
+            if place.iterator is None or place.generator is None:
+                self.seed_generators(seed, place.passes)
+                torch.default_generator.manual_seed(seed)
+            else:
+                torch.default_generator.set_state(place.generator)
+            seed_python(mix_seed(seed, place.number))  # the step reseeds them
             try:
-                if iterator is None:
+                if place.iterator is None:
                     with children_do_not_interrupt():
-                        iterator = iter(self.loader)
-                batch = next(iterator, END)
-                state = torch.default_generator.get_state()
+                        place.iterator = iter(self.loader)
+                    if place.generator is not None:  # of a checkpoint
+                        torch.default_generator.set_state(place.generator)
+                batch = next(place.iterator, END)
+                place.generator = torch.default_generator.get_state()
             except (UserError, TrainingError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 raise TrainingError(
-                    f"The loader has no batch {number} of epoch {epoch}: {cause(error)}."
+                    f"The loader has no batch {place.number} of epoch {epoch}: {cause(error)}."
                 ) from error
             finally:
                 torch.default_generator.set_state(outside)
             if batch is END:
-                return
-            if number >= position:
-                if self.deals:
-                    rank, ranks = launch.rank(), launch.world_size()
-                    self.global_size, batch = batches.deal(batch, rank, ranks, self.sample_dim)
-                yield batch
-            number += 1
+                if self.steps is None:
+                    return
+                self.check_pass(place)
+                place = Place(passes=place.passes + 1)
+                seed = mix_seed(self.seed, "order", place.passes)
+                continue
+            place.number += 1
+            if place.number <= place.drop:
+                continue
+            position += 1
+            place.step = epoch * (self.steps or 0) + position
+            self.place = place
+            if self.deals:
+                rank, ranks = launch.rank(), launch.world_size()
+                self.global_size, batch = batches.deal(batch, rank, ranks, self.sample_dim)
+            yield batch
 
-    def seed_generators(self, seed: int) -> None:
+    def check_pass(self, place: Place) -> None:
+        """Warn at the end of a pass if the length was wrong.
+
+        Raises:
+            UserError: The pass gave no batch, as a generator's second one.
+        """
+        if not place.number:
+            raise UserError(
+                f"The training loader, {self.name}, gives no batch"
+                f"{' when it is read again' if place.passes else ''}.\n"
+                "Give an object that starts over with each iter(), such as a DataLoader, or a "
+                "max_steps that its batches suffice for."
+            )
+        length = length_of(self.loader)
+        if length not in (None, place.number) and not self.is_warned:
+            self.is_warned = True
+            launch.warn(
+                f"{self.name}'s len() is {length}, and it gave {place.number} batches. An epoch "
+                f"stays {self.steps} steps, and the next one goes on where it stopped reading."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the reading stands, with the state of an iterable that has one."""
+        place = self.place
+        if place is None:
+            return {}
+        if self.length_is_exact and place.number == length_of(self.loader):
+            return {"passes": place.passes + 1, "number": 0}  # without reading this pass again
+        state: dict[str, Any] = {"passes": place.passes, "number": place.number}
+        if self.is_stateful:
+            state["generator"] = place.generator
+            state["loader"] = self.loader.state_dict()
+            try:
+                checkpoint.pack(state["loader"], {}, f"The state of {self.name}")
+            except TypeError as error:
+                raise UserError(f"{error}\nLet its state_dict() return those alone.") from None
+        return state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on there with the next `seek`; {}, of a checkpoint without a place, changes nothing.
+
+        Raises:
+            UserError: This is not a place, or the iterable does not take its state.
+        """
+        if state == {}:
+            return
+        require(isinstance(state, dict), state, "a dict", "loader")
+        for name in ("passes", "number"):
+            count = state.get(name)
+            fits = type(count) is int and 0 <= count < 2**63
+            require(fits, count, "a number of batches", f"loader.{name}")
+        place = Place(state["passes"], drop=state["number"])
+        if self.is_stateful and "loader" in state:
+            check_like(state.get("generator"), torch.get_rng_state(), "loader.generator")
+            place = Place(state["passes"], state["number"], generator=state["generator"])
+            try:
+                self.loader.load_state_dict(state["loader"])
+            except Exception as error:
+                raise UserError(
+                    f"The checkpoint does not fit the loader, {self.name}: {cause(error)}."
+                ) from error
+        self.loaded = place
+
+    def seed_generators(self, seed: int, passes: int) -> None:
         """Seed the generators of the loader, and of the DataLoaders and samplers inside it.
 
-        They would continue from epoch to epoch, and a resumed run has not had those before.
+        They would continue from pass to pass, and a resumed run has not had those before.
         """
-        owners = [self.loader]
+        owners = [self.loader, getattr(self.loader, "dataset", None)]
         for owner in owners:  # which grow
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(passes)
             for name, value in getattr(owner, "__dict__", {}).items():
                 if isinstance(value, torch.Generator):
                     value.manual_seed(seed)

@@ -95,6 +95,7 @@ COUNT_OR_NONE = Number(whole=True, least=1, optional=True)
 LIMITS: Mapping[str, Limit] = {
     "epochs": COUNT,
     "max_steps": COUNT_OR_NONE,
+    "steps_per_epoch": COUNT_OR_NONE,
     "max_minutes": Number(above=0),
     "grad_accum_steps": COUNT,
     "micro_batch": Number(whole=True, least=1, optional=True, auto=True),

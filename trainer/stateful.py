@@ -9,6 +9,7 @@ import torch
 from stoker.trainer import checkpoint, schedules
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.loading import IterableLoader
 from stoker.trainer.micro_batch import MicroBatch
 from stoker.trainer.state import check, check_frozen, freeze, frozen, refuse
 from stoker.trainer.window import Window
@@ -90,6 +91,8 @@ class Stateful:
         for name, part in self.stateful().items():
             state[name] = part.state_dict()
         state["frozen"] = frozen(self.module)
+        if isinstance(self.train_loader, IterableLoader):
+            state["loader"] = self.train_loader.state_dict()
         state["callbacks"] = {}
         for name, callback in self.named_callbacks().items():
             state["callbacks"][name] = callback.state_dict()
@@ -124,6 +127,8 @@ class Stateful:
         for name in COUNTS:
             setattr(self, name, state[name])
         self.evaluation_due = state["evaluation_due"]
+        if isinstance(self.train_loader, IterableLoader):
+            self.train_loader.load_state_dict(state.get("loader", {}))
 
     def go_on_from(self, state: Any) -> None:
         """Load a state and freeze what was frozen in it: the next step is the one after it."""

@@ -12,7 +12,7 @@ from stoker.trainer import batch as batches
 from stoker.trainer import schedules, summary
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
-from stoker.trainer.loading import seekable
+from stoker.trainer.loading import length_of, seekable
 from stoker.trainer.readable import number
 from stoker.trainer.steps import captures
 from stoker.trainer.trainer import Trainer
@@ -67,8 +67,8 @@ def learn(
     the likely causes if the model does not learn.
     """
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
-    length = len(loader)
-    if count > length:
+    length = length_of(loader)
+    if length is not None and count > length:
         raise UserError(f"overfit={count}: an epoch has {length} batches. Type overfit=1.")
     loader.seek(0, 0)
     given = [
