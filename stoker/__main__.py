@@ -1,6 +1,5 @@
 """The command `stoker`, also `python -m stoker`."""
 
-import sys
 import time
 
 from stoker.command import signals
@@ -13,10 +12,6 @@ def main() -> None:
     signals.listen()  # before anything that takes time
     from stoker.tasks.main import run
 
-    # Like `python -m`, find the modules of the folder that the command runs in, as in
-    # model._target_=mine.Net.
-    if "" not in sys.path:
-        sys.path.insert(0, "")
     run(START)
 
 

@@ -134,6 +134,14 @@ def forks():
     forks.close()
 
 
+@pytest.fixture
+def as_train_py(monkeypatch):
+    """Printed commands begin as in a run of train.py, also where this process prints them."""
+    from forks import TRAIN
+
+    monkeypatch.setattr(sys, "argv", [str(TRAIN)])
+
+
 @pytest.fixture(scope="session")
 def large(request):
     """Whether the large counts were asked for."""

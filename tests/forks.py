@@ -21,7 +21,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from stoker.command import invocation
+
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+PROGRAM = f"{invocation.python()} {TRAIN}"  # as it is printed
 MODULES = (
     "hydra",
     "torch",

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import hydra
 import pytest
 import torch
+from forks import PROGRAM
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
@@ -137,7 +138,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "error: checkpoint.evry: there is no such key.",
         "Did you mean 'checkpoint.every'?",
     ),
-    ("+typo=1", "error: typo: there is no such key.", "python train.py --help"),
+    ("+typo=1", "error: typo: there is no such key.", f"{PROGRAM} --help"),
     (
         "model=ccn",
         "error: model=ccn: there is no such choice. Did you mean 'cnn'?",
@@ -700,7 +701,7 @@ def test_the_default_run_learns_the_digits(default):
         "MLP, 85,002 parameters",
         "AdamW (fused)",
         f"acc {result['test/acc']:.4f}",
-        f"python train.py task=evaluate run={default.name}",
+        f"{PROGRAM} task=evaluate run={default.name}",
     ):
         assert text in default.first.out
     assert len(re.findall(r"^epoch +\d+/10 .* samples/s$", default.first.out, re.MULTILINE)) == 10
@@ -929,7 +930,7 @@ def test_a_sweep_ends_with_a_table_the_best_first_and_the_failed_last(sweep):
         ["5", "failed"],
     ] and "seed=-1" in table[2][2]
     assert [line.split()[0] for line in lines[start + 5 :]] == ["best", "sweep", "go", "report"]
-    assert lines[start + 5] == "best     python train.py model=mlp epochs=2"
+    assert lines[start + 5] == f"best     {PROGRAM} model=mlp epochs=2"
     for job in map(str, range(6)):
         left = {
             *RUN_FILES,

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import assert_same
-from forks import Forks
+from forks import PROGRAM, Forks
 from test_cli import answers, run
 
 from stoker.command import invocation, processes
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not 
 
 HERE = Path(__file__).resolve().parent
 TRAIN = str(HERE.parent / "train.py")
+MODULE = str(HERE.parent / "stoker/__main__.py")
 TORCHRUN = ["-m", "torch.distributed.run"]
 JOB = [
     "dataset=synthetic",
@@ -146,7 +147,7 @@ def test_a_killed_rank_is_named_once_and_ends_all(forks, tmp_path, large):
         _, what, again = said.splitlines()
         assert what == "To go on from the last checkpoint:"
         assert (
-            again.startswith(f"torchrun --nproc-per-node {world} train.py ")
+            again.startswith(f"torchrun --nproc-per-node {world} {TRAIN} ")
             and again.count("run_dir=run") == 1
         )
 
@@ -276,8 +277,7 @@ def test_a_stopped_run_is_saved_at_one_step_and_continued_by_the_same_command(
         )
         if code != 1:
             assert (
-                done.err.count("\n") == 4
-                and "\npython train.py devices=2 dataset=synthetic" in done.err
+                done.err.count("\n") == 4 and f"\n{PROGRAM} devices=2 dataset=synthetic" in done.err
             ), done.err
         else:
             assert "\ntorchrun --nproc-per-node 2 train.py dataset=synthetic" in done.err
@@ -472,11 +472,11 @@ REFUSED_AMONG_SEVERAL = [
     (
         "-m seed=0,1",
         "error: -m: a sweep starts its runs itself.",
-        "Type python train.py -m ... strategy=ddp devices=N.",
+        f"Type {PROGRAM} -m ... strategy=ddp devices=N.",
     ),
-    ("task=lr_find", "error: task=lr_find is for one process.", "Type python train.py"),
+    ("task=lr_find", "error: task=lr_find is for one process.", f"Type {PROGRAM}"),
     ("micro_batch=auto", "error: micro_batch=auto: several processes", "Type micro_batch=N."),
-    ("task=evaluate run=x", "error: task=evaluate is for one process.", "Type python train.py"),
+    ("task=evaluate run=x", "error: task=evaluate is for one process.", f"Type {PROGRAM}"),
 ]
 
 
@@ -545,11 +545,11 @@ def test_two_hosts_train_what_one_does(forks, whole, tmp_path):
 @pytest.mark.parametrize(
     "started, torchrun, words",
     [
-        ("train.py", False, "python train.py"),
+        (TRAIN, False, PROGRAM),
         ("/venv/bin/stoker", False, "stoker"),
-        ("/venv/site-packages/stoker/__main__.py", False, "stoker"),
-        ("train.py", True, "torchrun --nproc-per-node 2 train.py"),
-        ("/venv/site-packages/stoker/__main__.py", True, "torchrun --nproc-per-node 2 -m stoker"),
+        (MODULE, False, f"{invocation.python()} -m stoker"),
+        (TRAIN, True, f"torchrun --nproc-per-node 2 {TRAIN}"),
+        (MODULE, True, "torchrun --nproc-per-node 2 -m stoker"),
     ],
 )
 def test_commands_are_printed_as_they_were_typed(started, torchrun, words, monkeypatch):

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 import torch
-from forks import Forks
+from forks import PROGRAM, Forks
 from safetensors.torch import load_file
 
 MODEL = """
@@ -66,9 +66,7 @@ def test_a_plan_says_all_and_leaves_nothing(train, tmp_path):
     assert "set      optimizer.lr=0.003, scheduler.warmup=0.05 (everything that" in done.out
     assert re.search(r"of 200 steps \([\d.]+ m?s each\)", done.out)
     assert "run      runs/<date>-mlp-digits; nothing was written" in done.out
-    assert (
-        done.out.splitlines()[-1].strip() == "python train.py callbacks=doctor ema=0.99 device=cpu"
-    )
+    assert done.out.splitlines()[-1].strip() == f"{PROGRAM} callbacks=doctor ema=0.99 device=cpu"
 
 
 @pytest.mark.slow

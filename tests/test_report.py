@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_data, make_model, make_trainer
-from forks import Forks
+from forks import PROGRAM, Forks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -48,6 +48,7 @@ from stoker.trainer import readable
 from stoker.trainer.metrics import Accuracy, Confusion, default_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.usefixtures("as_train_py")
 
 
 class Page(HTMLParser):
@@ -203,8 +204,8 @@ def test_the_page_shows_these_numbers(run, tested):
     ]
     assert len([1 for tag, attributes, _ in shown.elements if tag == "svg"]) == 3
     commands = shown.all("pre")
-    assert "python train.py epochs=2 optimizer.lr=2e-3" in commands
-    assert f"python train.py task=evaluate run={run[0]}" in commands
+    assert f"{PROGRAM} epochs=2 optimizer.lr=2e-3" in commands
+    assert f"{PROGRAM} task=evaluate run={run[0]}" in commands
 
 
 def test_the_page_stands_alone(run):
@@ -467,8 +468,8 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
         (tmp_path / "run" / name).unlink()
     shown = page_of(tmp_path / "run")
     again = [
-        "python train.py epochs=2 optimizer.lr=2e-3",
-        "python train.py epochs=2 optimizer.lr=2e-3 run_dir=",
+        f"{PROGRAM} epochs=2 optimizer.lr=2e-3",
+        f"{PROGRAM} epochs=2 optimizer.lr=2e-3 run_dir=",
     ]
     assert [
         command.removesuffix(str(tmp_path / "run")) for command in shown.all("pre")[:2]
@@ -509,7 +510,7 @@ def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
     interrupt = {"signal": signal.SIGINT, "watch": "a b/metrics.jsonl", "delay": 0}
     done = forks.run(tmp_path, *typed, signals=[interrupt])
     *_, said, again, seen = done.err.splitlines()
-    assert done.code == 130 and again.startswith("python train.py dataset=synthetic ")
+    assert done.code == 130 and again.startswith(f"{PROGRAM} dataset=synthetic ")
     step = re.fullmatch(r"interrupted at step (\d+)\. To resume:", said)[1]
     assert (
         seen == "To see it so far: python -m stoker.runs.report 'a b'"
@@ -532,7 +533,7 @@ def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
     shutil.rmtree(tmp_path / "a b")
     done = forks.run(tmp_path, *typed, "report=false", signals=[interrupt])
     assert done.code == 130 and done.err.splitlines()[-1].startswith(
-        "python train.py dataset=synthetic "
+        f"{PROGRAM} dataset=synthetic "
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import PROGRAM
 from hydra.experimental.callback import Callback
 from safetensors.torch import load_file
 
@@ -26,7 +27,10 @@ from stoker.runs import directory, json_files, lock
 from stoker.sweeps import jobs, launchers, sweep
 from stoker.trainer.callbacks import Callback as TrainerCallback
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform"),
+    pytest.mark.usefixtures("as_train_py"),
+]
 JOB = (
     "dataset=synthetic",
     "dataset.n=100",
@@ -105,7 +109,7 @@ def line_of(out, name):
 
 def arguments_of(command):
     python, script, *arguments = shlex.split(command)
-    assert (python, script) == ("python", "train.py")
+    assert f"{python} {script}" == PROGRAM
     return arguments
 
 
@@ -163,7 +167,7 @@ def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
         == "optimizer.lr=0.001 seed=0 model.dropout=2.0: give a number at least 0 and at most 0.95."
     )
     assert line_of(swept.out, "sweep") == "all: 6 done, 6 failed; also in sweep.csv and sweep.html"
-    assert line_of(swept.out, "best") == f"python train.py {shlex.join(JOB)} {expected[0][1][-1]}"
+    assert line_of(swept.out, "best") == f"{PROGRAM} {shlex.join(JOB)} {expected[0][1][-1]}"
 
 
 def test_a_row_of_the_csv_is_a_job(swept):
@@ -537,7 +541,7 @@ def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
     assert re.split(" {2,}", three)[:2] == ["three", "unfinished"] and three.endswith(
         "optimizer.lr=1e-2: no row yet"
     )
-    assert best == "best     python train.py"
+    assert best == f"best     {PROGRAM}"
     assert end == f"runs     {runs}: 2 done, 1 unfinished; also in sweep.csv and sweep.html"
     text = (runs / "sweep.html").read_text(encoding="utf-8")
     assert "<h1>Runs in runs</h1>" in text and "3 runs: 2 done, 1 unfinished" in text

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from stoker import configs
+from stoker import configs, project
 from stoker.command import invocation, settings
 from stoker.command.dotted import flat, plain
+from stoker.command.shell import quoted, setting
 from stoker.trainer import launch
-from stoker.trainer.errors import UserError, is_one_slip
+from stoker.trainer.errors import UserError, did_you_mean, is_one_slip
 
 # Hydra's options: None for one without a value, else the values that it takes, () for any.
 OPTIONS: dict[str, tuple[str, ...] | None] = {
@@ -119,20 +120,39 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
     """Return the arguments as Hydra needs them.
 
     A task that takes a run accepts `dataset.root=DIR` even if the default data set has no `root`.
-    A folder `configs/` in the working directory adds options to the groups.
+    The project adds its experiment, its `configs/` and where its runs go.
     """
-    result = list(arguments)
     if set(arguments) & {f"task={task}" for task in settings.WITH_RUN}:
         result = [
             f"++{argument}" if re.match(r"\w+\.[\w.]+=", argument) else argument
             for argument in arguments
         ]
-    return [*result, *search_path()]
+        return [*result, *search_path()]
+    return [*of_project(arguments), *arguments, *search_path()]
+
+
+def of_project(arguments: Sequence[str]) -> list[str]:
+    """Return the overrides that the project file stands for, if they are not typed."""
+    here = project.current()
+    keys = {argument.partition("=")[0].lstrip("+~") for argument in arguments}
+    added = []
+    if here.experiment is not None and "experiment" not in keys:
+        names = [path.stem for path in configs.options("experiment")]
+        if here.experiment not in names:
+            raise UserError(
+                f"{here.file}: there is no experiment {here.experiment}."
+                f"{did_you_mean(here.experiment, names)} Type one of: {', '.join(names)}."
+            )
+        added.append(f"experiment={here.experiment}")
+    if here.file is not None and "hydra.sweep.dir" not in keys:
+        folder = f"{here.runs_folder}/${{now:%Y-%m-%d_%H-%M-%S}}-sweep"
+        added.append(setting("hydra.sweep.dir", folder))
+    return added
 
 
 def search_path() -> list[str]:
-    """Return the override that adds `configs/` of the working directory, if it has one."""
-    added = [f"'file://{folder}'" for folder in configs.folders()[1:]]
+    """Return the override that adds the `configs/` of the project, if it has some."""
+    added = [quoted(f"file://{folder}") for folder in configs.folders()[1:]]
     return [f"hydra.searchpath=[{','.join(added)}]"] if added else []
 
 

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from stoker import __version__
+from stoker import __version__, project
 from stoker.command import arguments, processes, ranks, signals
 from stoker.command.help import help_text
 from stoker.command.messages import explanation, message
@@ -76,6 +76,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
     logging.getLogger("hydra").setLevel(logging.CRITICAL)
     try:
         signals.ready = True
+        project.current().enter()
         arguments.check(sys.argv[1:])
         if arguments.asks_for_help(sys.argv[1:]):
             print(help_text())

@@ -1,24 +1,42 @@
 """The command that a user types: `stoker`, `python train.py` in a clone, or torchrun."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
 from stoker.trainer import launch
 
 ROOT = Path(launch.__file__).resolve().parents[1]  # of a clone
+PACKAGE = Path(__file__).resolve().parents[1]
 ROLE = "stoker"  # torchrun's role of processes that this program has started
 SCRIPT = "train.py"  # the command of a clone
 
 
 def program() -> list[str]:
-    """Return `stoker`, or `python train.py` in a clone: the words in front of the settings."""
-    started = Path(sys.argv[0]).resolve()
-    is_module = (
-        started.parts[-2:] == ("stoker", "__main__.py") or ROOT / "stoker" in started.parents
-    )
-    is_console = started.stem == "stoker" or is_module
-    return ["python", SCRIPT] if is_clone() and not is_console else ["stoker"]
+    """Return the words in front of the settings, such as `stoker` or `python train.py`.
+
+    They start the same program from the folder where this one was started.
+    """
+    started = Path(sys.argv[0])
+    if PACKAGE in started.resolve().parents:
+        return [python(), "-m", "stoker"]
+    if started.stem == "stoker":
+        on_path = shutil.which("stoker")
+        is_found = on_path is None or not started.is_file() or started.samefile(on_path)
+        return ["stoker"] if is_found else [str(started)]
+    if started.name == SCRIPT and started.is_file():
+        return [python(), str(started)]
+    return [python(), SCRIPT] if is_clone() else ["stoker"]
+
+
+def python() -> str:
+    """Return how a shell finds the Python that runs this."""
+    for name in ("python", "python3"):
+        path = shutil.which(name)
+        if path is not None and Path(path).parent == Path(sys.executable).parent:
+            return name
+    return sys.executable
 
 
 def is_clone() -> bool:
@@ -38,5 +56,5 @@ def command() -> list[str]:
         return program()
     nodes = launch.world_size() // launch.local_world_size()
     several = ["--nnodes", str(nodes), "..."] if nodes > 1 else []
-    script = ["-m", "stoker"] if program() == ["stoker"] else [SCRIPT]
+    script = program()[1:] or ["-m", "stoker"]
     return ["torchrun", *several, "--nproc-per-node", str(launch.local_world_size()), *script]

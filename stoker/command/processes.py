@@ -107,7 +107,8 @@ def start(processes: int, arguments: Sequence[str], of: Any = None) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    is_script = Path(sys.argv[0]).name == invocation.SCRIPT
+    started = Path(sys.argv[0])
+    is_script = started.name in (invocation.SCRIPT, "stoker") and started.is_file()
     program = [sys.argv[0]] if is_script else ["-m", "stoker"]
     logging.disable(logging.CRITICAL)  # torchrun's agent repeats what the ranks have printed
     try:

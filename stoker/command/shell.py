@@ -33,5 +33,10 @@ def setting(key: str, value: str | Path) -> str:
     text = str(value)
     if re.fullmatch(PLAIN, text):
         return f"{key}={text}"
-    quoted = text.replace("'", "\\'")
-    return f"{key}='{quoted}'"
+    return f"{key}={quoted(text)}"
+
+
+def quoted(text: str) -> str:
+    """Return a text in quotes, as Hydra reads it."""
+    escaped = text.replace("'", "\\'")
+    return f"'{escaped}'"

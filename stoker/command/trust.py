@@ -15,13 +15,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 
+from stoker import project
 from stoker.command import arguments, invocation
 from stoker.trainer.errors import UserError, did_you_mean
 
 # A target typed on the command line is always trusted; one in your own config file needs
-# trusted=[mypackage].
+# trusted=[mypackage], on the command line or in the project file.
 TRUSTED = (
     "stoker",
     "torch.nn",
@@ -61,6 +63,11 @@ KINDS: dict[str, tuple[str, ...]] = {
 UNKNOWN_NAME = (ImportError, ValueError, RecursionError)
 
 
+def of_project() -> tuple[str, ...]:
+    """Return the packages that the project file trusts: for commands, not for a script."""
+    return project.current().trusted if HydraConfig.initialized() else ()
+
+
 def patterns(packages: Sequence[str], typed: Sequence[str]) -> list[str]:
     """Return Hydra's patterns for `packages`, for `trusted=[...]`, and for typed targets."""
     result = [f"{package}.*" for package in packages]
@@ -81,22 +88,24 @@ def trusting(packages: Sequence[str]) -> Iterator[None]:
     typed = (f"trusted=[{','.join(packages)}]",) if packages else ()
     token = arguments.typed_in_python.set((*arguments.typed_in_python.get(), *typed))
     try:
-        with hydra.utils.execution_whitelist(patterns(TRUSTED, arguments.typed())):
+        packages = (*TRUSTED, *of_project())
+        with hydra.utils.execution_whitelist(patterns(packages, arguments.typed())):
             yield
     finally:
         arguments.typed_in_python.reset(token)
 
 
 def is_trusted_by_user(target: str) -> bool:
-    """Return whether the user typed this target, or its package in trusted=[...]."""
-    allowed = patterns([], arguments.typed())
+    """Return whether the user typed this target, or trusts its package."""
+    allowed = patterns(of_project(), arguments.typed())
     return any(fnmatch.fnmatchcase(target, pattern) for pattern in allowed)
 
 
 def own_packages(typed: Sequence[str]) -> list[str]:
-    """Return the packages that the user trusts in addition to TRUSTED."""
+    """Return the packages that the user typed, in addition to TRUSTED and the project's."""
     packages = {pattern.partition(".")[0] for pattern in patterns([], typed)}
-    return sorted(packages - {package.partition(".")[0] for package in TRUSTED})
+    known = (*TRUSTED, *of_project())
+    return sorted(packages - {package.partition(".")[0] for package in known})
 
 
 def is_listed(target: str) -> bool:

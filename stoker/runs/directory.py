@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from stoker import project
 from stoker.trainer.errors import UserError
 
 CONFIG = "config.yaml"
@@ -25,8 +26,12 @@ WRITTEN = (METRICS, *ENDING, WEIGHTS, "model.md")
 
 
 def claim(model: str, dataset: str) -> str:
-    """Create runs/<date>-<model>-<dataset>, with a number appended if it exists."""
-    name = f"runs/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{model}-{dataset}"
+    """Create runs/<date>-<model>-<dataset>, with a number appended if it exists.
+
+    The project file may name another folder than `runs`.
+    """
+    runs = project.current().runs_folder
+    name = f"{runs}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{model}-{dataset}"
     if make(Path(name)):
         return str(Path(name))
     paths = (Path(f"{name}-{i}") for i in itertools.count(2))

@@ -15,6 +15,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from stoker import project
 from stoker.command import exit_codes, invocation, settings, signals
 from stoker.runs import lock
 from stoker.runs.directory import RESULT, remove_empty
@@ -191,7 +192,8 @@ class Jobs(Callback):
         self.jobs, self.threads = how_many(self.at_once, self.per_gpu, gpus, cores())
         self.environ = {name: os.environ.get(name) for name in (VISIBLE_GPUS, THREADS)}
         # Other processes need it to import the packages beside train.py.
-        path = [str(Path(sys.argv[0]).resolve().parent), os.environ.get("PYTHONPATH")]
+        here = project.current().import_folders()
+        path = [*here, str(Path(sys.argv[0]).resolve().parent), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         self.argv = sys.argv
         self.cwd = os.getcwd()

@@ -11,6 +11,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from stoker import project
 from stoker.command import arguments, exit_codes, invocation, processes, ranks, settings, shell
 from stoker.command.check import check_config, keep_texts
 from stoker.command.dotted import plain
@@ -44,12 +45,17 @@ TASKS: dict[str, Callable[[DictConfig], None]] = {
 def run(start: float) -> None:
     """Run the command line; `start` is the `time.perf_counter()` at which the process began."""
     job.process_start = start
-    decorate = hydra.main(
+    exit_codes.run(compose)
+
+
+def compose() -> None:
+    """Let Hydra compose the config of each job, and call `main` with it."""
+    trusted = (*TRUSTED, *project.current().trusted)
+    hydra.main(
         config_path="pkg://stoker.configs",
         config_name="train",
-        execution_whitelist=patterns(TRUSTED, sys.argv[1:]),
-    )
-    exit_codes.run(decorate(main))
+        execution_whitelist=patterns(trusted, sys.argv[1:]),
+    )(main)()
 
 
 def main(cfg: DictConfig) -> float | None:

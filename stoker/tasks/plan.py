@@ -6,6 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from stoker import project
 from stoker.command import dotted, shell
 from stoker.command.retarget import not_default
 from stoker.runs import resume, saved_config
@@ -48,7 +49,7 @@ def plan(cfg: DictConfig) -> None:
     named = ", ".join(f"{key}={as_typed(value)}" for key, value in changed.items())
     print(f"set      {named or 'nothing'} (everything that differs from its class's default)")
     print("\n".join(text))
-    place = cfg.run_dir or f"runs/<date>-{'-'.join(names_of(cfg))}"
+    place = cfg.run_dir or f"{project.current().runs_folder}/<date>-{'-'.join(names_of(cfg))}"
     if begins:
         place += f", which would resume at step {begins:,}"
     print(f"run      {place}; nothing was written\n         {shell.command(typed_for_run())}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from stoker.command import shell, signals
+from stoker.command import invocation, shell, signals
 from stoker.tasks.job import sweep_name
 from stoker.trainer.errors import cause, log
 
@@ -16,7 +16,7 @@ def draws_report(cfg: DictConfig) -> bool:
 
 def report_command(folder: Path) -> str:
     """Return the command that draws a run's report."""
-    return shell.command([], start=["python", "-m", "stoker.runs.report", str(folder)])
+    return shell.command([], start=[invocation.python(), "-m", "stoker.runs.report", str(folder)])
 
 
 def draw_report(folder: Path) -> None:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from stoker.command import arguments, dotted, invocation, processes, ranks, settings, shell, signals
 from stoker.command.build import build
-from stoker.command.trust import own_packages
+from stoker.command.trust import of_project, own_packages
 from stoker.runs import directory, json_files, lock, provenance, resume, saved_config
 from stoker.runs.result import RunResult, closing_lines
 from stoker.tasks import job
@@ -85,7 +85,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
         ranks.check_alike(
             {
                 "data": {parts.data.name: saver.about["data"]},
-                "code": processes.source_files(own_packages(arguments.typed())),
+                "code": processes.source_files({*own_packages(arguments.typed()), *of_project()}),
             }
         )
         if state is not None:

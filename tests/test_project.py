@@ -1,0 +1,117 @@
+"""A project: its file, its modules and configs, and the commands that are printed in it."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from stoker import configs, project
+from stoker.command import arguments, invocation
+from stoker.trainer.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory, and the path of imports as it was before the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def write(path, text=""):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+FULL = 'trusted = ["mine"]\nexperiment = "first"\nruns = "out"\n'
+
+
+@pytest.mark.parametrize("name", ["stoker.toml", "pyproject.toml"])
+def test_the_nearest_file_upwards_makes_the_project(folder, monkeypatch, name):
+    text = FULL if name == "stoker.toml" else f'[project]\nname = "stoker"\n[tool.stoker]\n{FULL}'
+    write(folder / name, text)
+    write(folder / "configs/experiment/first.yaml", "# @package _global_\nepochs: 1\n")
+    write(folder / "inner/deep/pyproject.toml", "[tool.other]\nstoker = 1\n")
+    (folder / "src").mkdir()
+    monkeypatch.chdir(folder / "inner/deep")
+    here = project.current()
+    assert here == project.Project(folder, folder / name, ("mine",), "first", "out")
+    assert here.runs_folder == os.path.join("..", "..", "out")
+    assert here.import_folders() == [str(folder), str(folder / "src")]
+    assert configs.folders() == [configs.FOLDER, folder / "configs"]
+    added = ["experiment=first", "hydra.sweep.dir='../../out/${now:%Y-%m-%d_%H-%M-%S}-sweep'"]
+    search = f"hydra.searchpath=['file://{folder}/configs']"
+    assert arguments.for_hydra(["model=cnn"]) == [*added, "model=cnn", search]
+    assert arguments.for_hydra(["task=evaluate"]) == ["task=evaluate", search]
+    typed = ["experiment=null", "hydra.sweep.dir=s"]
+    assert arguments.for_hydra(typed) == [*typed, search]
+
+
+def test_without_a_file_the_working_directory_is_the_project(folder, monkeypatch):
+    write(folder / "configs/model/net.yaml", "width: 1\n")
+    write(folder / "inner/x")
+    assert project.current() == project.Project(folder) and project.current().runs_folder == "runs"
+    assert arguments.of_project(["model=net"]) == []
+    monkeypatch.chdir(folder / "inner")
+    assert project.current().root == folder / "inner"
+
+
+def test_a_file_of_somebody_else_further_up_is_not_read(folder, monkeypatch):
+    write(folder / "stoker.toml", FULL)
+    write(folder / "inner/x")
+    try:
+        os.chown(folder / "inner", 12345, -1)
+    except PermissionError:
+        pytest.skip("this needs the right to give a folder away")
+    monkeypatch.chdir(folder / "inner")
+    assert project.current() == project.Project(folder / "inner")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ('trustd = ["mine"]', "there is no key trustd. Did you mean 'trusted'? The keys are trusted, "),
+        ('trusted = "mine"', 'trusted is a list of names of packages. Type trusted = ["mypackage"].'),
+        ('trusted = ["mine.py", 3]', "trusted is a list of names"),
+        ('trusted = ["mi-ne"]', "trusted is a list of names"),
+        ("experiment = 1", 'experiment is a string. Type experiment = "NAME".'),
+        ('runs = ""', 'runs is a string. Type runs = "NAME".'),
+        ("runs = ", "this is not valid TOML ("),
+        ('trusted = ["not_here.net"]', "trusted names not_here.net, and "),
+        ('experiment = "frist"', "there is no experiment frist. Did you mean 'first'? Type one of: "),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_file_is_one_sentence(folder, text, answer):
+    write(folder / "configs/experiment/first.yaml", "# @package _global_\n")
+    write(folder / "stoker.toml", text)
+    with pytest.raises(UserError) as caught:
+        project.current().enter()
+        arguments.for_hydra([])
+    assert str(caught.value).startswith(f"{folder / 'stoker.toml'}: {answer}")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_table_that_is_none_is_named(folder):
+    write(folder / "pyproject.toml", "[tool]\nstoker = 3\n")
+    with pytest.raises(UserError, match=r"pyproject.toml: tool.stoker is not a table. Type \[tool"):
+        project.current()
+
+
+def test_the_command_is_found_again_from_where_it_was_typed(folder, monkeypatch):
+    """A console script on the path by its name, another one by its path."""
+    for place in ("env/bin", "other env/bin"):
+        write(folder / place / "stoker", "#!/bin/sh\n")
+        (folder / place / "stoker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}/env/bin{os.pathsep}{os.environ['PATH']}")
+    for typed, words in {
+        f"{folder}/env/bin/stoker": ["stoker"],
+        "env/bin/stoker": ["stoker"],
+        "other env/bin/stoker": ["other env/bin/stoker"],
+    }.items():
+        monkeypatch.setattr(sys, "argv", [typed])
+        assert invocation.program() == words
+    monkeypatch.setenv("PATH", str(folder))
+    assert invocation.python() == sys.executable
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert invocation.python() in ("python", "python3")
