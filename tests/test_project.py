@@ -1,6 +1,7 @@
 """A project: its file, its modules and configs, and the commands that are printed in it."""
 
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from stoker import configs, project
 from stoker.command import arguments, invocation
+from stoker.tasks.new import TEMPLATE, new
 from stoker.trainer.errors import UserError
 
 
@@ -115,3 +117,37 @@ def test_the_command_is_found_again_from_where_it_was_typed(folder, monkeypatch)
     assert invocation.python() == sys.executable
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert invocation.python() in ("python", "python3")
+
+
+def test_a_new_project_is_the_template_and_its_test_passes(folder, capsys):
+    new(["blue_net"])
+    written = {path.relative_to("blue_net") for path in Path("blue_net").rglob("*.*")}
+    names = [str(path.relative_to(TEMPLATE)) for path in TEMPLATE.rglob("*.*")]
+    expected = {name.replace("my_project", "blue_net") for name in names if ".pyc" not in name}
+    assert {Path(name) for name in expected} == written
+    assert not any("my_project" in path.read_text() for path in Path("blue_net").rglob("*.*"))
+    assert capsys.readouterr().out.splitlines()[1] == "         cd blue_net"
+    sys.path.insert(0, str(folder / "blue_net"))
+    runpy.run_path("blue_net/tests/test_blue_net.py")["test_the_training_is_a_plain_loop"]()
+    for name in [name for name in sys.modules if name.startswith("blue_net")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("my-net", "a package is named with letters, digits and _. Type new my_net."),
+        ("3d", "a package is named with letters, digits and _. Type new my_project."),
+        ("class", "a package is named with letters, digits and _. Type new my_project."),
+        ("../net", "a package is named with letters, digits and _. Type new net."),
+        ("torch", "a package of this name exists. Type another name."),
+        ("configs", "a package of this name exists. Type another name."),
+        ("here", "a file or folder of this name exists. Type another name."),
+    ],
+)
+def test_a_name_that_no_new_package_can_have_is_refused(folder, name, answer):
+    write(folder / "here")
+    with pytest.raises(UserError) as caught:
+        new([name])
+    assert str(caught.value) == f"new {name}: {answer}"
+    assert [path.name for path in folder.iterdir()] == ["here"]

@@ -25,6 +25,7 @@ from stoker.tasks import train as training
 from stoker.tasks.evaluate import evaluate
 from stoker.tasks.export import export
 from stoker.tasks.lr_find import lr_find
+from stoker.tasks.new import new
 from stoker.tasks.overfit import overfit
 from stoker.tasks.plan import plan
 from stoker.tasks.predict import predict
@@ -45,7 +46,8 @@ TASKS: dict[str, Callable[[DictConfig], None]] = {
 def run(start: float) -> None:
     """Run the command line; `start` is the `time.perf_counter()` at which the process began."""
     job.process_start = start
-    exit_codes.run(compose)
+    is_new = sys.argv[1:2] == ["new"]
+    exit_codes.run(functools.partial(new, sys.argv[2:]) if is_new else compose)
 
 
 def compose() -> None:

@@ -1,0 +1,48 @@
+"""`stoker new NAME`: write a project, small and complete."""
+
+import importlib.util
+import keyword
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from stoker.command import invocation
+from stoker.trainer.errors import UserError
+
+TEMPLATE = Path(__file__).resolve().parents[1] / "template"
+PLACEHOLDER = "my_project"  # in the template's files and in their names
+FOLDERS = ("configs", "tests", "runs")  # that it has beside the package
+
+
+def new(arguments: Sequence[str]) -> None:
+    """Write the project NAME into a folder of this name, and print what to type next."""
+    if len(arguments) != 1:
+        program = " ".join(invocation.program())
+        raise UserError(f"new: give one name, also of the package. Type {program} new NAME.")
+    [name] = arguments
+    check_name(name)
+    for source in sorted(TEMPLATE.rglob("*")):
+        if source.is_dir() or "__pycache__" in source.parts:
+            continue
+        path = Path(name, str(source.relative_to(TEMPLATE)).replace(PLACEHOLDER, name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = source.read_text(encoding="utf-8").replace(PLACEHOLDER, name)
+        path.write_text(text, encoding="utf-8")
+    print(f"project  {name}: a model, a data set, configs and a test")
+    print(f"         cd {name}")
+    print(f"         {' '.join(invocation.program())}")
+    print(f"         {invocation.python()} -m pytest")
+
+
+def check_name(name: str) -> None:
+    """Raise UserError unless this can be the name of a new package in a new folder."""
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        near = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_").lower()
+        advice = near if near.isidentifier() and not keyword.iskeyword(near) else PLACEHOLDER
+        raise UserError(
+            f"new {name}: a package is named with letters, digits and _. Type new {advice}."
+        )
+    if Path(name).exists():
+        raise UserError(f"new {name}: a file or folder of this name exists. Type another name.")
+    if name in FOLDERS or importlib.util.find_spec(name) is not None:
+        raise UserError(f"new {name}: a package of this name exists. Type another name.")

@@ -1,0 +1,23 @@
+"""The model: any torch.nn.Module. configs/model/net.yaml names it."""
+
+import math
+
+from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    """Map (N, *in_shape) to (N, num_classes). Both come from the data set."""
+
+    def __init__(self, in_shape: tuple[int, ...], num_classes: int, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(math.prod(in_shape), width),
+            nn.SiLU(),
+            nn.Linear(width, width),
+            nn.SiLU(),
+            nn.Linear(width, num_classes),
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
