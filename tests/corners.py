@@ -326,7 +326,7 @@ SAME = {
     "amsgrad": partial(trained, optimizer=partial(optim.Adam, lr=0.01, amsgrad=True)),
     "Adagrad": partial(trained, optimizer=partial(optim.Adagrad, lr=0.1)),
     "RMSprop": partial(trained, optimizer=partial(optim.RMSprop, lr=0.01, momentum=0.5)),
-    "micro-batches": partial(trained, micro_batch=2, decay_all=True),
+    "micro-batches": partial(trained, micro_batch=2, groups=[{"match": "*", "lr": 0.1}]),
     "a norm, a step and an evaluation of one's own": partial(
         trained, make_model=Reshaping, kind=OwnStep, loaders=shuffled, eval_every=2
     ),

@@ -42,7 +42,6 @@ def test_a_warmup_is_shorter_than_the_training():
         ("checkpoint.every=21", "checkpoint.every=21: this training has 20 steps"),
         ("callbacks.lookahead.every=30", "callbacks.lookahead.every=30: this training has 20"),
         ("eval_every=3 dataset.val_fraction=0", "eval_every=3: there is no validation part"),
-        ("decay_all=true optimizer.weight_decay=0", "decay_all=true: the optimizer has no weight"),
         (
             "+metrics.top._target_=stoker.trainer.metrics.TopK +metrics.top.k=10",
             "metrics.top.k=10: one of 10 classes is always",
@@ -65,7 +64,7 @@ def test_a_metric_of_a_config_file_is_not_refused(processed):
 
 
 def test_what_changes_something_is_allowed(processed):
-    typed = ("patience=4", "checkpoint.every=20", "decay_all=true", "log_every=1000")
+    typed = ("patience=4", "checkpoint.every=20", "log_every=1000")
     off = ("callbacks.lookahead.every=null", "callbacks.lookahead.decay=0.3")
     check(processed(*SMALL, *typed, *off, "eval_every=4"))
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from examples.autoencoder import Autoencoder, AutoencoderTrainer
 from examples.distillation import Distiller
-from examples.finetune import FineTuned, FineTuner, Thaw
+from examples.finetune import FineTuned
 from examples.gan import GAN, GANTrainer
 from examples.mixup import MixupTrainer
 from examples.own_callback import Plateau
@@ -33,6 +33,7 @@ from stoker.models.mlp import MLP
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.errors import UserError
+from stoker.trainer.freezing import Freeze
 from stoker.trainer.metrics import MSE
 
 FILES = sorted(Path(__file__).parents[1].glob("examples/[!_]*.py"))
@@ -322,9 +323,13 @@ def test_fine_tuning_leaves_the_body_alone_for_an_epoch_and_then_trains_it_slowl
                 {name: tensor.clone() for name, tensor in trainer.module.state_dict().items()}
             )
 
-    settings = {"loss": torch.nn.CrossEntropyLoss(), "max_steps": 22, "body_rate": 0.01}
     fitted(
-        FineTuner, lambda: FineTuned(tiny_resnet(), 10), callbacks=[Thaw(1), Watch()], **settings
+        Trainer,
+        lambda: FineTuned(tiny_resnet(), 10),
+        loss=torch.nn.CrossEntropyLoss(),
+        callbacks=[Freeze("body.*", "1 epoch"), Watch()],
+        max_steps=22,
+        groups=[{"match": "body.*", "lr": 3e-5}],
     )
     first, at_thaw, last = seen[0], seen[19], seen[-1]
     body, head = ([name for name in first if name.startswith(part)] for part in ("body", "head"))

@@ -253,7 +253,7 @@ def whitened_trainer(*callbacks, loader=DeviceLoader, **settings):
             Lookahead(every=4, decay=0.7, power=3),
             *callbacks,
         ],
-        decay_all=True,
+        groups=[{"match": "*", "weight_decay": 0.0153}],
         **settings,
     )
     return trainer, batches

@@ -60,8 +60,8 @@ NUMBERS = [
     "loss.label_smoothing",
     "max_grad_norm",
 ]
-FLAGS = ["drop_last", "decay_all", "deterministic"]
-LISTS = ["model.hidden", "tune", "dataset.augment", "dataset.mean", "optimizer.betas"]
+FLAGS = ["drop_last", "deterministic"]
+LISTS = ["model.hidden", "groups", "tune", "dataset.augment", "dataset.mean", "optimizer.betas"]
 TINY = ["epochs=1", "device=cpu"]
 
 

@@ -12,6 +12,7 @@ from conftest import make_data, make_trainer
 from stoker.data.loader import DeviceLoader
 from stoker.trainer import optimizers, schedules
 from stoker.trainer.errors import UserError
+from stoker.trainer.groups import parameter_groups
 from stoker.trainer.optimizers import decoupled_sgd
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -229,7 +230,7 @@ def test_it_is_sgd_on_the_sum_of_the_losses_with_the_papers_numbers(batch_size, 
         make_model(),
         optimizer=functools.partial(decoupled_sgd, batch_size=batch_size, **settings),
         scheduler=functools.partial(schedules.linear, warmup=2, final=0.1),
-        decay_all=decay_all,
+        groups=[{"match": "*", "weight_decay": weight_decay}] if decay_all else [],
     )
     loader = DeviceLoader(make_data(dtype=torch.float64), "train", batch_size, shuffle=True)
     trainer.fit(loader)
@@ -307,7 +308,7 @@ def test_what_has_weight_decay():
     model = Shapes()
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     factory = functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.5)
-    optimizer = optimizers.build(factory, optimizers.groups(model, decay_all=False), CPU)
+    optimizer = optimizers.build(factory, parameter_groups(model), CPU)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
@@ -315,5 +316,5 @@ def test_what_has_weight_decay():
         is_free = name.startswith("free") or "bias" in name
         expected = before[name] if is_free else before[name] * (1 - 0.5 * 0.5)
         torch.testing.assert_close(weight, expected)
-    (everything,) = optimizers.groups(model, decay_all=True)
+    (everything,) = parameter_groups(model, [{"match": "*", "weight_decay": 0.5}])
     assert len(everything["params"]) == len(before)

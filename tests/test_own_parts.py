@@ -16,6 +16,7 @@ from stoker.data.datasets import digits
 from stoker.sweeps import jobs
 from stoker.trainer import checkpoint, optimizers
 from stoker.trainer.errors import UserError, kind_of, nearest
+from stoker.trainer.groups import parameter_groups
 
 MINE = """
 import torch
@@ -140,7 +141,7 @@ def test_a_model_that_returns_a_dict_is_told_to_override_compute_loss(project):
 def test_a_model_without_parameters_is_not_blamed_on_the_optimizer():
     module = torch.nn.ReLU()
     with pytest.raises(UserError, match="^model: ReLU has no parameter to train.$"):
-        groups = optimizers.groups(module, False)
+        groups = parameter_groups(module)
         optimizers.build(torch.optim.SGD, groups, torch.device("cpu"), module)
 
 

@@ -35,7 +35,6 @@ def changed(when, how, schedule, tmp_path, resume=None, steps=8):
         make_model(dtype=torch.float64),
         optimizer=functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9),
         scheduler=schedule,
-        decay_all=True,
         callbacks=[Change(), saver],
         max_steps=steps,
     )

@@ -120,7 +120,7 @@ def test_biases_and_norms_do_not_decay_unless_asked():
         trainer = make_trainer(
             model,
             optimizer=functools.partial(torch.optim.SGD, lr=0.5, weight_decay=0.5),
-            decay_all=decay_all,
+            groups=[{"match": "*", "weight_decay": 0.5}] if decay_all else [],
         )
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -198,6 +198,7 @@ def test_fp16_with_skipped_steps_is_the_loop_of_torch_s_own_documentation(kind):
     """The schedule advances with each step, as it does there; RMSprop has no fused form."""
     train_loader, _ = loaders()
     settings = {"lr": 0.05}
+    decay = 0.01 if kind is torch.optim.AdamW else 0.0
     fused = {} if kind is torch.optim.RMSprop else {"fused": True}
     model = make_model()
     optimizer = kind(model.parameters(), **settings, **fused)
@@ -238,7 +239,7 @@ def test_fp16_with_skipped_steps_is_the_loop_of_torch_s_own_documentation(kind):
         device="cpu",
         precision="fp16",
         max_grad_norm=1.0,
-        decay_all=True,
+        groups=[{"match": "*", "weight_decay": decay}],
     )
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
     trainer.fit(train_loader)

@@ -15,6 +15,7 @@ from stoker.trainer import (
     seeding,
 )
 from stoker.trainer import device as devices
+from stoker.trainer.freezing import Freeze
 from stoker.trainer.history import History
 from stoker.trainer.loading import (
     IterableLoader,
@@ -60,7 +61,8 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
         trainer.go_on_from(state)
         if isinstance(loader, IterableLoader):
             loader.load_state_dict(state.get("loader", {}))
-        warn_of_frozen(trainer.module, before)
+        if not any(isinstance(callback, Freeze) for callback in trainer.callbacks):
+            warn_of_frozen(trainer.module, before)
         trainer.steps_per_epoch = steps_per_epoch  # the checkpoint's number has replaced it
     if trainer.special_step is not None:
         trainer.special_step.begin(trainer)

@@ -19,6 +19,7 @@ from stoker.trainer import (
     nonfinite,
     parallel,
     schedules,
+    settings,
 )
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of
@@ -101,13 +102,14 @@ def check_parts(
     scheduler: Any,
     metrics: Any,
     callbacks: Any,
-    decay_all: bool,
+    groups: Any,
 ) -> None:
     """Raise UserError for a part of a Trainer that is a name, a class or another kind of object."""
     check_methods(trainer)
     check_model(model)
     check_loss_function(loss)
-    check_optimizer(trainer, optimizer, decay_all)
+    settings.check("groups", groups)
+    check_optimizer(trainer, optimizer, groups)
     if scheduler is not None and not callable(scheduler):
         raise UserError(
             "scheduler: give a factory, such as functools.partial(stoker.trainer.schedules.cosine, "
@@ -176,7 +178,7 @@ def check_model(model: Any) -> None:
             )
 
 
-def check_optimizer(trainer: "Trainer", optimizer: Any, decay_all: bool) -> None:
+def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
     """Raise UserError for what is not an optimizer, or one that leaves a setting without effect."""
     if optimizer is None:
         return
@@ -187,7 +189,7 @@ def check_optimizer(trainer: "Trainer", optimizer: Any, decay_all: bool) -> None
                 "factory, such as functools.partial(torch.optim.AdamW, lr=1e-3)."
             )
         return
-    setting = "decay_all=True" if decay_all else None
+    setting = "groups=" if groups else None
     if not is_usual(type(trainer), "parameter_groups"):
         setting = f"{type(trainer).__name__}.parameter_groups"
     if setting is not None:

@@ -13,48 +13,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from stoker.trainer import device as devices
 from stoker.trainer import parallel
 from stoker.trainer.errors import UserError, check_number
+from stoker.trainer.groups import Groups, check_options, scale_rates
 
 # Those of torch's optimizers that work on whole matrices. The others work on single numbers.
 OF_MATRICES = ("Muon", "Adafactor")
 NAMES = {"learning": "lr", "epsilon": "eps", "beta": "betas"}  # in torch's messages -> its keys
 
-# Names of norms: torch's and your own, such as LayerNorm, BatchNorm2d and MyRMSNorm.
-NORM = re.compile(r"Norm([123]d)?$")
-
-Groups = list[dict[str, Any]]
 Given = Callable[..., Any] | torch.optim.Optimizer  # what a Trainer takes: a factory or its work
-
-
-def groups(module: torch.nn.Module, decay_all: bool) -> Groups:
-    """Return the parameters; biases, norms and all vectors and numbers have no decay.
-
-    Frozen ones are among them: without a gradient an optimizer leaves them alone, and trains them
-    if they are unfrozen later.
-    """
-    parameters = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
-    if decay_all:
-        return [{"params": parameters}]
-    free = without_decay(module)
-    decayed = [p for p in parameters if p not in free]
-    others = [p for p in parameters if p in free]
-    both: Groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in both if group["params"]]
-
-
-def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:
-    """Return the parameters that weight decay does not suit.
-
-    Those of one dimension or none, all of a norm (a LayerNorm([3, 4]) has two dimensions), and all
-    that are called `bias` (or `bias_k`, as in torch's MultiheadAttention).
-    """
-    free: set[torch.Tensor] = set()
-    for child in module.modules():
-        is_norm = any(NORM.search(kind.__name__) for kind in type(child).__mro__)
-        for name, parameter in child.named_parameters(recurse=False):
-            is_bias = name == "bias" or name.startswith("bias_")
-            if parameter.ndim <= 1 or is_norm or is_bias:
-                free.add(parameter)
-    return free
 
 
 def build(
@@ -67,8 +32,8 @@ def build(
 
     A ready-made optimizer of the module's parameters is returned as it is.
 
-    Fused forms are for dense floating-point parameters on some devices. If the two groups have
-    equal settings in the end, they become one, since each costs a step of its own.
+    Fused forms are for dense floating-point parameters on some devices. Groups with equal settings
+    in the end become one, since each costs a step of its own.
 
     Raises:
         UserError: The factory refuses a value, or the optimizer does not work in this Trainer.
@@ -88,6 +53,7 @@ def build(
         sparse = any(getattr(child, "sparse", False) for child in children)
         if not sparse and all(p.is_floating_point() for p in parameters):
             options["fused"] = True
+    scale_rates(groups, settings["lr"].default if "lr" in settings else None)
     try:
         optimizer = factory(groups, **options)
     except UserError:
@@ -95,6 +61,7 @@ def build(
     except (ValueError, TypeError, IndexError) as error:  # how torch refuses a value
         raise UserError(refusal(str(error), settings)) from error
     check(optimizer, is_sharded)
+    check_options(groups, factory, {*settings, *optimizer.defaults})
     merge(optimizer.param_groups, groups)
     if isinstance(optimizer, torch.optim.SGD):
         begin_momentum(optimizer, is_sharded)
@@ -178,16 +145,21 @@ def refusal(text: str, keys: Iterable[str]) -> str:
 
 
 def merge(built: Groups, given: Groups) -> None:
-    """Make one of the two groups if the factory took them as given, with the same settings."""
-    if len(built) != 2 or len(given) != 2:
+    """Join groups with the same settings, if the factory took the groups as given."""
+    if len(built) != len(given):
         return
     for one, other in zip(built, given, strict=True):
         if list(map(id, one["params"])) != list(map(id, other["params"])):
             return
-    first, second = built
-    if all(first[name] == second.get(name) for name in first if name != "params"):
-        first["params"] += second["params"]
-        built.pop()
+    merged: Groups = []
+    for group in built:
+        for first in merged:
+            if all(first[name] == group.get(name) for name in first if name != "params"):
+                first["params"] += group["params"]
+                break
+        else:
+            merged.append(group)
+    built[:] = merged
 
 
 def begin_momentum(optimizer: torch.optim.SGD, is_sharded: bool) -> None:
@@ -308,13 +280,14 @@ def decoupled_sgd(
     groups = []
     for group in params:
         decay = group.get("weight_decay", weight_decay) * per_step
+        rate = group.get("lr", lr) * per_step
         matrices = [p for p in group["params"] if p.ndim > 1]
         vectors = [p for p in group["params"] if p.ndim <= 1]
         for parameters, scale in ((matrices, 1.0), (vectors, bias_scale)):
             if parameters:
-                rate = lr * scale * per_step
                 # torch multiplies the decay by the rate.
-                groups.append({"params": parameters, "lr": rate, "weight_decay": decay / rate})
+                settings = {"lr": rate * scale, "weight_decay": decay / (rate * scale)}
+                groups.append({**group, **settings, "params": parameters})
     return torch.optim.SGD(
         groups,
         lr=lr * per_step,

@@ -6,6 +6,7 @@ from typing import Any
 
 from stoker.trainer import misuse, parallel, steps, summary
 from stoker.trainer.callbacks import Callback
+from stoker.trainer.groups import labels
 from stoker.trainer.history import History
 from stoker.trainer.window import NUMBERS, Window
 
@@ -57,7 +58,8 @@ class Reporting:
 
     def training_numbers(self) -> dict[str, Any]:
         """Return the numbers of the steps since the last row, and forget these steps."""
-        return dict(self.window.row(self.rates))
+        trainer: Any = self
+        return dict(self.window.row(self.rates, labels(trainer.optimizer.param_groups)))
 
     def log_training(self, batch: Any) -> None:
         """Log the steps since the last row, of which this is the last batch."""

@@ -1,13 +1,14 @@
 """Learning-rate schedules: pure functions of the step, and the class that sets the rates."""
 
+import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from stoker.trainer.errors import UserError, check_number
+from stoker.trainer.errors import UserError, as_typed, check_number, did_you_mean
 
 # What torch's schedulers call a number of their steps, and whether it is often meant as epochs.
 COUNTS = {
@@ -25,7 +26,8 @@ Shape = Callable[[float], float]  # from progress (0 to 1) to a factor
 class Schedule:
     """Sets each group's rate to its `initial_lr` times `factor(step)`.
 
-    What torch's LambdaLR does, in a tenth of its time, and a rate that you set by hand is not lost.
+    Groups whose rule has a schedule of its own have it in `factors`, by the rule's pattern. What
+    torch's LambdaLR does, in a tenth of its time, and a rate that you set by hand is not lost.
     `description` is shown in the plan.
     """
 
@@ -34,6 +36,7 @@ class Schedule:
     ) -> None:
         self.optimizer = optimizer
         self.factor = factor
+        self.factors: dict[str, Callable[[int], float]] = {}
         self.description = description
         self.has_begun: bool = False
         self.steps: int = 0
@@ -48,10 +51,11 @@ class Schedule:
 
     def set_rates(self) -> None:
         """Set the rates of the current step."""
-        factor = self.factor(self.steps)
+        usual = self.factor(self.steps)
         self.rates: list[float] = []
         self.in_groups: list[Any] = []  # the same, or the tensors that a captured step reads
         for group in self.optimizer.param_groups:
+            factor = self.factor_of(group)(self.steps) if self.factors else usual
             rate = group.setdefault("initial_lr", float(group["lr"])) * factor
             self.rates.append(rate)
             if isinstance(group["lr"], torch.Tensor):
@@ -59,6 +63,10 @@ class Schedule:
             else:
                 group["lr"] = rate
             self.in_groups.append(group["lr"])
+
+    def factor_of(self, group: Mapping[str, Any]) -> Callable[[int], float]:
+        """Return the factor of a group, a function of the step."""
+        return self.factors.get(group.get("name", "").partition(" ")[0], self.factor)
 
     def take_over(self) -> None:
         """Multiply a rate that was set by hand, `param_groups[0]["lr"] = 0.1`, from now on.
@@ -83,7 +91,7 @@ class Schedule:
 
     def check_unscaled(self, i: int, rate: float) -> None:
         """Raise UserError unless a rate is the same before and after the schedule multiplies it."""
-        factor = self.factor(self.steps)
+        factor = self.factor_of(self.optimizer.param_groups[i])(self.steps)
         if self.has_begun and factor != 1:
             raise UserError(
                 f"param_groups[{i}]['lr'] was set to {rate:g}, and the schedule "
@@ -190,6 +198,53 @@ def build(
             "a callback, such as examples.own_callback.Plateau."
         )
     return scheduler
+
+
+def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> Callable[..., Any]:
+    """Return a factory of one schedule in which rules with a `scheduler` have their own.
+
+    That is the name of one of these schedules, {name: its arguments}, or a factory in Python.
+    """
+    chosen = {rule["match"]: named(rule["scheduler"]) for rule in rules if "scheduler" in rule}
+    if not chosen:
+        return usual
+
+    def factory(optimizer: torch.optim.Optimizer, total_steps: int) -> Schedule:
+        schedule = build(usual, optimizer, total_steps)
+        for name, one in chosen.items():
+            part = build(one, optimizer, total_steps)
+            if not isinstance(schedule, Schedule) or not isinstance(part, Schedule):
+                raise UserError(
+                    "groups: a rule's scheduler goes with those of stoker.trainer.schedules, and "
+                    f"not with torch's {type(schedule).__name__}."
+                )
+            schedule.factors[name] = part.factor
+            schedule.description += f" ({name}: {part.description})"
+        schedule.set_rates()
+        return schedule
+
+    return factory
+
+
+def named(given: Any) -> Callable[..., Any]:
+    """Return the factory of "linear" or {"linear": {"warmup": 0.1}}, or what was given."""
+    if callable(given):
+        return given  # type: ignore[no-any-return]
+    name, arguments = (given, {}) if isinstance(given, str) else next(iter(given.items()))
+    shipped = {one.__name__: one for one in (constant, linear, cosine, wsd, step, onecycle)}
+    if name not in shipped:
+        raise UserError(
+            f"groups: there is no scheduler {as_typed(name)}.{did_you_mean(name, shipped)}\n"
+            f"Type scheduler: one of {', '.join(shipped)}, or as in {{linear: {{warmup: 0.1}}}}."
+        )
+    known = list(inspect.signature(shipped[name]).parameters)[2:]
+    for argument in arguments:
+        if argument not in known:
+            raise UserError(
+                f"groups: scheduler {name} has no {argument}.{did_you_mean(argument, known)}\n"
+                f"It has {', '.join(known)}."
+            )
+    return functools.partial(shipped[name], **arguments)
 
 
 def counts(scheduler: Any) -> dict[str, list[int]]:
@@ -325,6 +380,27 @@ def cosine(
 def half_cosine(final: float, progress: float) -> float:
     """Return the factor on the way from 1 to `final`."""
     return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def wsd(
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    warmup: float = 0.0,
+    decay: float = 0.2,
+    final: float = 0.0,
+) -> Schedule:
+    """Warm up, stay, and go down over the last `decay` of the steps after the warmup.
+
+    Hu et al. 2024, arXiv 2404.06395, section 4, with the decay 1 - sqrt of Hägele et al. 2024,
+    arXiv 2405.18392, section 3. A longer training begins at a checkpoint from before the decay.
+    """
+    check_number("scheduler.decay", decay, above=0, most=1)
+    check_number("scheduler.final", final, least=0)
+
+    def shape(progress: float) -> float:
+        return 1 - (1 - final) * math.sqrt(max(0.0, (progress - 1 + decay) / decay))
+
+    return schedule("wsd", shape, optimizer, total_steps, warmup)
 
 
 def step(

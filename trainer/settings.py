@@ -90,6 +90,36 @@ def check_strategy(strategy: Any) -> tuple[str, list[int] | None]:
     return name, [int(index) for index in listed.split("+")]
 
 
+def check_groups(rules: Any) -> Any:
+    """Return the rules of parameter groups; UserError for what is not a list of them."""
+    is_list = isinstance(rules, (list, tuple))
+    for rule in rules if is_list else [None]:
+        if not isinstance(rule, Mapping) or not isinstance(rule.get("match"), str):
+            raise UserError(
+                f"groups={as_typed(rules)}: give a list of rules, each with a pattern of names, "
+                "as in 'groups=[{match: \"head.*\", lr: 1e-4}]'."
+            )
+        if len(rule) == 1:
+            raise UserError(
+                f"groups: the rule of {rule['match']} changes nothing. Add an option of the "
+                "optimizer, such as lr or weight_decay."
+            )
+        if "lr_decay" in rule:
+            check_number(f"groups: lr_decay of {rule['match']}", rule["lr_decay"], above=0, most=1)
+    return rules
+
+
+def check_thaw_at(value: Any) -> tuple[int | None, bool]:
+    """Return (number, whether it counts epochs) of 500 or "2 epochs", (None, False) of "never"."""
+    match = re.fullmatch(r"never|(\d{1,18})( epochs?)?", as_typed(value), re.ASCII)
+    if match is None:
+        raise UserError(
+            f"callbacks.freeze.thaw_at={as_typed(value)}: give a number of steps, or epochs as in "
+            "'callbacks.freeze.thaw_at=2 epochs', or never."
+        )
+    return (int(match[1]) if match[1] else None, match[2] is not None)
+
+
 COUNT = Number(whole=True, least=1)
 COUNT_OR_NONE = Number(whole=True, least=1, optional=True)
 LIMITS: Mapping[str, Limit] = {
@@ -100,6 +130,8 @@ LIMITS: Mapping[str, Limit] = {
     "grad_accum_steps": COUNT,
     "micro_batch": Number(whole=True, least=1, optional=True, auto=True),
     "max_grad_norm": Number(above=0, optional=True),
+    "groups": Checked(check_groups),
+    "callbacks.freeze.thaw_at": Checked(check_thaw_at),
     "ema": Number(above=0, most=1),
     "patience": COUNT,
     "monitor_mode": Choice(("auto", "min", "max")),

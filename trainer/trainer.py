@@ -24,6 +24,7 @@ from stoker.trainer import (
 from stoker.trainer import device as devices
 from stoker.trainer.batching import Batching
 from stoker.trainer.callbacks import Callback
+from stoker.trainer.groups import Rule, parameter_groups
 from stoker.trainer.history import History
 from stoker.trainer.metrics import check_over_ranks
 from stoker.trainer.micro_batch import MicroBatch
@@ -67,7 +68,7 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         max_grad_norm: Norm that gradients are clipped to; None does not clip.
         log_every: Steps between two logged rows; the end of an epoch has one too.
         eval_every: Steps between two evaluations; None is once an epoch.
-        decay_all: Whether biases and the weights of norms have weight decay too.
+        groups: Rules for parameters by name, such as {"match": "backbone.*", "lr": 1e-4}.
         seed: Seed of everything random in the training.
 
     Raises:
@@ -82,9 +83,10 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         strategy: str = "auto", precision: str = "auto", compile: bool | str = False,
         channels_last: bool | str = "auto", grad_accum_steps: int = 1,
         micro_batch: int | str | None = None, max_grad_norm: float | None = None,
-        log_every: int = 50, eval_every: int | None = None, decay_all: bool = False, seed: int = 0,
+        log_every: int = 50, eval_every: int | None = None, groups: Sequence[Rule] = (),
+        seed: int = 0,
     ) -> None:  # fmt: skip
-        misuse.check_parts(self, model, loss, optimizer, scheduler, metrics, callbacks, decay_all)
+        misuse.check_parts(self, model, loss, optimizer, scheduler, metrics, callbacks, groups)
         self.epochs: int | None = settings.check("epochs", epochs, optional=max_steps is not None)
         self.max_steps: int | None = settings.check("max_steps", max_steps)
         self.max_grad_norm: float | None = settings.check("max_grad_norm", max_grad_norm)
@@ -118,13 +120,14 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         is_first = launch.is_first()
         self.seed_suffix: tuple[int, ...] = () if is_first else (launch.rank(),)
         self.callbacks = [c for c in callbacks if is_first or not c.first_rank_only]
-        groups = self.parameter_groups(decay_all)
         self.optimizer: Any = None
         self.optimizer_step: Any = None  # `optimizer.step` with less overhead
         if optimizer is not None:
-            self.optimizer = optimizers.build(optimizer, groups, self.device, self.module)
+            self.optimizer = optimizers.build(
+                optimizer, self.parameter_groups(groups), self.device, self.module
+            )
             self.optimizer_step = optimizers.lean_step(self.optimizer, compile is True)
-        self.make_scheduler = scheduler or schedules.constant
+        self.make_scheduler = schedules.by_group(scheduler or schedules.constant, groups)
 
         self.step: int = 0
         self.rates: Sequence[float] = (0.0,)
@@ -280,6 +283,6 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         self.call("on_step_end")
         self.poll_interruption()
 
-    def parameter_groups(self, decay_all: bool) -> list[dict[str, Any]]:
-        """Return the parameters in groups for the optimizer; override it for rates by layer."""
-        return optimizers.groups(self.module, decay_all)
+    def parameter_groups(self, rules: Sequence[Rule]) -> list[dict[str, Any]]:
+        """Return the parameters in groups for the optimizer, by the rules of `groups`."""
+        return parameter_groups(self.module, rules)

@@ -8,7 +8,7 @@ import torch
 from stoker.trainer import launch, parallel
 from stoker.trainer.metrics import Mean
 
-# The names of a window's numbers. Rates of more groups are train/lr/1, train/lr/2, ...
+# The names of a window's numbers. Rates of more groups are train/lr/1 or train/lr/NAME.
 NUMBERS = (
     "train/loss",
     "train/lr",
@@ -58,10 +58,11 @@ class Window:
         if launch.is_first():
             self.skipped.update(is_skipped.float())
 
-    def row(self, rates: Sequence[float]) -> dict[str, float]:
+    def row(self, rates: Sequence[float], labels: Sequence[str] = ()) -> dict[str, float]:
         """Return the numbers of the window, over all processes, and forget its steps.
 
-        `rates` are those of the parameter groups. The others follow the first one if they differ.
+        `rates` are those of the parameter groups, with their labels. If they differ, those of other
+        labels than the first one follow it.
 
         This reads the loss from the device, and so waits for it: only then is the clock right.
         Steps whose targets were all ignored have no loss.
@@ -77,8 +78,9 @@ class Window:
             row["train/weight"] = weight  # of the loss, for means over rows
         row["train/seconds"] = time.perf_counter() - self.start
         if any(rate != rates[0] for rate in rates):
-            for i, rate in enumerate(rates[1:], 1):
-                row[f"train/lr/{i}"] = float(rate)
+            for label, rate in zip(labels[1:], rates[1:], strict=True):
+                if label != labels[0]:
+                    row[f"train/lr/{label}"] = float(rate)
         done = 1.0  # share of the steps that were not skipped
         if skipped.samples:
             share = skipped.compute().item()

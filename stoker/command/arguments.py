@@ -55,6 +55,7 @@ ELSEWHERE = {
         "gpus", "n_gpu", "n_gpus", "ngpus", "nproc_per_node", "num_gpus",
     ),
     "precision=bf16, or precision=fp16": ("amp", "bf16", "fp16", "half", "use_amp"),
+    "'groups=[{match: \"*\", weight_decay: 0.01}]'": ("decay_all",),
 }  # fmt: skip
 # Settings that count as typed although there is no command line.
 typed_in_python: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(

@@ -158,7 +158,9 @@ def check_types(
                 continue
         if default is None or default == "???":
             continue
-        if isinstance(limit, Choice) and limit.has(value):
+        is_choice = isinstance(limit, Choice) and limit.has(value)
+        if is_choice or (isinstance(limit, Checked) and type(value) is not type(default)):
+            limit.check(name, value)
             continue  # it may have another type than the default
         if default == "auto":
             if isinstance(value, dict):

@@ -137,7 +137,8 @@ SETTINGS: Mapping[str, Setting] = {
     "grad_accum_steps": Setting(LIMITS["grad_accum_steps"]),
     "micro_batch": Setting(LIMITS["micro_batch"]),
     "max_grad_norm": Setting(LIMITS["max_grad_norm"]),
-    "decay_all": Setting(),
+    "groups": Setting(LIMITS["groups"]),
+    "freeze": Setting(),
     "ema": Setting(LIMITS["ema"]),
     "patience": Setting(
         LIMITS["patience"], resume="longer", every="evaluation", aliases=("early_stopping",)
@@ -210,6 +211,7 @@ SETTINGS: Mapping[str, Setting] = {
     "trainer": Setting(),
     "metrics": Setting(),
     "callbacks": Setting(),
+    "callbacks.freeze.thaw_at": Setting(LIMITS["callbacks.freeze.thaw_at"]),
     "callbacks.lookahead.every": Setting(every="step"),
     "callbacks.tensorboard": Setting(resume="any"),
     "callbacks.tensorboard.histograms": Setting(resume="any", every="epoch"),

@@ -47,6 +47,8 @@ def lr_find(
     if captures(trainer):  # a captured step would keep its first rate
         trainer.special_step = None
     trainer.scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
+    initial = [group["initial_lr"] for group in trainer.optimizer.param_groups]
+    shares = [one / initial[0] if initial[0] else 1.0 for one in initial]
     rates: list[float] = []
     losses: list[float] = []
     mean = 0.0
@@ -56,8 +58,8 @@ def lr_find(
         try:
             for batch in itertools.islice(endless(loader), steps):
                 rate = lowest * (highest / lowest) ** (len(rates) / (steps - 1))
-                for group in trainer.optimizer.param_groups:
-                    group["lr"] = rate
+                for group, share in zip(trainer.optimizer.param_groups, shares, strict=True):
+                    group["lr"] = rate * share
                 seed = seeding.mix_seed(trainer.seed, "step", len(rates))
                 seeding.seed_generators(trainer.device, seed, trainer.replicas)
                 batch = copies.move(batch, trainer.device)

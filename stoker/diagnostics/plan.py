@@ -192,9 +192,11 @@ def rates(trainer: Trainer, before: list[dict[str, Any]], steps: int) -> dict[in
         scheduler = schedules.build(trainer.make_scheduler, trainer.optimizer, steps)
         count = min(steps, MOST_RATES)
         if isinstance(scheduler, schedules.Schedule):
-            height = trainer.optimizer.param_groups[0]["initial_lr"]
+            group = trainer.optimizer.param_groups[0]
+            height = group["initial_lr"]
+            factor = scheduler.factor_of(group)
             shown = [round(i * (steps - 1) / max(1, count - 1)) for i in range(count)]
-            return {step + 1: height * scheduler.factor(step) for step in shown}
+            return {step + 1: height * factor(step) for step in shown}
         result: dict[int, float] = {}
         if count == steps:
             for step in range(steps):

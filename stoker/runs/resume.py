@@ -11,7 +11,7 @@ from stoker.command import dotted, settings
 from stoker.runs.directory import CONFIG, RESULT, WRITTEN
 from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
-from stoker.runs.saved_config import load_config
+from stoker.runs.saved_config import load_config, of_today
 from stoker.trainer import files
 from stoker.trainer.errors import TrainingError, UserError, as_typed, log
 
@@ -147,7 +147,7 @@ def check_settings(name: str, state: dict[str, Any], cfg: Any, *, longer: bool =
     """Raise UserError if a checkpoint's run had other settings."""
     config = about(state).get("config")
     if config is not None:
-        check_same(name, config, cfg, longer=longer)
+        check_same(name, of_today(config), cfg, longer=longer)
 
 
 def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> None:

@@ -178,7 +178,20 @@ def load_config(key: str, folder: str | Path) -> Config:
         raise UserError(
             f"{key}={folder}: its config.yaml is not from a run (it has no keys with values)."
         )
-    return config
+    return of_today(config)
+
+
+def of_today(config: Config) -> Config:
+    """Return a saved config with `groups` for the `decay_all` of earlier runs."""
+    if "decay_all" not in config:
+        return config
+    rule = {"match": "*", "weight_decay": "${optimizer.weight_decay}"}
+    today = {key: value for key, value in config.items() if key != "decay_all"}
+    today["groups"] = [rule] if config["decay_all"] else []
+    if isinstance(config.get("trainer"), dict):
+        trainer = {key: value for key, value in config["trainer"].items() if key != "decay_all"}
+        today["trainer"] = {**trainer, "groups": "${groups}"}
+    return today
 
 
 def overrides_in(folder: Path) -> list[str] | None:

@@ -24,12 +24,6 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
             f"eval_every={cfg.eval_every}: there is no validation part to evaluate. Leave it out, "
             "or type dataset.val_fraction=0.1."
         )
-    groups = parts.trainer.optimizer.param_groups
-    if "decay_all" in typed and cfg.decay_all and not any(g.get("weight_decay") for g in groups):
-        raise UserError(
-            "decay_all=true: the optimizer has no weight decay. Leave it out, "
-            "or type optimizer.weight_decay=0.01."
-        )
     for name, metric in parts.trainer.metrics.items():
         is_typed = f"metrics.{name}.k" in typed
         if is_typed and isinstance(metric, TopK) and metric.k >= parts.data.num_classes:

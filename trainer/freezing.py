@@ -1,0 +1,95 @@
+"""Freeze: keep parameters as they are, for a while or for the whole training."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stoker.trainer import launch, settings
+from stoker.trainer.callbacks import Callback
+from stoker.trainer.errors import UserError, as_typed
+from stoker.trainer.groups import matching, named
+from stoker.trainer.parallel import NORMS
+
+if TYPE_CHECKING:
+    from stoker.trainer.trainer import Trainer
+
+
+class Freeze(Callback):
+    """Freeze the parameters with names like one of the patterns, until `thaw_at`.
+
+    That is a number of steps, "2 epochs" or "never". A BatchNorm whose parameters are frozen
+    normalises by its running statistics and keeps them, as it does in an evaluation.
+    """
+
+    thaw_step: float  # the step at whose end the parameters are thawed
+
+    def __init__(self, match: str | Sequence[str], thaw_at: int | str = "never") -> None:
+        self.patterns = [match] if isinstance(match, str) else match
+        is_list = isinstance(self.patterns, (list, tuple)) and len(self.patterns) > 0
+        if not is_list or not all(isinstance(pattern, str) for pattern in self.patterns):
+            raise UserError(
+                f"freeze={as_typed(match)}: give a list of patterns of names, "
+                "as in 'freeze=[\"backbone.*\"]'."
+            )
+        self.thaw_at = thaw_at
+        self.count, self.in_epochs = settings.check_thaw_at(thaw_at)
+        self.parameters: list[torch.Tensor] = []
+        self.norms: dict[torch.nn.Module, Any] = {}  # those that keep their statistics, with a hook
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """Freeze, or thaw in a run that goes on after `thaw_at`.
+
+        Raises:
+            UserError: A pattern matches no parameter, or nothing is left to train.
+        """
+        names = named(trainer.module)
+        frozen: set[torch.Tensor] = set()
+        for pattern in self.patterns:
+            frozen |= matching(names, pattern, "freeze")
+        if not any(p.requires_grad for p in names if p not in frozen):
+            raise UserError(
+                f"freeze={as_typed(list(self.patterns))}: this is every parameter, and nothing is "
+                "left to train."
+            )
+        self.parameters = [p for p in names if p in frozen]
+        self.thaw_step = math.inf
+        if self.count is not None:
+            self.thaw_step = self.count * (trainer.steps_per_epoch if self.in_epochs else 1)
+            if self.thaw_step >= trainer.total_steps:
+                launch.warn(
+                    f"freeze: thaw_at={self.thaw_at} is not before the last step, "
+                    f"{trainer.total_steps}: nothing is thawed."
+                )
+        is_frozen = trainer.step < self.thaw_step
+        self.set_trained(not is_frozen)
+        if is_frozen:
+            for module in trainer.module.modules():
+                weights = list(module.parameters(recurse=False))
+                if isinstance(module, NORMS) and weights and frozen.issuperset(weights):
+                    self.norms[module] = module.register_forward_pre_hook(keep_statistics)
+
+    def set_trained(self, is_trained: bool) -> None:
+        for parameter in self.parameters:
+            parameter.requires_grad_(is_trained)
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        if trainer.step == self.thaw_step:
+            self.set_trained(True)
+            self.release_norms()
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        self.release_norms()
+
+    def release_norms(self) -> None:
+        """Let the norms follow the batches again."""
+        for norm, hook in self.norms.items():
+            hook.remove()
+            norm.train()
+        self.norms.clear()
+
+
+def keep_statistics(norm: torch.nn.Module, _: Any) -> None:
+    """Put a norm into evaluation mode before its forward: each epoch begins in training mode."""
+    norm.eval()

@@ -1,0 +1,177 @@
+"""Parameter groups: rules that match names, and no weight decay for biases and norms."""
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from stoker.trainer.errors import UserError, check_number, did_you_mean
+
+# Names of norms: torch's and your own, such as LayerNorm, BatchNorm2d and MyRMSNorm.
+NORM = re.compile(r"Norm([123]d)?$")
+# The block of a name, up to its first number: encoder.layers.3 of encoder.layers.3.mlp.weight.
+BLOCK = re.compile(r"(.*?\.)?\d+(?=\.)")
+RULE = ("match", "lr_decay", "scheduler")  # keys of a rule that are not the optimizer's
+REST = "rest"  # the name of the groups that no rule has matched
+
+Groups = list[dict[str, Any]]
+Rule = Mapping[str, Any]
+Names = dict[torch.Tensor, list[str]]  # of the parameters, in the model's order
+
+
+def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Groups:
+    """Return the parameters; biases, norms and all vectors and numbers have no decay.
+
+    The first rule that matches a name of a parameter decides about it: it joins the rule's group,
+    which is named after the pattern and follows those of the others. Frozen parameters are among
+    them: without a gradient an optimizer leaves them alone, and trains them if they are unfrozen
+    later.
+
+    Raises:
+        UserError: A rule matches no parameter, or only those of the rules before it.
+    """
+    names = named(module)
+    free = without_decay(module)
+    rest = list(names)
+    groups: Groups = []
+    for rule in rules:
+        matched = matching(names, rule["match"], "groups")
+        parameters = [p for p in rest if p in matched]
+        if not parameters:
+            raise UserError(
+                f"groups: the rules before match={rule['match']} have all that it matches. "
+                "Put it first: a parameter follows the first rule that matches."
+            )
+        rest = [p for p in rest if p not in matched]
+        groups += by_layer(names, parameters, rule, free)
+    options = {"name": REST} if rules else {}
+    return by_decay(rest, options, free) + groups
+
+
+def named(module: torch.nn.Module) -> Names:
+    """Return the parameters that can be trained, with each name of a shared one."""
+    names: Names = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.is_floating_point() or parameter.is_complex():
+            names.setdefault(parameter, []).append(name)
+    return names
+
+
+def matching(names: Names, pattern: str, key: str) -> set[torch.Tensor]:
+    """Return the parameters with a name like `pattern` (fnmatch); UserError if there are none."""
+    matched = {p for p in names if any(fnmatchcase(name, pattern) for name in names[p])}
+    if matched:
+        return matched
+    every_name = [name for several in names.values() for name in several]
+    known = dict.fromkeys(every_name)
+    for name in every_name:
+        parts = name.split(".")
+        known.update({f"{'.'.join(parts[:i])}.*": None for i in range(1, len(parts))})
+        known[f"*.{parts[-1]}"] = None
+    raise UserError(
+        f"{key}: no parameter of the model matches {pattern}.{did_you_mean(pattern, known)}\n"
+        f"The names are those of model.named_parameters(), such as {every_name[0]}."
+    )
+
+
+def by_layer(names: Names, parameters: list[torch.Tensor], rule: Rule, free: set[Any]) -> Groups:
+    """Return the groups of one rule: one for each layer if it has an `lr_decay`.
+
+    The last layer has the rule's rate, and each layer before it `lr_decay` times the next one's
+    (BEiT, Bao 2021, arXiv 2106.08254, and timm). Each numbered block is a layer, as are all
+    parameters before the first block and all after the last.
+    """
+    options = {key: value for key, value in rule.items() if key not in RULE}
+    if "lr_decay" not in rule:
+        return by_decay(parameters, options | {"name": rule["match"]}, free)
+    layers: list[list[torch.Tensor]] = []
+    last: str | None = ""
+    for parameter in parameters:
+        block = BLOCK.match(names[parameter][0])
+        prefix = block and block[0]
+        if prefix != last:
+            layers.append([])
+        layers[-1].append(parameter)
+        last = prefix
+    groups: Groups = []
+    for depth, layer in enumerate(layers):
+        scale = rule["lr_decay"] ** (len(layers) - 1 - depth)
+        name = f"{rule['match']} {depth}"
+        groups += by_decay(layer, {**options, "name": name, "lr_scale": scale}, free)
+    return groups
+
+
+def by_decay(parameters: list[torch.Tensor], options: Rule, free: set[Any]) -> Groups:
+    """Return one group with weight decay and one without, or one if the decay is an option."""
+    if "weight_decay" in options:
+        return [{**options, "params": parameters}]
+    decayed = [p for p in parameters if p not in free]
+    others = [p for p in parameters if p in free]
+    both = [{**options, "params": decayed}, {**options, "params": others, "weight_decay": 0.0}]
+    return [group for group in both if group["params"]]
+
+
+def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:
+    """Return the parameters that weight decay does not suit.
+
+    Those of one dimension or none, all of a norm (a LayerNorm([3, 4]) has two dimensions), and all
+    that are called `bias` (or `bias_k`, as in torch's MultiheadAttention).
+    """
+    free: set[torch.Tensor] = set()
+    for child in module.modules():
+        is_norm = any(NORM.search(kind.__name__) for kind in type(child).__mro__)
+        for name, parameter in child.named_parameters(recurse=False):
+            is_bias = name == "bias" or name.startswith("bias_")
+            if parameter.ndim <= 1 or is_norm or is_bias:
+                free.add(parameter)
+    return free
+
+
+def check_options(groups: Groups, factory: Callable[..., Any], known: Collection[str]) -> None:
+    """Raise UserError for an option of a rule that the optimizer does not have, or refuses."""
+    for group in groups:
+        rule = group.get("name", REST).partition(" ")[0]
+        options = {key: value for key, value in group.items() if key not in ("params", "name")}
+        if rule == REST:
+            continue
+        for key, value in options.items():
+            if key not in known and value:  # a decay of 0 is every optimizer's
+                raise UserError(
+                    f"groups: the optimizer has no {key}, which the rule of {rule} sets."
+                    f"{did_you_mean(key, [*known, *RULE])}"
+                )
+            if key in ("lr", "weight_decay"):
+                check_number(f"groups: {key} of {rule}", value, least=0)
+        arguments = inspect.signature(factory).parameters
+        taken = {key: value for key, value in options.items() if key in arguments}
+        try:
+            factory([{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}], **taken)
+        except (ValueError, TypeError, IndexError) as error:
+            raise UserError(f"groups: the rule of {rule}: {error}.") from error
+
+
+def scale_rates(groups: Groups, usual: Any) -> None:
+    """Multiply the rates of layers by their scale; `usual` is the optimizer's own rate."""
+    for group in groups:
+        scale = group.pop("lr_scale", None)
+        if scale is None:
+            continue
+        rate = group.get("lr", usual)
+        if not isinstance(rate, (int, float)):
+            raise UserError(
+                f"groups: the rule of {group['name']} has an lr_decay, and the optimizer's factory "
+                "does not say its rate. Add lr to the rule."
+            )
+        group["lr"] = rate * scale
+
+
+def labels(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a name for each group that a logger accepts: backbone for backbone.*."""
+    result = []
+    for i, group in enumerate(groups):
+        label = re.sub(r"\W+", "_", group.get("name", "")).strip("_")
+        result.append(label or str(i))
+    return result
