@@ -111,6 +111,8 @@ def check_groups(rules: Any) -> Any:
 
 def check_thaw_at(value: Any) -> tuple[int | None, bool]:
     """Return (number, whether it counts epochs) of 500 or "2 epochs", (None, False) of "never"."""
+    if value is None:  # the callback is off
+        return None, False
     match = re.fullmatch(r"never|(\d{1,18})( epochs?)?", as_typed(value), re.ASCII)
     if match is None:
         raise UserError(
