@@ -11,8 +11,10 @@ import torch
 from torch import Generator, Tensor
 
 from stoker.data import settings
+from stoker.data.transforms import PerSample, is_transform
 from stoker.trainer.copies import to_device
 from stoker.trainer.errors import UserError, check_number
+from stoker.trainer.losses import IGNORED
 
 # The geometric ones in the order in which they are applied, whatever the order of the list.
 # `flip` takes no value, the others this one by default.
@@ -31,13 +33,15 @@ Pair = tuple[Tensor, Tensor]
 class Augment:
     """Augments batches: `augment(inputs, targets, generator) -> (inputs, targets)`.
 
-    Built from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`. Random left-right `flip`, or
+    Built from a list such as `["flip", {"crop": 4}, {"mixup": 0.2}]`. First, where samples are
+    read, torchvision's v2 transforms, in the order of the list. Random left-right `flip`, or
     `{flip: alternate}`: each sample in every second epoch (Jordan 2024, arXiv 2404.00498, section
     3.6); `shift` by up to k pixels, zeros coming in; `crop` out of a frame of k reflected pixels;
     `cutout` of a k x k square of zeros: one gather on the raw (uint8 or float) images. Then
     `normalize`. Then, in the order of the list, `mixup` (Zhang 2018, arXiv 1710.09412), `cutmix`
     (Yun 2019, arXiv 1905.04899) and callables `(inputs, targets, generator) -> (inputs, targets)`.
-    The mixing ones make class targets soft: (N, num_classes).
+    The mixing ones make class targets soft: (N, num_classes). Masks (N, H, W) move with their
+    images, and what an image loses by a shift or a cutout is ignored in them.
 
     The generator is on the CPU whatever the device, so the same pictures are made on each.
     """
@@ -50,6 +54,7 @@ class Augment:
     ) -> None:
         self.num_classes = num_classes
         self.normalize = normalize
+        self.transforms: list[Any] = []
         self.geometric: dict[str, Any] = {}
         self.mixing: list[str] = []
         self.rest: list[Callable[..., Pair]] = []
@@ -62,12 +67,9 @@ class Augment:
                 self._add(item, None)
 
     def _add(self, item: Any, value: Any) -> None:
-        if type(item).__module__.startswith("torchvision.transforms"):
-            raise UserError(
-                f"dataset.augment: torchvision's {type(item).__name__} draws one value for a "
-                "whole batch.\n"
-                f"Type names instead: {', '.join(DEFAULTS)}."
-            )
+        if is_transform(item):
+            self.transforms.append(item)
+            return
         if callable(item):
             self.rest.append(item)
             return
@@ -88,8 +90,24 @@ class Augment:
             )
         self.geometric[item] = value
 
-    def check(self, in_shape: Sequence[int]) -> None:
-        """Check that these augmentations work on inputs of this shape."""
+    def per_sample(self, in_shape: Sequence[int], seed: int) -> PerSample | None:
+        """Return what reads samples of this shape, transformed; None if there is no transform."""
+        return PerSample(self.transforms, in_shape, seed) if self.transforms else None
+
+    def check(self, in_shape: Sequence[int], target_shape: Sequence[int] = ()) -> None:
+        """Check that these augmentations work on inputs and class targets of these shapes."""
+        if self.mixing and target_shape:
+            raise UserError(
+                f"dataset.augment: {self.mixing[0]} mixes samples of one class each, and these "
+                "have a class per token or pixel. Leave it out."
+            )
+        moved = len(target_shape) == 2 and (self.geometric or self.transforms)
+        if moved and tuple(target_shape) != tuple(in_shape[1:]):
+            raise UserError(
+                "dataset.augment: masks move with their images, and these of "
+                f"{tuple(target_shape)} are for images of {tuple(in_shape[1:])}.\n"
+                "Give both one height and width, or type dataset.augment=[]."
+            )
         for name in [*self.geometric, *self.mixing]:
             if len(in_shape) != 3 and name != "mixup":
                 raise UserError(
@@ -105,7 +123,7 @@ class Augment:
             )
 
     def __call__(self, inputs: Tensor, targets: Tensor, generator: Generator) -> Pair:
-        inputs = self.images(inputs, self.draw(inputs.shape, generator))
+        inputs, targets = self.move(inputs, targets, self.draw(inputs.shape, generator))
         return self.mix(inputs, targets, generator)
 
     def draw(
@@ -145,13 +163,15 @@ class Augment:
                 draws[f"cutout {axis}"] = middle - self.geometric["cutout"] // 2
         return draws
 
-    def images(self, inputs: Tensor, draws: Draws) -> Tensor:
-        """Move and then normalise the inputs of one batch, or of several at once, with their
-        draws.
+    def move(self, inputs: Tensor, targets: Tensor, draws: Draws) -> Pair:
+        """Move the pixels of one batch, or of several at once, with their draws, and then normalise
+        the inputs.
         """
         if draws:
-            inputs = self._move_pixels(inputs, draws)
-        return inputs if self.normalize is None else self.normalize(inputs)
+            inputs, targets = self._move_pixels(inputs, targets, draws)
+        if self.normalize is not None:
+            inputs = self.normalize(inputs)
+        return inputs, targets
 
     def mix(self, inputs: Tensor, targets: Tensor, generator: Generator) -> Pair:
         """Apply to one batch what needs the whole of it: mixup, cutmix and callables."""
@@ -159,8 +179,8 @@ class Augment:
             inputs, targets = function(inputs, targets, generator)
         return inputs, targets
 
-    def _move_pixels(self, inputs: Tensor, draws: Draws) -> Tensor:
-        """Apply flip, shift, crop and cutout.
+    def _move_pixels(self, inputs: Tensor, targets: Tensor, draws: Draws) -> Pair:
+        """Apply flip, shift, crop and cutout to images, and to their masks if they have any.
 
         In all of these, row and column of the source are independent of each other, so two small
         tables (N, H) and (N, W) make the one gather.
@@ -172,18 +192,27 @@ class Augment:
         if "flip" in self.geometric:
             columns = torch.where(draws["flip"], width - 1 - columns, columns)
         index = rows.unsqueeze(2) * width + columns.unsqueeze(1)
-        index = index.view(n, 1, -1).expand(n, channels, height * width)
-        moved = inputs.flatten(2).gather(2, index).view(inputs.shape)
+        index = index.view(n, 1, -1)
+        from_pixels = index.expand(n, channels, height * width)
+        moved = inputs.flatten(2).gather(2, from_pixels).view(inputs.shape)
+        visible = []
         if visible_rows is not None and visible_columns is not None:
-            moved *= _outer(visible_rows, visible_columns).unsqueeze(1)
+            visible.append(_outer(visible_rows, visible_columns))
         if "cutout" in self.geometric:
             side = self.geometric["cutout"]
             inside = []
             for axis, size in enumerate((height, width)):
                 start = draws[f"cutout {axis}"]
                 inside.append(_between(size, start, start + side, inputs.device))
-            moved *= ~_outer(*inside).unsqueeze(1)
-        return moved
+            visible.append(~_outer(*inside))
+        has_masks = targets.ndim == 3 and not targets.is_floating_point()
+        if has_masks:
+            targets = targets.flatten(1).gather(1, index.squeeze(1)).view(targets.shape)
+        for part in visible:
+            moved *= part.unsqueeze(1)
+            if has_masks:
+                targets = targets.where(part, IGNORED)
+        return moved, targets
 
     def _sources(
         self,

@@ -73,7 +73,8 @@ def make_loaders(
     of its free memory. Images that are not in their cache yet are streamed until they are, if
     decoding takes more than a few seconds. `workers`: the processes that read what is not resident;
     "auto" measures whether they help. `timeout`: seconds to wait for a batch from them. `only`: the
-    one split that is wanted, for an evaluation.
+    one split that is wanted, for an evaluation. With transforms of torchvision in `augment`, the
+    training part is streamed.
     """
     device = torch.device(device)
     settings.check("dataset.resident", resident)
@@ -87,7 +88,18 @@ def make_loaders(
     for name, split in splits.items():
         check_first(data, name, split)
     first = next(iter(splits.values()))
-    fits, why = _choose_place(splits, device, resident)
+    transforms = None
+    if only is None:
+        transforms = Augment(augment).per_sample(data.in_shape, seed)
+    held = dict(splits)  # what may be resident
+    if transforms is not None:
+        if resident is True:
+            raise UserError(
+                f"dataset.resident=true: {transforms.names} transforms samples as they are read. "
+                "Type dataset.resident=auto."
+            )
+        del held["train"]
+    fits, why = _choose_place(held, device, resident)
     cached = all(getattr(split, "cache", None) is not None for split in splits.values())
     options: dict[str, Any] = {"device": device, "seed": seed}
     kind: Callable[..., Seekable] = HostLoader
@@ -97,17 +109,22 @@ def make_loaders(
         if cached and resident == "auto":
             # A cache is filled once: it is no mistake to ask for workers that are of no use
             # afterwards.
-            if sum(map(decode_seconds, splits.values())) > FEW_SECONDS:
+            if sum(map(decode_seconds, held.values())) > FEW_SECONDS:
                 kind = StreamedOnce
                 why = f"then {why}"
-        else:
+        elif transforms is None:
             _check_unused("workers", workers, 0, "auto")
             _check_unused("timeout", timeout, TIMEOUT, TIMEOUT)
-    if kind is not DeviceLoader:
-        count = choose_workers(first, batch_size) if workers == "auto" else workers
-        options.update(workers=count, timeout=timeout)
-        noun = "worker" if count == 1 else "workers"
-        why = f"streamed with {count} {noun}, {why}"
+    reading: dict[str, Any] = {}
+    if kind is not DeviceLoader or transforms is not None:
+        count = choose_workers(first, batch_size, transforms) if workers == "auto" else workers
+        reading = {"workers": count, "timeout": timeout}
+        streamed = f"streamed with {count} {'worker' if count == 1 else 'workers'}"
+        if kind is not DeviceLoader:
+            options.update(reading)
+            why = f"{streamed}, {why}"
+        else:
+            why = f"{why}; the training part {streamed}"
     place = getattr(first, "place", "")
     if place:
         why = f"{why}; {place}"
@@ -117,7 +134,11 @@ def make_loaders(
     for name in splits:
         if name == "train" and only is None:
             training = {"shuffle": True, "augment": augment, "drop_last": drop_last}
-            loaders[name] = kind(data, name, batch_size, **training, **options)
+            train_kind = kind
+            if transforms is not None:
+                train_kind = HostLoader
+                training.update(reading)
+            loaders[name] = train_kind(data, name, batch_size, **{**options, **training})
         else:
             loaders[name] = kind(data, name, eval_batch_size, **options)
     return (loaders.get("train"), loaders.get("val"), loaders.get("test")), why
@@ -181,8 +202,7 @@ def check_first(data: Data, name: str, split: Split) -> None:
         return
     part = f"the {name} part of {data.name}"
     batch = Reader(split, part, 0)[0, [0]]
-    if isinstance(batch, (UserError, TrainingError)):
-        raise batch
+    raise_if_error(batch)
     shape = (1, *data.in_shape)
     given = type(batch).__name__
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -195,6 +215,12 @@ def check_first(data: Data, name: str, split: Split) -> None:
         f"{part}: split[[0]] gives {given}.\n"
         f"Give a pair of tensors, inputs of the shape {shape} and targets."
     )
+
+
+def raise_if_error(batch: Any) -> None:
+    """Raise what a Reader returns in place of a batch that cannot be read."""
+    if isinstance(batch, (UserError, TrainingError)):
+        raise batch
 
 
 def normalizer(
@@ -276,7 +302,7 @@ class Loader(Seekable):
         # each.
         normalize = normalizer(data.mean, data.std, self.device)
         self.augment = Augment(augment, data.num_classes, normalize)
-        self.augment.check(data.in_shape)
+        self.augment.check(data.in_shape, data.target_shape)
         self.in_shape = data.in_shape
         self.targets_are_uniform = data.targets_are_uniform
         self.mine = slice(launch.rank(), None, launch.world_size())
@@ -334,7 +360,7 @@ class Loader(Seekable):
                 whole[done : done + count],
                 shape,
             )
-            inputs = self.augment.images(inputs, draws)
+            inputs, targets = self.augment.move(inputs, targets, draws)
             for batch in zip(inputs.split(self.share), targets.split(self.share), strict=True):
                 if self.augment.rest:
                     generator = self._seeded("mix", epoch, position + done)
@@ -349,7 +375,7 @@ class Loader(Seekable):
         for samples in whole[done:]:
             inputs, targets = next(iter(self.read([samples[:1]], epoch)))
             self.global_size = len(samples)
-            yield self.augment.images(inputs, {}), targets
+            yield self.augment.move(inputs, targets, {})
 
     def _dealt(self, whole: Sequence[Tensor]) -> list[Tensor]:
         """Return this process's part of each whole batch that it has a part of."""
@@ -456,8 +482,12 @@ class HostLoader(Loader):
         super().__init__(data, split, batch_size, **options)
         part = f"the {split} part of {data.name}"
         batch_bytes = self.nbytes * self.batch_size // self.samples
+        transforms = self.augment.per_sample(data.in_shape, self.seed)
+        reader = Reader(self.split, part, workers, (self.seed, split), transforms)
+        if transforms is not None:
+            raise_if_error(reader[0, [0]])
         self.workers = Workers(
-            Reader(self.split, part, workers, (self.seed, split)),
+            reader,
             workers,
             timeout=settings.check("dataset.timeout", timeout),
             ahead=AHEAD // max(1, batch_bytes * max(workers, 1)),

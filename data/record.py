@@ -92,10 +92,10 @@ class Data:
 
     @property
     def target_shape(self) -> tuple[int, ...]:
-        """The shape of one sample's target: of a classification () for one class, (T,) for one per
-        token, (H, W) for one per pixel.
+        """The shape of a sample's classes: () for one class, (T,) for one per token, (H, W) for one
+        per pixel; () for what is no classification.
         """
-        return _target_shape(self.train)
+        return _target_shape(self.train) if self.kind == "classification" else ()
 
     @property
     def targets_are_uniform(self) -> bool:

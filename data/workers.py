@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from stoker.data.images import ImageSplit
 from stoker.data.splits import TensorSplit
+from stoker.data.transforms import PerSample
 from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, cause, printable
 from stoker.trainer.loading import children_do_not_interrupt
@@ -45,43 +46,54 @@ if hasattr(os, "register_at_fork"):
 Place = tuple[int, list[int]]
 
 
-def choose_workers(split: Any, batch_size: int) -> int:
+def choose_workers(split: Any, batch_size: int, transforms: PerSample | None = None) -> int:
     """Choose how many processes read: none if that is faster than taking batches from them, else
     one per core, to 8.
 
-    Only image files are tried out: reading your own split might draw random numbers, or open what
-    cannot be shared with workers.
+    Only image files and tensors are tried out: reading your own split might draw random numbers, or
+    open what cannot be shared with workers.
     """
-    if hasattr(split, "inputs") or hasattr(split, "tokens"):
+    if (hasattr(split, "inputs") or hasattr(split, "tokens")) and transforms is None:
         return 0
-    if isinstance(split, ImageSplit):
+    if isinstance(split, (ImageSplit, TensorSplit)):
         size = batch_size * split.nbytes / len(split) / MIB
-        if batch_size * sample_seconds(split) < HANDOVER + HANDOVER_MIB * size:
+        if batch_size * sample_seconds(split, transforms) < HANDOVER + HANDOVER_MIB * size:
             return 0
     return max(1, min(launch.cores() // launch.local_world_size(), 8))
 
 
-def sample_seconds(split: ImageSplit) -> float:
+def sample_seconds(split: ImageSplit | TensorSplit, transforms: PerSample | None = None) -> float:
     """Measure how long this process reads an image, one that is still to be decoded if there is
     any.
     """
-    candidates = split.missing()
-    if len(candidates) == 0:
-        candidates = torch.arange(len(split))
+    candidates = torch.arange(len(split))
+    if isinstance(split, ImageSplit) and len(split.missing()) > 0:
+        candidates = split.missing()
+    read = reading(split, transforms, 0)
     indices = candidates[:: max(1, len(candidates) // 1000)].tolist()
-    split[indices[:1]]  # what is imported and opened at the first
+    read(indices[:1])  # what is imported and opened at the first
     indices = indices[1:] or indices
     start = time.perf_counter()
     for count in (1, 4, 16, 64, 256):
         chosen = indices[:count]
         indices = indices[count:]
         before = time.perf_counter()
-        split[chosen]
+        read(chosen)
         after = time.perf_counter()
         if after - start > 0.02 or not indices:
             break
     # Of the largest batch, whose time is the surest.
     return (after - before) / len(chosen)
+
+
+def reading(
+    split: Any, transforms: PerSample | None, epoch: int
+) -> Callable[[list[int]], tuple[Any, Any]]:
+    """Return the function that reads samples of a split, transformed as in this epoch."""
+    if transforms is None:
+        read: Callable[[list[int]], tuple[Any, Any]] = split.__getitem__
+        return read
+    return functools.partial(transforms.read, split, epoch)
 
 
 def decode_seconds(split: Any) -> float:
@@ -270,8 +282,16 @@ class Reader(torch.utils.data.Dataset[Any]):
     which batch it is.
     """
 
-    def __init__(self, split: Any, part: str, workers: int, stream: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self,
+        split: Any,
+        part: str,
+        workers: int,
+        stream: tuple[Any, ...] = (),
+        transforms: PerSample | None = None,
+    ) -> None:
         self.split = split
+        self.transforms = transforms
         self.part = part
         self.stream: tuple[Any, ...] | None = stream
         if type(split) in (TensorSplit, ImageSplit):
@@ -298,10 +318,11 @@ class Reader(torch.utils.data.Dataset[Any]):
         return batch
 
     def _read(self, epoch: int, indices: list[int]) -> Any:
+        read = reading(self.split, self.transforms, epoch)
         if self.stream is None:
-            return self.split[indices]
+            return read(indices)
         with random_stream("read", *self.stream, epoch, indices[0]):
-            return self.split[indices]
+            return read(indices)
 
     def _failure(self, error: BaseException, epoch: int, indices: list[int]) -> Exception:
         """Return the error for these samples; it names the first one that fails on its own, too."""

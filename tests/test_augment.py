@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from stoker.data.augment import Augment, sample_beta
+from stoker.data.datasets import Data, TensorSplit
+from stoker.data.loader import make_loaders
 from stoker.trainer.errors import UserError
+from stoker.trainer.seeding import mix_seed
 
 
 def generator(seed=0):
@@ -210,7 +213,114 @@ def test_a_crop_as_wide_as_the_image_is_refused():
         Augment([{"crop": 8}]).check((1, 8, 9))
 
 
-def test_torchvision_transforms_are_refused():
-    transforms = pytest.importorskip("torchvision.transforms.v2")
-    with pytest.raises(UserError, match="one value for a whole batch"):
+def test_masks_move_with_their_images():
+    """Images that show their masks still do; what an image lost is ignored."""
+    masks = torch.randint(9, (64, 8, 6), generator=generator(1))
+    masks[torch.rand(masks.shape, generator=generator(2)) < 0.1] = -100
+    images = (masks + 1).where(masks >= 0, 0).to(torch.uint8).unsqueeze(1)
+    for spec in (["flip"], [{"shift": 3}], [{"crop": 2}], ["cutout"], ["flip", "shift", "crop"]):
+        inputs, targets = Augment(spec)(images, masks, generator())
+        assert not torch.equal(inputs, images)
+        assert torch.equal((targets + 1).where(targets >= 0, 0), inputs[:, 0].long())
+
+
+@pytest.mark.parametrize(
+    ("spec", "in_shape", "target_shape", "words"),
+    [
+        (["mixup"], (3, 8, 8), (8, 8), "mixup mixes samples of one class each"),
+        (["cutmix"], (3, 8, 8), (8, 8), "cutmix mixes samples of one class each"),
+        (["flip"], (3, 8, 8), (4, 4), r"masks move .* of \(4, 4\) are for images of \(8, 8\)"),
+    ],
+)
+def test_what_masks_cannot_do_is_refused(spec, in_shape, target_shape, words):
+    with pytest.raises(UserError, match=words):
+        Augment(spec, 4).check(in_shape, target_shape)
+
+
+def photographs(n=20, masks=False):
+    """Random pixels, with the first channel as mask if asked for."""
+    pixels = torch.randint(256, (n, 3, 12, 10), dtype=torch.uint8, generator=generator(5))
+    targets = pixels[:, 0].long() % 5 if masks else torch.arange(n) % 5
+    if masks:
+        pixels = torch.stack([(targets + 1).to(torch.uint8)] * 3, 1)
+    split = TensorSplit(pixels, targets)
+    return Data("photographs", split, split, None, (3, 12, 10), 5)
+
+
+def test_transforms_of_torchvision_are_called_for_each_sample_with_its_own_draws():
+    """Each sample of a batch is what torchvision makes of it, called with the sample's seed."""
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    transforms = [v2.RandomResizedCrop((12, 10)), v2.ColorJitter(0.4, 0.4, 0.4), v2.RandAugment()]
+    data = photographs()
+    options = {"seed": 3, "augment": [transforms[0], "flip", *transforms[1:]]}
+    (loader, val, _), why = make_loaders(data, batch_size=8, **options)
+    assert "the training part streamed" in why and val.resident_bytes == val.nbytes
+    state = torch.get_rng_state()
+    for epoch in range(2):
+        before = loader.order(epoch).tolist()
+        expected = []
+        for index in before:
+            torch.manual_seed(mix_seed("transform", 3, epoch, index))
+            expected.append(v2.Compose(transforms)(data.train.inputs[index]))
+        torch.set_rng_state(state)
+        loader.seek(epoch)
+        batches = list(loader)
+        assert torch.equal(torch.cat([targets for _, targets in batches]), torch.tensor(before) % 5)
+        flips = 0
+        given = (torch.cat([images for images, _ in batches]) * 255).round().to(torch.uint8)
+        for pixels, image in zip(given, expected, strict=True):
+            is_flipped = not torch.equal(pixels, image)
+            assert torch.equal(pixels, image.flip(2) if is_flipped else image)
+            flips += is_flipped
+        assert 0 < flips < 20 and torch.equal(torch.get_rng_state(), state)
+        loader.seek(epoch, 1)
+        assert torch.equal(next(iter(loader))[0], batches[1][0])
+
+
+def test_transforms_of_torchvision_move_masks_with_their_images():
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    nearest = {"interpolation": v2.InterpolationMode.NEAREST}
+    transforms = [v2.RandomHorizontalFlip(), v2.RandomAffine(90, (0.3, 0.3), **nearest)]
+    (loader, _, _), _ = make_loaders(photographs(masks=True), batch_size=20, augment=transforms)
+    images, masks = next(iter(loader))
+    shown = (images[:, 0] * 255).round().long()
+    assert (shown == 0).any() and torch.equal((masks + 1).where(masks >= 0, 0), shown)
+
+
+@pytest.mark.slow
+def test_workers_transform_as_this_process_does():
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    epochs = []
+    for workers in (0, 2):
+        options = {"augment": ["flip", v2.TrivialAugmentWide()], "workers": workers}
+        (loader, _, _), _ = make_loaders(photographs(), batch_size=8, **options)
+        epochs.append([torch.cat([images for images, _ in loader]) for _ in range(2)])
+        loader.close()
+    assert all(map(torch.equal, *epochs)) and not torch.equal(*epochs[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("MixUp", {}, "in place of MixUp, type mixup"),
+        ("FiveCrop", {"size": 8}, "FiveCrop returns a list in place of one image"),
+        ("RandomCrop", {"size": 8}, r"RandomCrop gives an image of \(3, 8, 8\)"),
+        ("RandomCrop", {"size": 80}, "larger than input image size"),
+        ("ConvertImageDtype", {}, r"makes torch.float32 of torch.uint8.\nLeave out ToDtype"),
+    ],
+)
+def test_transforms_that_do_not_fit_are_refused(name, arguments, words):
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    with pytest.raises(UserError, match=words):
+        make_loaders(photographs(), batch_size=8, augment=[getattr(v2, name)(**arguments)])
+
+
+def test_transforms_are_for_images_that_are_streamed():
+    transforms = pytest.importorskip("torchvision.transforms")
+    with pytest.raises(UserError, match="take torchvision.transforms.v2.RandomHorizontalFlip"):
         Augment([transforms.RandomHorizontalFlip()])
+    flip = transforms.v2.RandomHorizontalFlip()
+    with pytest.raises(UserError, match="resident=true: RandomHorizontalFlip"):
+        make_loaders(photographs(), batch_size=8, augment=[flip], resident=True)
+    with pytest.raises(UserError, match="is for images"):
+        Augment([flip]).per_sample((10,), 0)

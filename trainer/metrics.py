@@ -222,7 +222,7 @@ class TopK(Accuracy):
 class Confusion(OfClasses):
     """The (C, C) matrix of counts: one row per true class, one column per predicted class."""
 
-    higher_is_better = None
+    higher_is_better: bool | None = None
 
     def __init__(self, num_classes: int, ignore_index: int | None = None) -> None:
         self.num_classes: int = check_number(
@@ -283,7 +283,8 @@ class Perplexity(OfClasses):
 
     def value(self, sums: torch.Tensor) -> torch.Tensor:
         total, count = sums
-        return (total / count).exp()
+        perplexity: torch.Tensor = (total / count).exp()
+        return perplexity
 
 
 class MSE(Sums):

@@ -88,7 +88,8 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         if error.__cause__ is not None:
             reason = first_line(error.__cause__)
         raise UserError(f"{key}._target_={target}: {reason}") from error
-    if key in FACTORIES or (key == "loss" and is_loss_function(node)):
+    is_augmentation = key == "dataset.augment" and isinstance(locate(key, target), type)
+    if (key in FACTORIES and not is_augmentation) or (key == "loss" and is_loss_function(node)):
         return factory
     passed = arguments_to_pass(key, node, offered)
     if target.startswith("torch.nn."):

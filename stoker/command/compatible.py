@@ -92,9 +92,7 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
             "compute_loss in a Trainer of your own, trainer._target_=...; docs/own.md shows how."
         )
     shape = tuple(outputs.shape)[1:]
-    needed = (data.num_classes,)
-    if data.kind == "classification":
-        needed += data.target_shape
+    needed = (data.num_classes, *data.target_shape)
     if shape != needed:
         raise UserError(
             f"model={name} returns outputs of shape {shape} per sample, "

@@ -29,6 +29,7 @@ TRUSTED = (
     "torch.nn",
     "torch.optim",
     "torchvision.models",
+    "torchvision.transforms.v2",
     "torchmetrics",
     "optuna.pruners",
 )
@@ -42,6 +43,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "torch.nn": ("torch.nn.Module",),
     "torch.optim": ("torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler"),
     "torchvision.models": ("torch.nn.Module",),  # and functions that build one, see is_builder
+    "torchvision.transforms.v2": ("torchvision.transforms.v2.Transform",),
     "torchmetrics.aggregation": ("torchmetrics.Metric",),
     "torchmetrics.classification": ("torchmetrics.Metric",),
     "torchmetrics.regression": ("torchmetrics.Metric",),

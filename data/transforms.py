@@ -1,0 +1,118 @@
+"""torchvision's transforms, applied to each training sample as it is read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.trainer.errors import UserError, first_line, kind_of
+from stoker.trainer.losses import IGNORED
+from stoker.trainer.seeding import CPU, mix_seed, random_states, seed_generators, set_random_states
+
+MODULE = "torchvision.transforms.v2"
+OF_BATCHES = {"MixUp": "mixup", "CutMix": "cutmix"}
+
+
+def is_transform(item: Any) -> bool:
+    """Return whether this is a transform of torchvision.transforms.v2; its v1 is refused."""
+    modules = [base.__module__ for base in type(item).__mro__]
+    name = type(item).__name__
+    if any(module.startswith(MODULE) for module in modules):
+        if name in OF_BATCHES:
+            raise UserError(f"dataset.augment: in place of {name}, type {OF_BATCHES[name]}.")
+        return True
+    if any(module.startswith("torchvision.transforms.") for module in modules):
+        raise UserError(f"dataset.augment: in place of this {name}, take {MODULE}.{name}.")
+    return False
+
+
+class PerSample:
+    """Reads samples of a split and transforms each of them; a mask moves with its image.
+
+    What is drawn for a sample depends on the seed, the epoch and its index alone, in any batch of
+    any process. Pixels of a mask that come from outside the image are ignored by the loss. A split
+    with `originals(indices)`, images of any size, gives those if the transforms set the size, as
+    RandomResizedCrop does.
+    """
+
+    def __init__(self, transforms: Sequence[Any], in_shape: Sequence[int], seed: int) -> None:
+        self.transforms = transforms
+        self.in_shape = tuple(in_shape)
+        self.seed = seed
+        self.names = ", ".join(type(transform).__name__ for transform in transforms)
+        if len(self.in_shape) != 3:
+            raise UserError(
+                f"dataset.augment: {self.names} is for images, and these inputs have the shape "
+                f"{self.in_shape}."
+            )
+        self.sets_size = self._sets_size()
+
+    def _sets_size(self) -> bool:
+        """Return whether an image of another size gets the right one."""
+        channels, height, width = self.in_shape
+        larger = torch.zeros(channels, 2 * height + 1, 2 * width + 2, dtype=torch.uint8)
+        states = random_states(CPU)
+        try:
+            inputs, _ = self.apply(larger, torch.tensor(0))
+        except UserError:
+            return False  # the first sample will tell
+        finally:
+            set_random_states(states)
+        return inputs.shape == self.in_shape
+
+    def read(self, split: Any, epoch: int, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Return (inputs, targets) of these samples, transformed as in this epoch."""
+        read = split.__getitem__
+        if self.sets_size:
+            read = getattr(split, "originals", read)
+        samples = zip(*read(indices), strict=True)
+        transformed = []
+        states = random_states(CPU)
+        try:
+            for index, (inputs, targets) in zip(indices, samples, strict=True):
+                seed_generators(CPU, mix_seed("transform", self.seed, epoch, index))
+                pair = self.apply(inputs, targets)
+                self._check(pair[0], inputs)
+                transformed.append(pair)
+        finally:
+            set_random_states(states)
+        inputs, targets = zip(*transformed, strict=True)
+        return torch.stack(inputs), torch.stack(targets)
+
+    def apply(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return an image (C, H, W) and its target, transformed."""
+        from torchvision.tv_tensors import Image, Mask
+
+        has_mask = targets.ndim == 2 and not targets.is_floating_point()
+        sample = [Image(inputs)]
+        if has_mask:
+            # What comes in from outside an image is 0, so that the classes begin at 1.
+            sample.append(Mask((targets + 1).where(targets != IGNORED, 0)))
+        for transform in self.transforms:
+            name = type(transform).__name__
+            try:
+                sample = transform(sample)
+            except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+                raise UserError(f"dataset.augment: {name}: {first_line(error)}") from error
+            if not isinstance(sample, list) or not isinstance(sample[0], Tensor):
+                raise UserError(
+                    f"dataset.augment: {name} returns {kind_of(sample)} in place of one image."
+                )
+        if has_mask:
+            mask = sample[1].as_subclass(Tensor)
+            targets = (mask - 1).where(mask > 0, IGNORED)
+        return sample[0].as_subclass(Tensor), targets
+
+    def _check(self, inputs: Tensor, before: Tensor) -> None:
+        if inputs.dtype != before.dtype:
+            raise UserError(
+                f"dataset.augment: {self.names} makes {inputs.dtype} of {before.dtype}.\n"
+                "Leave out ToDtype and Normalize: images are scaled and normalised by dataset.mean "
+                "and dataset.std afterwards."
+            )
+        if inputs.shape != self.in_shape:
+            raise UserError(
+                f"dataset.augment: {self.names} gives an image of {tuple(inputs.shape)}, and the "
+                f"data set has {self.in_shape}."
+            )
