@@ -79,7 +79,12 @@ class Batching:
     def weigh(self, batch: Any) -> None:
         """Note the samples and the weight of a step's batch, which is this process's part."""
         self.step_samples = batches.size(batch, self.sample_dims)  # `samples`, in one call less
-        self.step_weight = self.step_samples if self.weighs_samples else self.loss_weight(batch)
+        if self.weighs_samples:
+            self.step_weight = self.step_samples
+        elif isinstance(batch, batches.Parts):
+            self.step_weight = sum(map(self.loss_weight, batch.parts))
+        else:
+            self.step_weight = self.loss_weight(batch)
         if parallel.joined > 1:
             global_size = self.train_loader.global_size
             self.sample_bounds = parallel.sample_bounds(global_size)
@@ -88,7 +93,8 @@ class Batching:
 
     def cut(self, batch: Any) -> MicroBatches:
         """Return the micro-batches of a step with their shares, which add up to 1."""
-        if self.micro_batch.parts == 1 and self.micro_batch.size is None:
+        is_whole = self.micro_batch.parts == 1 and self.micro_batch.size is None
+        if is_whole and not isinstance(batch, batches.Parts):
             return self.shared([batch]) if self.may_weigh_nothing else [(batch, None)]
         return self.shared(self.micro_batch.split(batch, self.sample_dims, self.sample_bounds))
 

@@ -99,12 +99,15 @@ def evaluating(trainer: "Trainer") -> Iterator[None]:
     within_fit = trainer.train_loader is not None
     devices.make_current(trainer.device)
     outside = [] if within_fit else seeding.random_states(trainer.device, trainer.replicas)
+    carried = trainer.carried
+    trainer.carried = {}
     try:
         with modes_restored(trainer.model):
             trainer.model.eval()
             with hooks(trainer):
                 yield
     finally:
+        trainer.carried = carried
         if not within_fit:  # a fit frees memory at its end, and seeds each step
             seeding.set_random_states(outside)
             memory.release(trainer.device)

@@ -35,6 +35,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     """Check the arguments of a fit, build the scheduler, and go to where `resume` stands."""
     misuse.check_fit(trainer, train_loader, val_loader)
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
+    misuse.check_uncut(trainer, loader)
     trainer.divisor = losses.divisor(trainer.loss)  # a subclass may have another one by now
     uniform = getattr(loader, "targets_are_uniform", False)
     is_usual = misuse.is_usual(type(trainer), "loss_weight")
@@ -48,6 +49,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.scheduler = schedules.build(
         trainer.make_scheduler, trainer.optimizer, trainer.total_steps, trainer.scheduler
     )
+    trainer.carried = {}
     trainer.stop_reason = None
     trainer.failed = False
     trainer.evaluation_due = False

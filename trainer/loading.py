@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,7 +41,8 @@ def seekable(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim
     only how it is to be read.
     """
     if isinstance(loader, IterableLoader):
-        return IterableLoader(loader.loader, seed, sample_dim, loader.steps_per_epoch)
+        steps_per_epoch = loader.steps_per_epoch
+        return IterableLoader(loader.loader, seed, sample_dim, steps_per_epoch, loader.accumulate)
     if hasattr(loader, "seek"):
         return dealt(loader, seed, sample_dim)
     return IterableLoader(loader, seed, sample_dim)
@@ -137,12 +139,14 @@ class Place:
         number: Batches of this pass that were read.
         drop: How many of them are read again only to be dropped.
         step: Steps, counted from the first epoch, whose batches come before; None if unknown.
+        seed: Of the random streams of this pass.
     """
 
     passes: int
     number: int = 0
     drop: int = 0
     step: int | None = None
+    seed: int = 0
     iterator: Iterator[Any] | None = None
     generator: torch.Tensor | None = None  # torch's state in the middle of a pass
 
@@ -169,6 +173,8 @@ class IterableLoader(Seekable):
         sample_dim: As `Trainer.sample_dim`, which `fit` takes.
         steps_per_epoch: Length of an epoch, for an iterable whose length is unknown or is not what
             an epoch is to be.
+        accumulate: How many of its batches make one step, each as a micro-batch; at the end of a
+            pass fewer.
 
     Raises:
         UserError: This is not an iterable.
@@ -186,6 +192,7 @@ class IterableLoader(Seekable):
         seed: int = 0,
         sample_dim: SampleDimOf = batches.usual_dim,
         steps_per_epoch: int | None = None,
+        accumulate: int = 1,
     ) -> None:
         self.name = type(loader).__name__
         if not hasattr(loader, "__iter__"):
@@ -195,6 +202,7 @@ class IterableLoader(Seekable):
         self.seed = seed
         self.sample_dim = sample_dim
         self.steps_per_epoch: int | None = settings.check("steps_per_epoch", steps_per_epoch)
+        self.accumulate: int = settings.check("grad_accum_steps", accumulate)
         self.targets_are_uniform = getattr(loader, "targets_are_uniform", False)
         self.deals: bool = parallel.ranks() > 1
         self.batch_size: int | None = getattr(loader, "batch_size", None)
@@ -205,7 +213,7 @@ class IterableLoader(Seekable):
         self.samples: int | None = length_of(dataset)
 
     def __len__(self) -> int:
-        return self.steps_per_epoch or len(self.loader)
+        return self.steps_per_epoch or math.ceil(len(self.loader) / self.accumulate)
 
     def seek(self, epoch: int, position: int = 0) -> None:
         super().seek(epoch, position)
@@ -216,51 +224,69 @@ class IterableLoader(Seekable):
 
     def batches(self, epoch: int, position: int) -> Iterator[Any]:
         place = self.place
-        step = epoch * (self.steps or 0) + position
-        if place is None or place.step != step or self.steps is None:
-            place = Place(passes=epoch, drop=position)
-        seed = mix_seed(self.seed, "order", place.passes)
+        if place is None or self.steps is None or place.step != epoch * self.steps + position:
+            place = Place(passes=epoch, drop=position * self.accumulate)
+        parts: list[Any] = []  # of a step
+        samples = 0  # of their whole batches, in several processes
         while self.steps is None or position < self.steps:
-            outside = torch.default_generator.get_state()
-            if place.iterator is None or place.generator is None:
-                self.seed_generators(seed, place.passes)
-                torch.default_generator.manual_seed(seed)
-            else:
-                torch.default_generator.set_state(place.generator)
-            seed_python(mix_seed(seed, place.number))  # the step reseeds them
-            try:
-                if place.iterator is None:
-                    with children_do_not_interrupt():
-                        place.iterator = iter(self.loader)
-                    if place.generator is not None:  # of a checkpoint
-                        torch.default_generator.set_state(place.generator)
-                batch = next(place.iterator, END)
-                place.generator = torch.default_generator.get_state()
-            except (UserError, TrainingError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                raise TrainingError(
-                    f"The loader has no batch {place.number} of epoch {epoch}: {cause(error)}."
-                ) from error
-            finally:
-                torch.default_generator.set_state(outside)
-            if batch is END:
-                if self.steps is None:
-                    return
+            batch = self.read(place)
+            if batch is not END:
+                place.number += 1
+                if place.number <= place.drop:
+                    continue
+                if self.deals:
+                    size, batch = batches.deal(
+                        batch, launch.rank(), launch.world_size(), self.sample_dim
+                    )
+                    if self.accumulate > 1:
+                        parallel.sample_bounds(size)
+                    samples += size
+                parts.append(batch)
+                if len(parts) < self.accumulate:
+                    continue
+            elif self.steps is not None:
                 self.check_pass(place)
                 place = Place(passes=place.passes + 1)
-                seed = mix_seed(self.seed, "order", place.passes)
-                continue
-            place.number += 1
-            if place.number <= place.drop:
+            if not parts:
+                if self.steps is None:
+                    return
                 continue
             position += 1
-            place.step = epoch * (self.steps or 0) + position
+            if self.steps is not None:
+                place.step = epoch * self.steps + position
             self.place = place
-            if self.deals:
-                rank, ranks = launch.rank(), launch.world_size()
-                self.global_size, batch = batches.deal(batch, rank, ranks, self.sample_dim)
-            yield batch
+            self.global_size = samples
+            yield parts[0] if self.accumulate == 1 else batches.Parts(parts)
+            parts = []
+            samples = 0
+
+    def read(self, place: Place) -> Any:
+        """Return the next batch of the iterable, or END, from random streams of its own."""
+        outside = torch.default_generator.get_state()
+        if place.iterator is None or place.generator is None:
+            place.seed = mix_seed(self.seed, "order", place.passes)
+            self.seed_generators(place.seed, place.passes)
+            torch.default_generator.manual_seed(place.seed)
+        else:
+            torch.default_generator.set_state(place.generator)
+        seed_python(mix_seed(place.seed, place.number))  # the step reseeds them
+        try:
+            if place.iterator is None:
+                with children_do_not_interrupt():
+                    place.iterator = iter(self.loader)
+                if place.generator is not None:  # of a checkpoint
+                    torch.default_generator.set_state(place.generator)
+            batch = next(place.iterator, END)
+            place.generator = torch.default_generator.get_state()
+            return batch
+        except (UserError, TrainingError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise TrainingError(
+                f"The loader has no batch {place.number} of epoch {place.passes}: {cause(error)}."
+            ) from error
+        finally:
+            torch.default_generator.set_state(outside)
 
     def check_pass(self, place: Place) -> None:
         """Warn at the end of a pass if the length was wrong.

@@ -59,6 +59,14 @@ class MicroBatch:
         self.use = use
         self.key = key
 
+    def cut_by(self) -> str | None:
+        """Return the setting that cuts batches, None if they stay whole."""
+        if self.parts > 1:
+            return f"grad_accum_steps={self.parts}"
+        if self.adapts:
+            return "micro_batch=auto"
+        return None if self.size is None else f"micro_batch={self.size}"
+
     def for_evaluation(self) -> "MicroBatch":
         """Return the one for evaluations: whole batches, unless this one adapts to the memory."""
         size = "auto" if self.adapts else None
@@ -71,6 +79,8 @@ class MicroBatch:
 
         Each process makes as many of them as the others.
         """
+        if isinstance(batch, batches.Parts):
+            return batch.parts
         parts = self.parts
         if self.size is not None:
             most = sample_bounds[0] if sample_bounds else batches.size(batch, sample_dim)

@@ -22,6 +22,7 @@ from stoker.trainer import (
     settings,
 )
 from stoker.trainer.callbacks import Callback
+from stoker.trainer.carried import Carried
 from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of
 from stoker.trainer.loading import Seekable, by_name
 
@@ -283,6 +284,25 @@ def check_loss(trainer: "Trainer", use: str) -> None:
             f"{type(trainer).__name__}.sample_dim may cut along another.\n"
             "Give reduction='mean', or a function of (outputs, targets) that divides by samples."
         )
+
+
+def check_uncut(trainer: "Trainer", loader: Any) -> None:
+    """Raise UserError where a setting cuts or captures batches that have to stay whole."""
+    kind = type(trainer)
+    names = [name for name in dir(kind) if isinstance(getattr(kind, name), Carried)]
+    setting = trainer.micro_batch.cut_by()
+    if trainer.special_step is not None and trainer.special_step.captures:
+        setting = "compile=graph"
+    if names:
+        reason = f"{kind.__name__}.{names[0]} is carried from one whole batch to the next"
+        if parallel.ranks() > 1 or trainer.replicas:
+            setting = f"strategy={trainer.strategy}"
+    elif getattr(loader, "accumulate", 1) > 1:
+        reason = f"with accumulate={loader.accumulate} the loader's batches are the micro-batches"
+    else:
+        return
+    if setting is not None:
+        raise UserError(f"{setting}: {reason}.\nLeave {setting.partition('=')[0]} out.")
 
 
 def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:

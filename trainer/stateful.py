@@ -1,12 +1,12 @@
 """What a checkpoint holds of a Trainer, and how a Trainer goes on from it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from stoker.trainer import checkpoint, schedules
+from stoker.trainer import checkpoint, copies, schedules
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import IterableLoader
@@ -20,6 +20,7 @@ COUNTS = ("step", "steps_per_epoch", "epochs_before")
 class Stateful:
     """The part of a Trainer that is saved and loaded."""
 
+    device: torch.device
     module: Any
     optimizer: Any
     scheduler: Any = None  # needs the number of steps, which `fit` knows
@@ -36,6 +37,7 @@ class Stateful:
     evaluation_due: bool = False  # the step is done, except for its evaluation
     is_evaluating: bool = False  # within `evaluating()`
     rates: Sequence[float]  # of the parameter groups, in the last step or set since
+    carried: Mapping[str, Any] = {}  # by the names of the class's Carried attributes
     left_out: Sequence[torch.Tensor] = ()  # parameters that no optimizer had as the fit began
 
     def is_time(self, every: int) -> bool:
@@ -93,6 +95,8 @@ class Stateful:
         state["frozen"] = frozen(self.module)
         if isinstance(self.train_loader, IterableLoader):
             state["loader"] = self.train_loader.state_dict()
+        if self.carried:
+            state["carried"] = self.carried
         state["callbacks"] = {}
         for name, callback in self.named_callbacks().items():
             state["callbacks"][name] = callback.state_dict()
@@ -127,6 +131,7 @@ class Stateful:
         for name in COUNTS:
             setattr(self, name, state[name])
         self.evaluation_due = state["evaluation_due"]
+        self.carried = copies.move(state.get("carried", {}), self.device)
         if isinstance(self.train_loader, IterableLoader):
             self.train_loader.load_state_dict(state.get("loader", {}))
 
@@ -155,6 +160,8 @@ class Stateful:
         for name, part in parts.items():
             check(part, state[name], name)
         check_frozen(self.module, state["frozen"])
+        if not isinstance(state.get("carried", {}), dict):
+            refuse(state["carried"], "of type dict", "carried")
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
                 callback.check_state(trainer, state["callbacks"][name], f"callbacks.{name}")

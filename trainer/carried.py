@@ -1,0 +1,35 @@
+"""State that a Trainer carries from batch to batch, such as the hidden state of a text."""
+
+from typing import TYPE_CHECKING, Any
+
+from stoker.trainer import batch as batches
+
+if TYPE_CHECKING:
+    from stoker.trainer.trainer import Trainer
+
+
+class Carried:
+    """An attribute of a Trainer that is carried from batch to batch, and saved in checkpoints::
+
+        class LanguageModel(Trainer):
+            hidden = Carried()
+
+            def compute_loss(self, batch):
+                inputs, targets = batch
+                outputs, self.hidden = self.model(inputs, self.hidden)
+                return self.loss(outputs, targets), outputs
+
+    It is None when a fit begins. What you assign, a tensor or any nesting of them, is detached, so
+    that the backward pass ends at the batch. An evaluation or a prediction begins with None too,
+    and leaves the training's alone. To drop it after an epoch, assign None in `on_epoch_end`.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, trainer: "Trainer | None", owner: type) -> Any:
+        return self if trainer is None else trainer.carried.get(self.name)
+
+    def __set__(self, trainer: "Trainer", value: Any) -> None:
+        detached = batches.walk(lambda _, tensor: tensor.detach(), value)
+        trainer.carried = {**trainer.carried, self.name: detached}
