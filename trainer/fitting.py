@@ -15,15 +15,16 @@ from stoker.trainer import (
     seeding,
 )
 from stoker.trainer import device as devices
+from stoker.trainer.callbacks import Checkpoint
 from stoker.trainer.freezing import Freeze
 from stoker.trainer.history import History
 from stoker.trainer.loading import (
     IterableLoader,
     Seekable,
     by_name,
+    epoch_length,
     resident_bytes,
     seekable,
-    settle_length,
 )
 from stoker.trainer.state import frozen, warn_of_frozen
 
@@ -43,7 +44,9 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     trainer.may_weigh_nothing = not is_usual or losses.has_class_weights(trainer.loss)
     trainer.epochs_before = trainer.epochs_begun
     trainer.step = 0
-    steps_per_epoch = settle_length(loader, trainer.max_steps)
+    steps_per_epoch = epoch_length(loader, trainer.max_steps)
+    if isinstance(loader, IterableLoader):
+        loader.steps = steps_per_epoch
     trainer.steps_per_epoch = steps_per_epoch
     trainer.total_steps = trainer.max_steps or (trainer.epochs or 0) * steps_per_epoch
     trainer.scheduler = schedules.build(
@@ -70,6 +73,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
         trainer.special_step.begin(trainer)
     misuse.warn_of_untrained(trainer)
     misuse.warn_of_epochs(trainer)
+    warn_of_stream(trainer, loader)
     trainer.rates = trainer.scheduler.get_last_lr()
     trainer.history = History()
     if isinstance(loader, Seekable):
@@ -97,6 +101,23 @@ def cleaned_up(trainer: "Trainer") -> Iterator[None]:
         trainer.train_loader = trainer.val_loader = None
         trainer.interruption = None
         memory.release(trainer.device)
+
+
+def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
+    """Warn, where there are checkpoints, of what they cannot do with data without a length."""
+    savers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+    if not savers or not isinstance(loader, IterableLoader) or loader.length_is_exact:
+        return
+    if not loader.is_stateful:
+        launch.warn(
+            f"{loader.name} has no state_dict: to resume is to read it from its start and to drop "
+            "what was trained on. torchdata's StatefulDataLoader goes on where it stood."
+        )
+    if trainer.steps_per_epoch == trainer.total_steps and not any(s.every for s in savers):
+        launch.warn(
+            "checkpoint: the training is one epoch, which has its checkpoint at the end. "
+            "Type checkpoint.every=N, or give Checkpoint(every=N)."
+        )
 
 
 def warn_of_weights(trainer: "Trainer") -> None:

@@ -56,20 +56,20 @@ def length_of(iterable: Any) -> int | None:
         return None
 
 
-def settle_length(loader: Any, max_steps: int | None) -> int:
-    """Return the steps of an epoch, which are all of the training if the loader has no length.
+def epoch_length(loader: Any, max_steps: int | None) -> int:
+    """Return the steps of an epoch: `max_steps`, the whole training, if the loader has no length.
 
     Raises:
         UserError: There is no length, or it is 0.
     """
-    is_iterable = isinstance(loader, IterableLoader)
-    name = loader.name if is_iterable else type(loader).__name__
     steps = length_of(loader)
-    if steps is None and is_iterable:
+    is_read_in_order = isinstance(loader, IterableLoader) or not hasattr(loader, "seek")
+    if steps is None and is_read_in_order:
         steps = max_steps
     if steps is None:
+        name = loader.name if isinstance(loader, IterableLoader) else type(loader).__name__
         advice = "Give it a __len__ method."
-        if is_iterable:
+        if is_read_in_order:
             advice = (
                 "Type max_steps=N or steps_per_epoch=N; in a script, "
                 "fit(IterableLoader(loader, steps_per_epoch=N), ...)."
@@ -79,8 +79,6 @@ def settle_length(loader: Any, max_steps: int | None) -> int:
         raise UserError(
             "The training loader gives no batch: it has fewer samples than one batch, or none."
         )
-    if is_iterable:
-        loader.steps = steps
     return steps
 
 
@@ -208,12 +206,17 @@ class IterableLoader(Seekable):
         self.batch_size: int | None = getattr(loader, "batch_size", None)
         dataset = getattr(loader, "dataset", None)
         # A DataLoader computes its length from what an iterable data set says.
-        self.length_is_exact = not isinstance(dataset, torch.utils.data.IterableDataset)
+        is_guess = isinstance(dataset, torch.utils.data.IterableDataset)
+        self.length_is_exact: bool = length_of(loader) is not None and not is_guess
         self.is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self.samples: int | None = length_of(dataset)
 
     def __len__(self) -> int:
         return self.steps_per_epoch or math.ceil(len(self.loader) / self.accumulate)
+
+    def close(self) -> None:
+        """Stop reading, and end the workers of a DataLoader."""
+        self.place = None
 
     def seek(self, epoch: int, position: int = 0) -> None:
         super().seek(epoch, position)

@@ -128,6 +128,7 @@ SETTINGS: Mapping[str, Setting] = {
     # the training
     "epochs": Setting(LIMITS["epochs"], resume="longer", aliases=("max_epochs",)),
     "max_steps": Setting(LIMITS["max_steps"], resume="longer"),
+    "steps_per_epoch": Setting(LIMITS["steps_per_epoch"]),
     "max_minutes": Setting(LIMITS["max_minutes"], resume="any"),
     "batch_size": Setting(DATA_LIMITS["batch_size"]),
     "eval_batch_size": Setting(

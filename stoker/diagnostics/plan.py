@@ -18,7 +18,7 @@ from stoker.trainer import checkpoint, graph, schedules, summary
 from stoker.trainer import device as devices
 from stoker.trainer.batch import entries
 from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
-from stoker.trainer.loading import resident_bytes
+from stoker.trainer.loading import length_of, resident_bytes
 from stoker.trainer.memory import MIB
 from stoker.trainer.trainer import Trainer
 
@@ -173,10 +173,11 @@ def seconds_of(trainer: Trainer, loader: Any) -> float:
     if loader is None:
         return 0.0
     trainer.evaluate(itertools.islice(iter(loader), 1))
-    count = min(BATCHES, len(loader))
+    length = length_of(loader) or BATCHES  # of a stream, at least that much
+    count = min(BATCHES, length)
     start = time.perf_counter()
     trainer.evaluate(itertools.islice(iter(loader), count))  # waits for the device
-    return (time.perf_counter() - start) / count * len(loader)
+    return (time.perf_counter() - start) / count * length
 
 
 def rates(trainer: Trainer, before: list[dict[str, Any]], steps: int) -> dict[int, float]:

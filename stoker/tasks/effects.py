@@ -35,7 +35,9 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
 
 def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
     """Raise UserError for a typed setting that waits for longer than the training takes."""
-    per_epoch = len(parts.loaders[0])
+    from stoker.trainer.loading import epoch_length
+
+    per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)
     steps = cfg.max_steps or cfg.epochs * per_epoch
     every = per_epoch
     if parts.loaders[1] is not None and cfg.eval_every is not None:

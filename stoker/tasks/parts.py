@@ -12,6 +12,7 @@ from stoker.command.build import build, check_node, check_size, is_on
 from stoker.command.dotted import plain
 from stoker.command.trust import locate
 from stoker.sweeps import launchers
+from stoker.trainer.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +151,7 @@ def build_loaders(
     """Return the (train, val, test) loaders, and why the data is on its device."""
     from stoker.data.loader import make_loaders
 
-    loaders: tuple[tuple[Any, Any, Any], str] = make_loaders(
+    (train, val, test), why = make_loaders(
         data,
         batch_size=cfg.batch_size,
         eval_batch_size=cfg.eval_batch_size,
@@ -160,7 +161,23 @@ def build_loaders(
         only=only,
         **loading,
     )
-    return loaders
+    if train is not None and cfg.steps_per_epoch is not None:
+        train = in_epochs(train, cfg.steps_per_epoch)
+    return (train, val, test), why
+
+
+def in_epochs(loader: Any, steps: int) -> Any:
+    """Return the loader with epochs of so many steps; UserError if it knows its length itself."""
+    from stoker.trainer.loading import IterableLoader
+
+    if isinstance(loader, IterableLoader):
+        loader = loader.loader
+    if hasattr(loader, "seek"):
+        raise UserError(
+            f"steps_per_epoch={steps}: an epoch of this data set has {len(loader)} steps. "
+            "Leave it out."
+        )
+    return IterableLoader(loader, steps_per_epoch=steps)
 
 
 def build_model(

@@ -20,6 +20,7 @@ def plan(cfg: DictConfig) -> None:
     """Print what this run would cost, without writing anything."""
     began = started_at()
     from stoker.diagnostics.plan import lines, look
+    from stoker.trainer.loading import epoch_length
 
     folder = None if cfg.run_dir is None else Path(cfg.run_dir)
     if folder is not None and cfg.resume == "auto" and (folder / "config.yaml").exists():
@@ -28,7 +29,7 @@ def plan(cfg: DictConfig) -> None:
     with building(cfg, resumes=begins > 0) as parts:
         check_effects(cfg, parts)
         startup = time.perf_counter() - began
-        per_epoch = len(parts.loaders[0])
+        per_epoch = epoch_length(parts.loaders[0], cfg.max_steps)
         evaluates = parts.loaders[1] is not None
         # Each evaluation may be the best, which is saved.
         between = [cfg.checkpoint.every, (cfg.checkpoint.epochs or 0) * per_epoch]

@@ -1,0 +1,368 @@
+"""Data without a length, batches that are added up, and a state carried from batch to batch."""
+
+import functools
+import itertools
+import random
+
+import numpy
+import pytest
+import torch
+from conftest import assert_same, make_model, make_trainer
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+
+from stoker import Trainer
+from stoker.trainer import schedules
+from stoker.trainer.callbacks import Callback, Checkpoint
+from stoker.trainer.carried import Carried
+from stoker.trainer.errors import UserError
+from stoker.trainer.loading import IterableLoader
+
+SAMPLES = 37
+
+
+class Stream(IterableDataset):
+    """Numbered samples with noise from every generator; each worker gives its own."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, stride = (0, 1) if info is None else (info.id, info.num_workers)
+        for number in range(first, SAMPLES, stride):
+            noise = torch.rand(6) + random.random() + numpy.random.rand()
+            yield torch.full((6,), number / 10) + noise, number % 3
+
+
+class StatefulLoader:
+    """Batches of a stream, as torchdata's StatefulDataLoader gives them; remembers its reading."""
+
+    def __init__(self, dataset, batch_size):
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.given = 0
+        self.read = []
+
+    def __iter__(self):
+        samples = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))
+        while self.given * self.batch_size < SAMPLES:
+            rows = slice(self.given * self.batch_size, (self.given + 1) * self.batch_size)
+            self.read.append(self.given)
+            self.given += 1
+            inputs = samples[rows] + torch.rand(()) + random.random()
+            yield inputs, torch.arange(SAMPLES)[rows] % 3
+        self.given = 0
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+class Stop(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer):
+        if trainer.step == self.step:
+            trainer.stop("as asked")
+
+
+def loader(batch_size=5, **options):
+    return DataLoader(Stream(), batch_size, **options)
+
+
+def states(trainer):
+    """The state of a training, without where its reading stood."""
+    state = trainer.state_dict()
+    return {name: value for name, value in state.items() if name not in ("loader", "callbacks")}
+
+
+# Streams
+
+
+def test_a_stream_is_trained_like_data_with_a_length():
+    class Counted(Stream):
+        def __len__(self):
+            return SAMPLES
+
+    rows = []
+    for train, epochs in (
+        (loader(), None),
+        (DataLoader(Counted(), 5), 3),
+        (IterableLoader(loader(), steps_per_epoch=8), 3),
+    ):
+        trainer = make_trainer(
+            epochs=epochs,
+            max_steps=None if epochs else 24,
+            scheduler=functools.partial(schedules.cosine, warmup=3),
+            log_every=4,
+            eval_every=8,
+        )
+        history = trainer.fit(train, loader())
+        rows.append([{**row, "epoch": 0, "train/seconds": 0} for row in history])
+    assert rows[0] == rows[1] == rows[2]
+    assert [row["step"] for row in rows[0] if "val/loss" in row] == [8, 16, 24]
+
+
+def collated(numbers):
+    """A batch of samples without a stream, with noise as well."""
+    targets = torch.tensor(numbers) % 3
+    return targets[:, None] + torch.rand(len(numbers), 6) + random.random(), targets
+
+
+READINGS = {
+    "without a state": loader,
+    "with a state": lambda: StatefulLoader(Stream(), 5),
+    "with a length": lambda: DataLoader(range(SAMPLES), 5, shuffle=True, collate_fn=collated),
+    "in epochs": lambda: IterableLoader(loader(), steps_per_epoch=3),
+    "in epochs with a state": lambda: IterableLoader(
+        StatefulLoader(Stream(), 5), steps_per_epoch=3
+    ),
+    "added up": lambda: IterableLoader(loader(), steps_per_epoch=3, accumulate=3),
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_resumed_stream_is_the_uninterrupted_one(reading, tmp_path):
+    """A pass has eight batches: the steps are in the first, at its end and in the second."""
+
+    def fit(callbacks=(), resume=None):
+        torch.manual_seed(1)
+        trainer = make_trainer(make_model(dropout=0.2), callbacks=callbacks, max_steps=20)
+        train = READINGS[reading]()
+        trainer.fit(train, loader(), resume=resume)
+        return trainer, train
+
+    whole, _ = fit()
+    for step in (3, 8, 12):
+        folder = tmp_path / str(step)
+        fit([Stop(step), Checkpoint(folder)])
+        resumed, train = fit(resume=folder)
+        assert_same(resumed.module.state_dict(), whole.module.state_dict())
+        assert_same(states(resumed), states(whole))
+        if reading == "with a state":
+            assert train.read[:2] == ([step % 8, step % 8 + 1] if step != 8 else [0, 1])
+
+
+def test_epochs_of_a_stream_go_on_where_it_stands():
+    trainer = make_trainer(epochs=5)
+    train = StatefulLoader(Stream(), 5)
+    trainer.fit(IterableLoader(train, steps_per_epoch=3))
+    assert train.read == [*range(8), *range(7)] and trainer.step == 15
+
+
+@pytest.mark.slow
+def test_workers_read_each_sample_once():
+    """0 == 2 workers, where the noise is the workers' own."""
+    given = {}
+    for workers in (0, 2):
+        numbers = []
+
+        class Noting(Trainer):
+            def compute_loss(self, batch, numbers=numbers):
+                numbers.extend(batch[1].tolist())
+                return super().compute_loss(batch)
+
+        trainer = make_trainer(kind=Noting, max_steps=16)
+        trainer.fit(loader(num_workers=workers))
+        given[workers] = sorted(numbers)
+    assert given[0] == given[2] == sorted([number % 3 for number in range(SAMPLES)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("train", "settings", "words"),
+    [
+        (loader(), {"epochs": 2}, "DataLoader has no len"),
+        ((batch for batch in loader()), {"max_steps": 9}, "generator, gives no batch when it is"),
+        (iter(()), {"max_steps": 9}, "gives no batch"),
+        (IterableLoader(loader(), accumulate=2), {"max_steps": 9, "micro_batch": 2}, "micro_batch"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(train, settings, words):
+    with pytest.raises(UserError, match=words):
+        make_trainer(**{"epochs": None, **settings}).fit(train)
+
+
+def test_what_a_checkpoint_cannot_do_is_said_before_the_training(tmp_path, caplog):
+    make_trainer(callbacks=[Checkpoint(tmp_path / "a")], max_steps=2).fit(loader())
+    assert "no state_dict: to resume is to read it from its start" in caplog.text
+    assert "Checkpoint(every=N)" in caplog.text
+    caplog.clear()
+    saver = Checkpoint(tmp_path / "b", every=1)
+    make_trainer(callbacks=[saver], max_steps=2).fit(StatefulLoader(Stream(), 5))
+    assert not caplog.text
+
+
+def test_a_state_that_no_checkpoint_holds_is_refused(tmp_path):
+    class Odd(StatefulLoader):
+        def state_dict(self):
+            return {"generator": random.Random(0)}
+
+    trainer = make_trainer(callbacks=[Checkpoint(tmp_path)], max_steps=2)
+    with pytest.raises(UserError, match="The state of Odd/generator: .* not Random"):
+        trainer.fit(Odd(Stream(), 5))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        3,
+        {"passes": -1, "number": 0},
+        {"passes": 0, "number": 0.5},
+        {"passes": 0, "number": 1, "loader": {"given": 1}, "generator": torch.zeros(3)},
+        {"passes": 0, "number": 1, "loader": {}, "generator": torch.get_rng_state()},
+    ],
+)
+def test_a_place_that_no_reading_has_is_refused(place):
+    trainer = make_trainer(max_steps=2)
+    trainer.fit(StatefulLoader(Stream(), 5))
+    with pytest.raises(UserError, match="The checkpoint does not fit"):
+        make_trainer(max_steps=4).fit(
+            StatefulLoader(Stream(), 5), resume={**trainer.state_dict(), "loader": place}
+        )
+
+
+# Accumulation over batches of the loader
+
+
+@pytest.mark.parametrize("weights", [None, torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)])
+def test_batches_that_are_added_up_are_one_batch(weights):
+    """27 samples in batches of 4 are steps of 12, 12 and 3 samples."""
+    torch.manual_seed(0)
+    inputs = torch.randn(27, 6, dtype=torch.float64)
+    targets = torch.randint(0, 3, (27,))
+    model = make_model(dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for _ in range(2):
+        for first in (0, 12, 24):
+            rows = slice(first, first + 12)
+            loss = nn.functional.cross_entropy(model(inputs[rows]), targets[rows], weights)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            expected.append(loss.item())
+    trainer = Trainer(
+        make_model(dtype=torch.float64),
+        nn.CrossEntropyLoss(weights),
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        epochs=2,
+        device="cpu",
+        max_grad_norm=0.5,
+        log_every=1,
+    )
+    parts = DataLoader(TensorDataset(inputs, targets), 4)
+    history = trainer.fit(IterableLoader(parts, accumulate=3))
+    losses = [row["train/loss"] for row in history]
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    for name, tensor in model.state_dict().items():
+        value = trainer.module.state_dict()[name]
+        torch.testing.assert_close(value, tensor, rtol=1e-12, atol=1e-12)
+    assert [row["train/samples"] for row in history] == [12, 12, 3] * 2
+    assert trainer.steps_per_epoch == 3
+
+
+# A state that is carried
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.memory = nn.LSTM(2, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, inputs, hidden):
+        outputs, hidden = self.memory(inputs, hidden)
+        return self.head(outputs).transpose(1, 2), hidden
+
+
+class LanguageModel(Trainer):
+    hidden = Carried()
+
+    def sample_dim(self, name, value):
+        return 1
+
+    def compute_loss(self, batch):
+        inputs, targets = batch
+        outputs, self.hidden = self.model(inputs, self.hidden)
+        return self.loss(outputs, targets), outputs
+
+
+class Anew(Callback):
+    """An epoch begins at the start of the text."""
+
+    def on_epoch_end(self, trainer):
+        trainer.hidden = None
+
+
+def texts():
+    """Five batches (time, samples, features) of one text."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(20, 3, 2, generator=generator)
+    targets = torch.randint(0, 3, (20, 3), generator=generator)
+    return list(zip(inputs.split(4), targets.split(4), strict=True))
+
+
+def language_model(*callbacks, **settings):
+    return LanguageModel(
+        Recurrent(),
+        nn.CrossEntropyLoss(),
+        functools.partial(torch.optim.SGD, lr=0.5),
+        callbacks=[Anew(), *callbacks],
+        epochs=3,
+        device="cpu",
+        **settings,
+    )
+
+
+def test_a_carried_state_is_that_of_a_loop_by_hand():
+    model = Recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        hidden = None
+        for inputs, targets in texts():
+            outputs, hidden = model(inputs, hidden)
+            hidden = tuple(part.detach() for part in hidden)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(outputs, targets).backward()
+            optimizer.step()
+    with torch.no_grad():
+        hidden, total = None, 0.0
+        for inputs, targets in texts():
+            outputs, hidden = model(inputs, hidden)
+            total += nn.functional.cross_entropy(outputs, targets).item()
+    for eval_every in (None, 2):  # an evaluation between two batches changes nothing
+        trainer = language_model(eval_every=eval_every)
+        history = trainer.fit(texts(), texts())
+        torch.testing.assert_close(trainer.module.state_dict(), model.state_dict())
+        assert history.last()["val/loss"] == pytest.approx(total / 5, rel=1e-6)
+
+
+@pytest.mark.parametrize("step", [5, 7])
+def test_a_carried_state_resumes(step, tmp_path):
+    whole = language_model()
+    whole.fit(texts(), texts())
+    language_model(Stop(step), Checkpoint(tmp_path)).fit(texts(), texts())
+    resumed = language_model()
+    resumed.fit(texts(), texts(), resume=tmp_path)
+    assert_same(resumed.module.state_dict(), whole.module.state_dict())
+
+
+@pytest.mark.parametrize("settings", [{"grad_accum_steps": 3}, {"micro_batch": "auto"}])
+def test_a_carried_state_needs_whole_batches(settings):
+    words = f"{next(iter(settings))}.*LanguageModel.hidden is carried from one whole batch"
+    with pytest.raises(UserError, match=words):
+        language_model(**settings).fit(texts())
+
+
+def test_each_fit_and_each_prediction_begins_without_a_state():
+    trainer = language_model(max_steps=2)
+    for _ in range(2):
+        first = next(itertools.islice(texts(), 1))
+        trainer.fit(texts())
+        assert trainer.hidden is not None
+        kept = trainer.hidden
+        trainer.evaluate([first])
+        assert trainer.hidden is kept
