@@ -3,7 +3,7 @@ anybody's.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -173,13 +173,24 @@ def _are_numbers(values: object, positive: bool = False) -> bool:
     return True
 
 
-def data_line(data: Any, loaders: Sequence[Any], why: str, whole: bool = False) -> str:
+def samples_in(loader: Any) -> int | None:
+    """Return the number of samples of a loader; None if nobody knows it."""
+    samples: int | None = getattr(loader, "samples", None)
+    length = getattr(getattr(loader, "dataset", None), "__len__", None)
+    return length() if samples is None and length is not None else samples
+
+
+def data_line(data: Any, loaders: Mapping[str, Any], why: str, whole: bool = False) -> str:
     """Return the line on the data that is used; `whole` if the one part is all of it."""
     counts = []
-    for name, part in zip(("train", "val", "test"), loaders, strict=True):
-        if part is not None:
-            count = f"{part.samples:,}"
-            counts.append(f"all {count}" if whole else f"{count} {name}")
+    for name, loader in loaders.items():
+        samples = samples_in(loader)
+        all_samples = getattr(loader, "whole", samples)
+        of = f" of {all_samples:,}" if all_samples != samples else ""
+        count = "an unknown number of" if samples is None else f"{samples:,}{of}"
+        counts.append(f"all {count}" if whole else f"{count} {name}")
+    if data.kind == "other":
+        return f"data     {data.name}: {', '.join(counts)} samples"
     inputs = f"{data.in_shape[0]} {data.tokens or 'numbers'}"
     if len(data.in_shape) > 1:
         inputs = "x".join(map(str, data.in_shape))

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from stoker.data import settings
 from stoker.data.augment import Augment, Draws, Spec
+from stoker.data.order import Limit, Ordered
 from stoker.data.record import Data
+from stoker.data.samples import make_loader
 from stoker.data.splits import Split
-from stoker.data.workers import Reader, Workers, choose_workers, decode_seconds
+from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers, decode_seconds
 from stoker.trainer import launch
 from stoker.trainer.copies import UNIFIED, move, to_device
 from stoker.trainer.errors import TrainingError, UserError, cause
@@ -26,30 +28,11 @@ from stoker.trainer.seeding import mix_seed, random_stream
 # wants few large kernels.
 AT_ONCE_CPU = 2**19
 AT_ONCE = 2**24
-WINDOW = 256  # blocks that are shuffled together
 FEW_SECONDS = 5.0  # of decoding, for which nothing is streamed
 AHEAD = 256 * MIB  # of batches that wait for the training
-TIMEOUT = 300  # seconds to wait for one batch
 
 # Inputs and targets.
 Batch = tuple[Tensor, Tensor]
-
-
-def permutation(n: int, seed: int, epoch: int, block: int = 1) -> Tensor:
-    """Return the order of the n samples in this epoch, int64 on the CPU.
-
-    With `block` > 1, that many neighbours stay near each other: the blocks are permuted, and then
-    the samples within each WINDOW of blocks.
-    """
-    generator = torch.Generator().manual_seed(mix_seed(seed, "order", epoch))
-    if block == 1:
-        return torch.randperm(n, generator=generator)
-    blocks = torch.randperm(-(-n // block), generator=generator)
-    order = (blocks.unsqueeze(1) * block + torch.arange(block)).view(-1)
-    shuffled = []
-    for window in order[order < n].split(WINDOW * block):
-        shuffled.append(window[torch.randperm(len(window), generator=generator)])
-    return torch.cat(shuffled)
 
 
 def make_loaders(
@@ -65,26 +48,44 @@ def make_loaders(
     workers: str | int = "auto",
     timeout: float = TIMEOUT,
     only: str | None = None,
+    limit_train: Limit = None,
+    limit_val: Limit = None,
 ) -> tuple[tuple[Any, Any, Any], str]:
     """Make ((train, val, test), why): a loader for each split or None, and a phrase that says where
-    the data is.
+    the data is. With several validation parts, val is {name: loader}.
 
     `resident`: True, False, or "auto": on the device if all splits have `tensors` and fit in half
     of its free memory. Images that are not in their cache yet are streamed until they are, if
     decoding takes more than a few seconds. `workers`: the processes that read what is not resident;
     "auto" measures whether they help. `timeout`: seconds to wait for a batch from them. `only`: the
-    one split that is wanted, for an evaluation. With transforms of torchvision in `augment`, the
-    training part is streamed.
+    one split that is wanted, for an evaluation. `limit_train`, `limit_val`: the share or the number
+    of the samples that an epoch or an evaluation takes. With transforms of torchvision in
+    `augment`, the training part is streamed.
     """
     device = torch.device(device)
     settings.check("dataset.resident", resident)
     settings.check("dataset.workers", workers)
     settings.check("dataset.timeout", timeout)
+    settings.check("limit_train", limit_train)
+    settings.check("limit_val", limit_val)
+    splits = data.parts() if only is None else {only: data.parts()[only]}
+    sizes = dict.fromkeys(splits, eval_batch_size or batch_size)
+    options: dict[str, dict[str, Any]] = {name: {} for name in splits}
     if only is None:
-        splits = data.parts()
         data.check_classes()
-    else:
-        splits = {only: getattr(data, only)}
+        sizes["train"] = batch_size
+        options["train"] = {"shuffle": True, "drop_last": drop_last, "limit": limit_train}
+        for name in splits.keys() - {"train", "test"}:
+            options[name] = {"limit": limit_val}
+    common: dict[str, Any] = {"device": device, "seed": seed}
+    loaders: dict[str, Any] = {}
+    if data.kind == "other":
+        _check_other(augment, resident)
+        for name, part in splits.items():
+            where = f"the {name} part of {data.name}"
+            more = {**common, **options[name], "workers": workers, "timeout": timeout}
+            loaders[name] = make_loader(part, where, sizes[name], **more)
+        return _by_use(loaders), ""
     for name, split in splits.items():
         check_first(data, name, split)
     first = next(iter(splits.values()))
@@ -101,7 +102,6 @@ def make_loaders(
         del held["train"]
     fits, why = _choose_place(held, device, resident)
     cached = all(getattr(split, "cache", None) is not None for split in splits.values())
-    options: dict[str, Any] = {"device": device, "seed": seed}
     kind: Callable[..., Seekable] = HostLoader
     if fits:
         kind = DeviceLoader
@@ -115,33 +115,46 @@ def make_loaders(
         elif transforms is None:
             _check_unused("workers", workers, 0, "auto")
             _check_unused("timeout", timeout, TIMEOUT, TIMEOUT)
-    reading: dict[str, Any] = {}
     if kind is not DeviceLoader or transforms is not None:
         count = choose_workers(first, batch_size, transforms) if workers == "auto" else workers
         reading = {"workers": count, "timeout": timeout}
         streamed = f"streamed with {count} {'worker' if count == 1 else 'workers'}"
         if kind is not DeviceLoader:
-            options.update(reading)
+            common.update(reading)
             why = f"{streamed}, {why}"
         else:
+            options["train"].update(reading)
             why = f"{why}; the training part {streamed}"
     place = getattr(first, "place", "")
     if place:
         why = f"{why}; {place}"
-    if eval_batch_size is None:
-        eval_batch_size = batch_size
-    loaders: dict[str, Seekable] = {}
+    if only is None:
+        options["train"]["augment"] = augment
     for name in splits:
-        if name == "train" and only is None:
-            training = {"shuffle": True, "augment": augment, "drop_last": drop_last}
-            train_kind = kind
-            if transforms is not None:
-                train_kind = HostLoader
-                training.update(reading)
-            loaders[name] = train_kind(data, name, batch_size, **{**options, **training})
+        if name == "train" and transforms is not None:
+            loaders[name] = HostLoader(data, name, sizes[name], **{**common, **options[name]})
         else:
-            loaders[name] = kind(data, name, eval_batch_size, **options)
-    return (loaders.get("train"), loaders.get("val"), loaders.get("test")), why
+            loaders[name] = kind(data, name, sizes[name], **common, **options[name])
+    return _by_use(loaders), why
+
+
+def _by_use(loaders: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return (train, val, test) of the loaders by part; with several for validation, {name: loader}
+    in place of val.
+    """
+    val = {name: loader for name, loader in loaders.items() if name not in ("train", "test")}
+    usual = val.get("val") if val.keys() <= {"val"} else val
+    return loaders.get("train"), usual, loaders.get("test")
+
+
+def _check_other(augment: Spec, resident: str | bool) -> None:
+    """Raise UserError for a setting that needs to know what a batch is."""
+    for key, value, default in (("augment", augment, []), ("resident", resident, "auto")):
+        if value and value != default:
+            raise UserError(
+                f"dataset.{key}: only data whose inputs are known has this, and not data sets of "
+                "any samples.\nLeave it out, and transform the samples in the data set."
+            )
 
 
 def _choose_place(
@@ -252,17 +265,13 @@ def _normalize(scale: Tensor, offset: Tensor, inputs: Tensor) -> Tensor:
     return inputs.float().mul_(scale).add_(offset)
 
 
-class Loader(Seekable):
+class Loader(Ordered):
     """What both loaders share; nothing in front of the position sought is read.
 
     A batch is (inputs, targets) on the device: uint8 images become float32 and normalised, floats
     keep their type. It is a function of (seed, epoch, number of the batch) alone, and leaves every
-    global random generator as it was. Without `shuffle` the order is the split's. Where several
-    processes train together, each gets its part of every
-    batch: samples rank, rank + ranks, ... of the `global_size` samples of the whole batch.
+    global random generator as it was.
     """
-
-    global_size: int | None = None  # samples of the batch given last, over all processes
 
     def __init__(
         self,
@@ -270,33 +279,12 @@ class Loader(Seekable):
         split: str,
         batch_size: int,
         *,
-        device: str | torch.device = "cpu",
-        seed: int = 0,
-        shuffle: bool = False,
         augment: Spec = (),
-        drop_last: bool = False,
+        **options: Any,
     ) -> None:
-        self.split: Any = getattr(data, split)
-        self.samples = len(self.split)
+        super().__init__(data.parts()[split], data.name, batch_size, **options)
         self.nbytes: int = self.split.nbytes
-        self.block: int = getattr(self.split, "block", 1)
-        self.neighbours: Tensor | None = None
-        if self.block > 1:
-            self.neighbours = self.split.neighbours()
-        settings.check("batch_size" if shuffle else "eval_batch_size", batch_size)
-        if shuffle and batch_size > self.samples:
-            if drop_last:
-                raise UserError(
-                    f"batch_size={batch_size}: {data.name} has only {self.samples} training "
-                    "samples, and drop_last=true drops them.\n"
-                    f"Type drop_last=false, or a batch_size of at most {self.samples}."
-                )
-            batch_size = self.samples
-        self.batch_size = batch_size
-        self.device = torch.device(device)
-        self.seed = seed
-        self.shuffle = shuffle
-        self.drop_last = drop_last
+        self.targets_are_uniform = data.targets_are_uniform
         # Not a method of this loader: a cycle self -> augment -> self would leave the loader to the
         # garbage collector, which ends a DataLoader's workers in the wrong order and waits 5 s for
         # each.
@@ -304,52 +292,20 @@ class Loader(Seekable):
         self.augment = Augment(augment, data.num_classes, normalize)
         self.augment.check(data.in_shape, data.target_shape)
         self.in_shape = data.in_shape
-        self.targets_are_uniform = data.targets_are_uniform
-        self.mine = slice(launch.rank(), None, launch.world_size())
         # What mixes the samples of a batch needs all of them, so they are dealt out after it.
         self.dealt_late = bool(self.augment.rest)
-        self.share = batch_size if self.dealt_late else len(range(batch_size)[self.mine])
-        if shuffle:
-            self._check_share(launch.world_size())
+        self.share = self.batch_size if self.dealt_late else len(range(self.batch_size)[self.mine])
         self.generator = torch.Generator()
         # In which epochs an alternating flip flips a sample: the even ones or the odd ones.
-        self.flip_parity = torch.rand(self.samples, generator=self._seeded("flip")) < 0.5
-
-    def __len__(self) -> int:
-        if self.drop_last:
-            return self.samples // self.batch_size
-        return -(-self.samples // self.batch_size)
-
-    def _check_share(self, ranks: int) -> None:
-        """Check that every process has at least one sample of each training batch."""
-        last = 0 if self.drop_last else self.samples % self.batch_size
-        if self.batch_size < ranks:
-            raise UserError(
-                f"batch_size={self.batch_size}: {ranks} processes cannot share such a batch. "
-                f"Type batch_size={ranks} or more, or start fewer."
-            )
-        if 0 < last < ranks:
-            raise UserError(
-                f"batch_size={self.batch_size}: the last batch of an epoch has {last}, "
-                f"fewer samples than the {ranks} processes.\n"
-                "Type drop_last=true, or another batch_size."
-            )
+        self.flip_parity = torch.rand(self.whole, generator=self._seeded("flip")) < 0.5
 
     def _seeded(self, *parts: str | int) -> torch.Generator:
         """Return the loader's generator, at the beginning of the stream that the parts name."""
         return self.generator.manual_seed(mix_seed(self.seed, *parts))
 
-    def order(self, epoch: int) -> Tensor:
-        """Return the indices of the split in the order of this epoch, int64 on the CPU."""
-        if not self.shuffle:
-            return torch.arange(self.samples)
-        order = permutation(self.samples, self.seed, epoch, self.block)
-        return order if self.neighbours is None else self.neighbours[order]
-
     def batches(self, epoch: int, position: int) -> Iterator[Batch]:
         """Yield the batches of this epoch from number `position` on."""
-        order = self.order(epoch)[position * self.batch_size : len(self) * self.batch_size]
-        whole = order.split(self.batch_size) if len(order) else ()
+        whole = self.whole_batches(epoch, position)
         done = 0
         for inputs, targets in self.read(self._dealt(whole), epoch):
             count = -(-len(inputs) // self.share)  # `read` may give several batches at once
@@ -410,10 +366,6 @@ class Loader(Seekable):
         """Yield (inputs, targets) on the device for these lists of samples, one or more of them at
         a time.
         """
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Let go of the data and end the workers; the loader is of no use after this."""
         raise NotImplementedError
 
 
@@ -540,6 +492,8 @@ class StreamedOnce(Seekable):
             **options,
         )
         self.samples = self.loader.samples
+        self.whole = self.loader.whole
+        self.order = self.loader.order
         self.nbytes = self.loader.nbytes
         self.batch_size = self.loader.batch_size
         self.resident_bytes = self.nbytes  # it will be

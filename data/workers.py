@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from stoker.data.images import ImageSplit
 from stoker.data.splits import TensorSplit
@@ -34,6 +35,7 @@ from stoker.trainer.stopping import SIGNALS
 # an Intel Xeon at 2.6 GHz, median of 3.
 HANDOVER = 1.4e-3
 HANDOVER_MIB = 0.06e-3
+TIMEOUT = 300  # seconds to wait for one batch
 POLL = 1.0  # seconds between two looks at whether the workers still live
 END = object()  # what comes after the last batch
 INSTEAD = "Type dataset.workers=0 to have the samples read by this process."
@@ -60,6 +62,13 @@ def choose_workers(split: Any, batch_size: int, transforms: PerSample | None = N
         if batch_size * sample_seconds(split, transforms) < HANDOVER + HANDOVER_MIB * size:
             return 0
     return max(1, min(launch.cores() // launch.local_world_size(), 8))
+
+
+def whole_of(dataset: Any) -> Any:
+    """Return the data set that a torch Subset is a part of; any other one itself."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 def sample_seconds(split: ImageSplit | TensorSplit, transforms: PerSample | None = None) -> float:

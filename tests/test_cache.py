@@ -375,7 +375,7 @@ def test_by_blocks(folder, monkeypatch):
     """
     monkeypatch.setattr(images, "LARGE", 1000)
     monkeypatch.setattr(images, "BLOCK", 4 * 90)
-    monkeypatch.setattr(loader, "WINDOW", 2)
+    monkeypatch.setattr("stoker.data.order.WINDOW", 2)
     data = open_folder(folder)
     assert data.train.block == 4 and data.val.block == 1
     (streamed, _, _), _ = make_loaders(data, resident=False, workers=2, batch_size=8, seed=3)

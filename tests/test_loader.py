@@ -15,12 +15,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
-from stoker.data.loader import (
-    DeviceLoader,
-    HostLoader,
-    make_loaders,
-    permutation,
-)
+from stoker.data.loader import DeviceLoader, HostLoader, make_loaders
+from stoker.data.order import permutation
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import IterableLoader, resident_bytes, seekable
 
@@ -111,7 +107,7 @@ def test_a_training_in_one_batch_of_all_samples_is_plain_torch_s(resident):
     ("n", "block"), [(1000, 7), (1, 7), (5, 7), (3584, 7), (3585, 7), (1000, 1000), (10, 2)]
 )
 def test_a_permutation_by_blocks_keeps_neighbours_near(n, block, monkeypatch):
-    monkeypatch.setattr("stoker.data.loader.WINDOW", 4)
+    monkeypatch.setattr("stoker.data.order.WINDOW", 4)
     order = permutation(n, 3, 1, block)
     assert sorted(order.tolist()) == list(range(n)) and torch.equal(
         order, permutation(n, 3, 1, block)

@@ -38,8 +38,9 @@ PART_CLASSES: dict[str, tuple[str, ...]] = {
     "trainer": ("stoker.Trainer",),
     "sweep": ("optuna.pruners.BasePruner",),
 }
-# The parts that need no base class, and what they need instead.
+# The parts that need no base class, and what else they may be.
 WITHOUT_BASE_CLASS = {
+    "dataset": 'a stoker.data.record.Data, or {"train": ..., "val": ..., "test": ...}',
     "loss": "a function of (outputs, targets)",
     "metrics": "an object with update, compute and reset",
 }
@@ -182,7 +183,11 @@ def returns_part(part: str, located: Any) -> bool:
 
 
 def is_part(part: str, built: Any) -> bool:
-    """Return whether an object is this part of a run. A metric or loss needs no base class."""
+    """Return whether an object is this part of a run. A metric or loss needs no base class, and a
+    data set may be a mapping of its parts.
+    """
+    if part == "dataset" and isinstance(built, Mapping):
+        return True
     if part == "metrics":
         return all(callable(getattr(built, name, None)) for name in ("update", "compute", "reset"))
     return callable(built) if part == "loss" else isinstance(built, classes_of(part))

@@ -118,7 +118,7 @@ SETTINGS: Mapping[str, Setting] = {
     # what the command does
     "task": Setting(Choice(TASKS), TASKS, "any"),
     "run": Setting(TEXT, WITH_RUN, "any", path=True),
-    "split": Setting(Choice(("train", "val", "test", "all")), ("evaluate",), "any"),
+    "split": Setting(TEXT, ("evaluate",), "any"),
     "input": Setting(TEXT, ("predict",), "any", path=True),
     "output": Setting(TEXT, ("predict", "export"), "any", path=True),
     "format": Setting(Choice(FORMATS), ("export",), "any"),
@@ -135,6 +135,8 @@ SETTINGS: Mapping[str, Setting] = {
         DATA_LIMITS["eval_batch_size"], (*TRAINING, "evaluate", "predict"), "any"
     ),
     "drop_last": Setting(),
+    "limit_train": Setting(DATA_LIMITS["limit_train"]),
+    "limit_val": Setting(DATA_LIMITS["limit_val"]),
     "grad_accum_steps": Setting(LIMITS["grad_accum_steps"]),
     "micro_batch": Setting(LIMITS["micro_batch"]),
     "max_grad_norm": Setting(LIMITS["max_grad_norm"]),

@@ -21,7 +21,7 @@ WIDTH = 8192
 
 
 def efficiency(
-    trainer: Trainer, in_shape: tuple[int, ...], samples_per_second: float | None
+    trainer: Trainer, in_shape: tuple[int, ...] | None, samples_per_second: float | None
 ) -> dict[str, float | None]:
     """Return the FLOPs fields of result.json; an unknown number is None.
 
@@ -47,12 +47,15 @@ def efficiency(
     }
 
 
-def per_sample(module: torch.nn.Module, in_shape: tuple[int, ...]) -> int | None:
+def per_sample(module: torch.nn.Module, in_shape: tuple[int, ...] | None) -> int | None:
     """Count the FLOPs of one sample, forward and backward, with `torch.utils.flop_counter`.
 
     It counts matrix products, convolutions and attention on a sample of zeros in evaluation mode,
-    and leaves the module unchanged. None if the module rejects such a sample or is sharded.
+    and leaves the module unchanged. None if the module rejects such a sample or is sharded, or if
+    the shape is not known.
     """
+    if in_shape is None:
+        return None
     # Without Triton it warns once per process.
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
     from torch.utils import flop_counter  # takes 0.1 s

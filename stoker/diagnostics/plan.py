@@ -18,7 +18,7 @@ from stoker.trainer import checkpoint, graph, schedules, summary
 from stoker.trainer import device as devices
 from stoker.trainer.batch import entries
 from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
-from stoker.trainer.loading import length_of, resident_bytes
+from stoker.trainer.loading import by_name, length_of, resident_bytes
 from stoker.trainer.memory import MIB
 from stoker.trainer.trainer import Trainer
 
@@ -131,7 +131,8 @@ def look(
     averages = [c for c in trainer.callbacks if isinstance(c, EMA | Lookahead)]
     trainer.callbacks = [*averages, watch]
     trainer.fit(train_loader)
-    evaluation = seconds_of(trainer, val_loader)
+    validation = by_name(val_loader).values()
+    evaluation = math.fsum(seconds_of(trainer, loader) for loader in validation)
     test = seconds_of(trainer, test_loader)
     start = time.perf_counter()
     state = checkpoint.copy(trainer.state_dict())
@@ -139,7 +140,7 @@ def look(
 
     step = summary.memory_of_a_step(trainer)
     memory = {part: step[part] for part in ("parameters", "gradients", "optimizer")}
-    memory["data"] = resident_bytes(train_loader, val_loader) / MIB
+    memory["data"] = resident_bytes(train_loader, *validation) / MIB
     if watch.saved.most:
         memory["activations"] = watch.saved.most / MIB
     if averages:

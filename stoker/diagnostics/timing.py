@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from stoker.data.loader import DeviceLoader, HostLoader, StreamedOnce
+from stoker.data.samples import SampleLoader
 from stoker.runs.loggers import Logger
 from stoker.runs.result import STAGES
 from stoker.trainer import device as devices
@@ -256,7 +257,11 @@ class Timing(Callback):
         kind = "own"
         workers = 0
         fits = True
-        if isinstance(loader, HostLoader):
+        if isinstance(loader, SampleLoader):
+            kind = "streamed"
+            workers = loader.workers.loader.num_workers
+            fits = False
+        elif isinstance(loader, HostLoader):
             kind = "streamed"
             workers = loader.workers.loader.num_workers
             # Your own split may lack `tensors`: then it cannot be resident.

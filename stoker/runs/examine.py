@@ -255,13 +255,18 @@ def evaluate(
     finally:
         del trainer.metrics[NAME]
     del results[f"{split}/{NAME}"]
-    return results, examination.evaluation
+    record = examination.evaluation
+    if record is not None and loader.samples < getattr(loader, "whole", 0):  # by limit_val
+        order = loader.order(0)
+        for sample in [*(record.worst or []), *(record.uncertain or [])]:
+            sample.index = int(order[sample.index])
+    return results, record
 
 
 def is_usual(trainer: Trainer, data: Data) -> bool:
     """Whether the trainer evaluates as Trainer does, with the default metrics of this data."""
     kind = type(trainer)
-    if kind.evaluate is not Trainer.evaluate:
+    if data.kind == "other" or kind.evaluate is not Trainer.evaluate:
         return False
     if kind.update_metrics is not Trainer.update_metrics:
         return False

@@ -40,7 +40,8 @@ class Trained(torch.nn.Module):
     Images go in as uint8 pixels, (N, C, H, W). A table goes in as the numbers of `columns`,
     (N, columns), in their own units, with 0 or 1 for each category; they are computed with in
     float64. Other inputs go in unchanged. Scores come out as (N, classes), or target values in the
-    data's units, (N, targets).
+    data's units, (N, targets). Of data of any samples nothing is known: it takes and gives what the
+    module does.
 
     Attributes:
         classes: the names of the scores; None for a regression, or if they have no names.
@@ -70,7 +71,9 @@ class Trained(torch.nn.Module):
         for name, value in numbers.items():
             self.register_buffer(name, value, persistent=False)
 
-    def forward(self, inputs: Tensor) -> Any:
+    def forward(self, inputs: Any, *more: Any, **named: Any) -> Any:
+        if self.about["kind"] == "other":
+            return self.module(inputs, *more, **named)
         self.check(inputs)
         if self.pixels:
             inputs = inputs.float() * self.scale + self.offset
@@ -188,7 +191,9 @@ def tested(config: dict[str, Any], state: State, about: Description) -> torch.nn
     weights = state.get("model")
     if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
         raise UserError("its checkpoint has no weights of a model.")
-    sizes = {"in_shape": tuple(about["in_shape"]), "num_classes": about["num_classes"]}
+    sizes = {}
+    if about["kind"] != "other":
+        sizes = {"in_shape": tuple(about["in_shape"]), "num_classes": about["num_classes"]}
     build.without_downloads("model", config["model"])
     build.check_size("model", config["model"], weights, **sizes)
     module: torch.nn.Module = build.build("model", config["model"], **sizes)

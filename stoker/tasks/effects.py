@@ -26,7 +26,8 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
         )
     for name, metric in parts.trainer.metrics.items():
         is_typed = f"metrics.{name}.k" in typed
-        if is_typed and isinstance(metric, TopK) and metric.k >= parts.data.num_classes:
+        classes = parts.data.num_classes
+        if is_typed and isinstance(metric, TopK) and classes and metric.k >= classes:
             raise UserError(
                 f"metrics.{name}.k={metric.k}: one of {parts.data.num_classes} classes is always "
                 f"among them. Type metrics.{name}.k={parts.data.num_classes - 1} or less."

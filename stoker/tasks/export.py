@@ -1,10 +1,12 @@
 """task=export: write the best weights of a run in a format for other programs."""
 
+from pathlib import Path
+
 from omegaconf import DictConfig
 
 from stoker.command import settings
 from stoker.command.dotted import plain
-from stoker.runs import saved_config
+from stoker.runs import directory, saved_config
 from stoker.trainer.errors import UserError
 
 
@@ -17,6 +19,13 @@ def export(cfg: DictConfig) -> None:
 
     exporting.check(cfg.format, cfg.output)
     model = inference.load(cfg.run)
+    if model.about["kind"] == "other":
+        weights = Path(cfg.run) / directory.WEIGHTS
+        raise UserError(
+            f"task=export: what goes into this model is not known, since {model.about['dataset']} "
+            f"gives any samples.\nIts weights are in {weights}; torch.onnx.export takes "
+            f"stoker.load({cfg.run!r}) and an input of yours."
+        )
     dataset = plain(config.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}
     inputs, whose = exporting.samples(model.about, dataset)

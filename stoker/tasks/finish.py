@@ -28,6 +28,7 @@ def finish(
 
     Without a test part, a report (`draws`) shows the validation part.
     """
+    from stoker.data.description import samples_in
     from stoker.diagnostics import doctor, timing
     from stoker.runs import card, examine
     from stoker.trainer.metrics import default_metrics
@@ -37,17 +38,19 @@ def finish(
     result = of_fit(trainer, saver)
     result = dataclasses.replace(result, **timing.result_of(trainer), **doctor.result_of(trainer))
     result.git = git
-    result.samples = {name: loader.samples for name, loader in parts.by_split().items()}
+    loaders = parts.by_split()
+    counts = {name: samples_in(loader) for name, loader in loaders.items()}
+    result.samples = {name: count for name, count in counts.items() if count is not None}
     if not load_best(parts, saver):
         result.best = None
-    _, val_loader, test_loader = parts.loaders
+    is_known = data.kind != "other"
     tested: dict[str, Any] = {}
     evaluation = None
     examined = True
-    if test_loader is not None:
-        tested, evaluation = examine.evaluate(trainer, test_loader, "test", data)
-    elif val_loader is not None and draws:
-        _, evaluation = examine.evaluate(trainer, val_loader, "val", data)
+    if "test" in loaders:
+        tested, evaluation = examine.evaluate(trainer, loaders["test"], "test", data)
+    elif "val" in loaders and draws and is_known:
+        _, evaluation = examine.evaluate(trainer, loaders["val"], "val", data)
     else:
         examined = False
     weights = card.weights(trainer)
@@ -57,7 +60,7 @@ def finish(
     result.numbers.update(tested)
     result.seconds = round(time.perf_counter() - started, 3)
     result.keep_measurements(RunResult.read(folder))
-    has_usual = default_metrics(data.kind).keys() <= trainer.metrics.keys()
+    has_usual = is_known and default_metrics(data.kind).keys() <= trainer.metrics.keys()
     understood = evaluation is not None or not examined
     card.write(folder, weights, trainer.module, data, result, understood and has_usual)
     if evaluation is not None:

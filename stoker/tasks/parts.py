@@ -28,7 +28,7 @@ class Parts:
 
     trainer: "Trainer"
     data: "Data"
-    loaders: tuple[Any, Any, Any]  # for train, val and test
+    loaders: tuple[Any, Any, Any]  # for train, val (of several parts by name) and test
 
     def threads(self, cfg: DictConfig) -> contextlib.AbstractContextManager[None]:
         """Return the context for a fit: one thread if the steps are too small for more."""
@@ -40,9 +40,16 @@ class Parts:
 
     def by_split(self) -> dict[str, Any]:
         """Return {split: loader} for the splits that exist."""
-        names = ("train", "val", "test")
-        pairs = zip(names, self.loaders, strict=True)
-        return {name: loader for name, loader in pairs if loader is not None}
+        return by_split(self.loaders)
+
+
+def by_split(loaders: tuple[Any, Any, Any]) -> dict[str, Any]:
+    """Return {split: loader} of the loaders for train, val and test that exist."""
+    from stoker.trainer.loading import by_name
+
+    train, val, test = loaders
+    named = {"train": train, **by_name(val), "test": test}
+    return {name: loader for name, loader in named.items() if loader is not None}
 
 
 @contextlib.contextmanager
@@ -82,7 +89,7 @@ def building(
         prepare(data, state, about)
         only = data.part_to_evaluate(split)
     loaders, why = build_loaders(cfg, data, device, only, loading)
-    print(data_line(data, loaders, why, whole=split == "all"))
+    print(data_line(data, by_split(loaders), why, whole=split == "all"))
     if data.table is not None:
         print(f"columns  {columns_line(data.description())}")
 
@@ -108,8 +115,8 @@ def building(
         device=str(device),
     )
     with contextlib.ExitStack() as stack:
-        for loader in loaders:
-            if loader is not None:
+        for loader in by_split(loaders).values():
+            if hasattr(loader, "close"):  # one of your own may have none
                 stack.callback(loader.close)
         stack.enter_context(trainer)
         yield Parts(trainer, data, loaders)
@@ -127,8 +134,12 @@ def build_data(cfg: DictConfig, about: Mapping[str, Any] | None) -> tuple["Data"
     loading["augment"] = augmentations
     trained = {"trained": about} if about else {}
     with ranks.one_first("data"):  # fills the caches that the other processes use
-        data = build("dataset", dataset, **trained)
-    return data, loading
+        built = build("dataset", dataset, **trained)
+        if isinstance(built, Mapping):  # of parts
+            from stoker.data.samples import data_of
+
+            built = data_of(cfg.dataset._target_.rpartition(".")[2], built)
+    return built, loading
 
 
 def prepare(data: "Data", state: dict[str, Any], about: dict[str, Any] | None) -> None:
@@ -159,6 +170,8 @@ def build_loaders(
         device=device,
         seed=cfg.seed,
         only=only,
+        limit_train=cfg.limit_train,
+        limit_val=cfg.limit_val,
         **loading,
     )
     if train is not None and cfg.steps_per_epoch is not None:
@@ -184,12 +197,19 @@ def build_model(
     cfg: DictConfig, data: "Data", state: Mapping[str, Any] | None
 ) -> tuple["torch.nn.Module", Any]:
     """Return the model and the loss; UserError if they are far larger than the checkpoint's."""
-    shapes = {"in_shape": data.in_shape, "num_classes": data.num_classes}
+    shapes = sizes(data)
     if state is not None:
         check_size("loss", cfg.loss)
         check_size("model", cfg.model, state["model"], **shapes)
     model = build("model", cfg.model, **shapes)
     return model, build("loss", cfg.loss)
+
+
+def sizes(data: "Data") -> dict[str, Any]:
+    """Return what the data offers to models and metrics; nothing if it knows no sizes."""
+    if data.kind == "other":
+        return {}
+    return {"in_shape": data.in_shape, "num_classes": data.num_classes}
 
 
 def build_metrics(
@@ -207,12 +227,13 @@ def build_metrics(
 
     # A Trainer may override the meaning of the loss and the metrics.
     kind = locate("trainer", cfg.trainer._target_)
-    if is_usual(kind, "compute_loss"):
+    is_known = data.kind != "other"  # otherwise the first batch shows what fits
+    if is_known and is_usual(kind, "compute_loss"):
         augment = plain(cfg.dataset, resolve=True).get("augment") or []
         mixes = any(name in item for item in augment for name in MIXING)
         check_fit(model, loss, data, mixes)
     metrics: dict[str, Any] = {}
-    if is_usual(kind, "update_metrics") and has_usual_outputs(model, loss, data):
+    if is_known and is_usual(kind, "update_metrics") and has_usual_outputs(model, loss, data):
         dims = len(data.target_shape)
         usual = default_metrics(
             data.kind, data.target_scale, target_dims=dims, num_classes=data.num_classes
@@ -221,8 +242,8 @@ def build_metrics(
     for name, node in cfg.metrics.items():
         key = f"metrics.{name}"
         if state is not None:
-            check_size(key, node, num_classes=data.num_classes)
-        metrics[name] = build(key, node, num_classes=data.num_classes)
+            check_size(key, node, **sizes(data))
+        metrics[name] = build(key, node, **sizes(data))
     return metrics
 
 

@@ -1,0 +1,136 @@
+"""The order of samples, and what each process gets of a batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.data import settings
+from stoker.trainer import launch
+from stoker.trainer.errors import UserError
+from stoker.trainer.loading import Seekable
+from stoker.trainer.seeding import mix_seed
+
+WINDOW = 256  # blocks that are shuffled together
+
+Limit = int | float | None
+
+
+def permutation(n: int, seed: int, epoch: int, block: int = 1) -> Tensor:
+    """Return the order of the n samples in this epoch, int64 on the CPU.
+
+    With `block` > 1, that many neighbours stay near each other: the blocks are permuted, and then
+    the samples within each WINDOW of blocks.
+    """
+    generator = torch.Generator().manual_seed(mix_seed(seed, "order", epoch))
+    if block == 1:
+        return torch.randperm(n, generator=generator)
+    blocks = torch.randperm(-(-n // block), generator=generator)
+    order = (blocks.unsqueeze(1) * block + torch.arange(block)).view(-1)
+    shuffled = []
+    for window in order[order < n].split(WINDOW * block):
+        shuffled.append(window[torch.randperm(len(window), generator=generator)])
+    return torch.cat(shuffled)
+
+
+def limited(n: int, limit: Limit, part: str) -> int:
+    """Return how many of n samples a pass over a part takes: `limit` is a share or a number."""
+    if limit is None:
+        return n
+    if isinstance(limit, float):
+        return max(1, round(limit * n))
+    if limit > n:
+        raise UserError(
+            f"limit_{part}={limit}: there are only {n:,} samples. Leave it out, or type a lower "
+            "number."
+        )
+    return limit
+
+
+class Ordered(Seekable):
+    """The order of a part's samples, and this process's part of each batch.
+
+    Without `shuffle` the order is the part's. With a `limit`, a share or a number of samples, an
+    epoch takes the first ones of its order; without `shuffle` it takes the same random ones each
+    time. Where several processes train together, each gets its part of every batch: samples rank,
+    rank + ranks, ... of the `global_size` samples of the whole batch.
+    """
+
+    global_size: int | None = None  # samples of the batch given last, over all processes
+    neighbours: Tensor | None = None
+
+    def __init__(
+        self,
+        split: Any,
+        name: str,
+        batch_size: int,
+        *,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        limit: Limit = None,
+    ) -> None:
+        self.split = split
+        self.whole = len(split)
+        self.samples = limited(self.whole, limit, "train" if shuffle else "val")
+        self.block: int = getattr(split, "block", 1)
+        if self.block > 1:
+            self.neighbours = split.neighbours()
+        settings.check("batch_size" if shuffle else "eval_batch_size", batch_size)
+        if shuffle and batch_size > self.samples:
+            if drop_last:
+                raise UserError(
+                    f"batch_size={batch_size}: {name} has only {self.samples} training "
+                    "samples, and drop_last=true drops them.\n"
+                    f"Type drop_last=false, or a batch_size of at most {self.samples}."
+                )
+            batch_size = self.samples
+        self.batch_size = batch_size
+        self.device = torch.device(device)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.mine = slice(launch.rank(), None, launch.world_size())
+        if shuffle:
+            self._check_share(launch.world_size())
+
+    def __len__(self) -> int:
+        if self.drop_last:
+            return self.samples // self.batch_size
+        return -(-self.samples // self.batch_size)
+
+    def _check_share(self, ranks: int) -> None:
+        """Check that every process has at least one sample of each training batch."""
+        last = 0 if self.drop_last else self.samples % self.batch_size
+        if self.batch_size < ranks:
+            raise UserError(
+                f"batch_size={self.batch_size}: {ranks} processes cannot share such a batch. "
+                f"Type batch_size={ranks} or more, or start fewer."
+            )
+        if 0 < last < ranks:
+            raise UserError(
+                f"batch_size={self.batch_size}: the last batch of an epoch has {last}, "
+                f"fewer samples than the {ranks} processes.\n"
+                "Type drop_last=true, or another batch_size."
+            )
+
+    def order(self, epoch: int) -> Tensor:
+        """Return the indices of the split in the order of this epoch, int64 on the CPU."""
+        if not self.shuffle:
+            if self.samples == self.whole:
+                return torch.arange(self.whole)
+            chosen = permutation(self.whole, self.seed, 0)[: self.samples]
+            return chosen.sort().values
+        order = permutation(self.whole, self.seed, epoch, self.block)[: self.samples]
+        return order if self.neighbours is None else self.neighbours[order]
+
+    def whole_batches(self, epoch: int, position: int) -> Sequence[Tensor]:
+        """Return the indices of the batches of this epoch from number `position` on."""
+        order = self.order(epoch)[position * self.batch_size : len(self) * self.batch_size]
+        return order.split(self.batch_size) if len(order) else ()
+
+    def close(self) -> None:
+        """Let go of the data and end the workers; the loader is of no use after this."""
+        raise NotImplementedError

@@ -1,0 +1,243 @@
+"""Data sets of any samples: whatever a torch data set, an iterable or a loader gives.
+
+The parts of a Data of kind "other". Only their order and their batches are known here.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from stoker.data import settings
+from stoker.data.order import Limit, Ordered
+from stoker.data.record import Data
+from stoker.data.splits import DatasetSplit
+from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers, whole_of
+from stoker.trainer import launch
+from stoker.trainer.copies import UNIFIED
+from stoker.trainer.errors import UserError, cause, kind_of
+from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
+
+AHEAD = 2  # batches that each worker prepares
+
+Collate = Callable[[list[Any]], Any]
+
+
+def data_of(name: str, parts: Mapping[str, Any]) -> Data:
+    """Return the Data of {"train": ..., "val": ..., "test": ...}.
+
+    Each part is a map-style torch data set, an IterableDataset, or a loader: any iterable of
+    batches. All but train may be missing or None, and further keys are validation parts. Data sets
+    of (tensor, class) that have `classes` and `targets`, as torchvision's, are a classification;
+    anything else is of kind "other".
+
+    Raises:
+        UserError: There is no training part, or a part gives neither samples nor batches.
+    """
+    if parts.get("train") is None:
+        raise UserError(
+            f"dataset: {name} returns {kind_of(parts)} without train. "
+            'Return {"train": ..., "val": ..., "test": ...}; only train has to be there.'
+        )
+    for key, part in parts.items():
+        if not isinstance(key, str) or not key.isidentifier():
+            raise UserError(f"dataset: {name} names a part {key!r}. Take letters, digits and _.")
+        is_batch = isinstance(part, (str, bytes, Mapping, torch.Tensor))
+        if part is not None and (is_batch or not (has_samples(part) or hasattr(part, "__iter__"))):
+            raise UserError(
+                f"dataset: {name} returns {kind_of(part)} as {key}. "
+                "Give a torch Dataset, an IterableDataset or a loader."
+            )
+    given = {key: part for key, part in parts.items() if part is not None}
+    facts: dict[str, Any] = {"kind": "other"}
+    if all(map(is_labelled, given.values())):
+        inputs, _ = given["train"][0]
+        classes = [str(label) for label in whole_of(given["train"]).classes]
+        facts = {"in_shape": inputs.shape, "num_classes": len(classes), "classes": classes}
+        given = {key: DatasetSplit(part, targets_of(part)) for key, part in given.items()}
+    usual = {key: given.pop(key, None) for key in ("train", "val", "test")}
+    return Data(name, **usual, more_val=given, **facts)
+
+
+def has_samples(part: Any) -> bool:
+    """Return whether this is a map-style data set, whose samples have numbers."""
+    is_sized = hasattr(part, "__len__") and hasattr(part, "__getitem__")
+    return is_sized and not isinstance(part, IterableDataset)
+
+
+def targets_of(dataset: Any) -> Any:
+    """Return the `targets` of a data set, or of the one that a torch Subset is a part of."""
+    if isinstance(dataset, torch.utils.data.Subset):
+        targets = targets_of(dataset.dataset)
+        return None if targets is None else [targets[i] for i in dataset.indices]
+    return getattr(dataset, "targets", None)
+
+
+def is_labelled(part: Any) -> bool:
+    """Return whether this is a data set of (tensor, class) with the names of its classes."""
+    if not has_samples(part) or hasattr(part, "collate_fn") or len(part) == 0:
+        return False
+    if not hasattr(whole_of(part), "classes") or targets_of(part) is None:
+        return False
+    with random_stream():
+        sample = part[0]
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+        return False
+    inputs, label = sample
+    is_class = isinstance(label, int) or (isinstance(label, torch.Tensor) and not label.ndim)
+    return isinstance(inputs, torch.Tensor) and inputs.ndim > 0 and is_class
+
+
+def make_loader(
+    part: Any,
+    name: str,
+    batch_size: int,
+    *,
+    workers: str | int = "auto",
+    timeout: float = TIMEOUT,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    drop_last: bool = False,
+    limit: Limit = None,
+    shuffle: bool = False,
+) -> Any:
+    """Return a loader of a part of any samples: a SampleLoader if they have numbers.
+
+    An IterableDataset becomes a DataLoader, by default without workers, each of which would read
+    all of it. A loader of your own stays as it is, with its first batches alone if there is a
+    limit.
+    """
+    if has_samples(part):
+        count = choose_workers(part, batch_size) if workers == "auto" else int(workers)
+        return SampleLoader(
+            part,
+            name,
+            batch_size,
+            workers=count,
+            timeout=timeout,
+            device=device,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            limit=limit,
+        )
+    if isinstance(part, IterableDataset):
+        count = 0 if workers == "auto" else int(workers)
+        part = DataLoader(
+            part,
+            batch_size,
+            collate_fn=getattr(part, "collate_fn", None),
+            drop_last=drop_last,
+            num_workers=count,
+            timeout=timeout if count else 0,
+            pin_memory=torch.device(device).type not in UNIFIED,
+        )
+    return part if limit is None else FirstBatches(part, limit, "train" if shuffle else "val")
+
+
+class FirstBatches:
+    """The first batches of a loader: a share of them, or those of a number of samples."""
+
+    def __init__(self, loader: Any, limit: Limit, part: str) -> None:
+        self.loader = loader
+        self.batch_size: int | None = getattr(loader, "batch_size", None)
+        lacks = ""
+        if isinstance(limit, float):
+            if not hasattr(loader, "__len__"):
+                lacks = "length, so a share of it is not known"
+            else:
+                self.count = max(1, round(limit * len(loader)))
+        elif self.batch_size is None:
+            lacks = "batch_size, so the batches of so many samples are not known"
+        elif limit is not None:
+            self.count = -(-limit // self.batch_size)
+        if lacks:
+            raise UserError(
+                f"limit_{part}={limit}: this {type(loader).__name__} has no {lacks}. Leave it out."
+            )
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.loader, self.count)
+
+
+class SampleLoader(Ordered):
+    """Batches of a map-style data set, made by its `collate_fn` or by torch's `default_collate`.
+
+    A batch is a function of (seed, epoch, number of the batch) alone. What a sample draws is a
+    function of (seed, epoch, index), so neither workers nor the number of processes change it; only
+    what a `collate_fn` draws is another in each process. In evaluations the epoch is 0.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        name: str,
+        batch_size: int,
+        *,
+        workers: int = 0,
+        timeout: float = TIMEOUT,
+        **options: Any,
+    ) -> None:
+        if len(dataset) == 0:
+            raise UserError(f"{name} is empty.")
+        super().__init__(dataset, name, batch_size, **options)
+        self.workers = Workers(
+            SampleReader(dataset, name, workers, self.seed),
+            workers,
+            timeout=settings.check("dataset.timeout", timeout),
+            ahead=AHEAD,
+            pin_memory=self.device.type not in UNIFIED,
+        )
+
+    def batches(self, epoch: int, position: int) -> Iterator[Any]:
+        """Yield the batches of this epoch from number `position` on."""
+        whole = self.whole_batches(epoch, position)
+        plan = []
+        for samples in whole:
+            # Without a sample of the batch, a process gets one that is lent: see
+            # parallel.has_samples.
+            mine = samples[self.mine] if len(samples) > launch.rank() else samples[:1]
+            plan.append((epoch if self.shuffle else 0, mine.tolist()))
+        for samples, batch in zip(whole, self.workers.read(plan), strict=True):
+            self.global_size = len(samples)
+            yield batch
+
+    def close(self) -> None:
+        self.split = None
+        self.workers.close()
+
+
+class SampleReader(Reader):
+    """Reads samples one by one, each with random streams of its own, and makes a batch of them."""
+
+    def __init__(self, dataset: Any, part: str, workers: int, seed: int) -> None:
+        super().__init__(dataset, part, workers)
+        self.seed = seed
+        self.collate: Collate = getattr(dataset, "collate_fn", None) or default_collate
+
+    def _read(self, epoch: int, indices: list[int]) -> Any:
+        with random_stream():
+            samples = []
+            for index in indices:
+                seed_generators(CPU, mix_seed("sample", self.seed, epoch, index))
+                samples.append(self.split[index])
+            seed_generators(CPU, mix_seed("collate", self.seed, epoch, indices[0]))
+            try:
+                return self.collate(samples)
+            except Exception as error:
+                if self.collate is not default_collate:
+                    raise
+                dataset = type(self.split).__name__
+                raise UserError(
+                    f"{self.part}: its samples do not make a batch, {cause(error)}.\n"
+                    f"Give {dataset} a collate_fn(samples), which makes a batch of a list of "
+                    "samples, or let it return tensors of one shape."
+                ) from error
+
+    def _name(self, index: int) -> str:
+        return str(index)
