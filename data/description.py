@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stoker.trainer.errors import first_few, printable
+from stoker.trainer.loading import length_of
 
 KINDS = ("classification", "regression", "other")
 KEYS = (
@@ -175,9 +176,10 @@ def _are_numbers(values: object, positive: bool = False) -> bool:
 
 def samples_in(loader: Any) -> int | None:
     """Return the number of samples of a loader; None if nobody knows it."""
-    samples: int | None = getattr(loader, "samples", None)
-    length = getattr(getattr(loader, "dataset", None), "__len__", None)
-    return length() if samples is None and length is not None else samples
+    if hasattr(loader, "samples"):
+        samples: int | None = loader.samples
+        return samples
+    return length_of(getattr(loader, "dataset", None))
 
 
 def data_line(data: Any, loaders: Mapping[str, Any], why: str, whole: bool = False) -> str:

@@ -20,6 +20,7 @@ from stoker.trainer.errors import (
     first_few,
     printable,
 )
+from stoker.trainer.loading import length_of
 from stoker.trainer.losses import IGNORED
 from stoker.trainer.seeding import random_stream
 
@@ -319,7 +320,7 @@ def fingerprint(data: Data) -> str:
     start = repr((data.in_shape, data.num_classes, data.kind))
     state = hashlib.blake2b(start.encode(), digest_size=16)
     for part in (data.train, data.val, *data.more_val.values()):
-        state.update(f"{_size(part)} ".encode())
+        state.update(f"{0 if part is None else length_of(part)} ".encode())
         for tensor in (getattr(part, "inputs", None), getattr(part, "targets", None)):
             if isinstance(tensor, Tensor):
                 state.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -330,16 +331,6 @@ def fingerprint(data: Data) -> str:
         if feed is not None:
             feed(state)
     return state.hexdigest()
-
-
-def _size(part: Any) -> int | None:
-    """Return the length of a part: 0 without one, None if nobody knows it."""
-    if part is None:
-        return 0
-    try:
-        return len(part)
-    except TypeError:
-        return None
 
 
 def _per_channel(key: str, values: Any, channels: int) -> list[float] | None:

@@ -18,6 +18,7 @@ from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers, whole_
 from stoker.trainer import launch
 from stoker.trainer.copies import UNIFIED
 from stoker.trainer.errors import UserError, cause, kind_of
+from stoker.trainer.loading import IterableLoader, length_of
 from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
 
 AHEAD = 2  # batches that each worker prepares
@@ -64,7 +65,12 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
 def has_samples(part: Any) -> bool:
     """Return whether this is a map-style data set, whose samples have numbers."""
     is_sized = hasattr(part, "__len__") and hasattr(part, "__getitem__")
-    return is_sized and not isinstance(part, IterableDataset)
+    return is_sized and not is_stream(part)
+
+
+def is_stream(part: Any) -> bool:
+    """Return whether this is an IterableDataset, which gives samples one after another."""
+    return isinstance(part, IterableDataset)
 
 
 def targets_of(dataset: Any) -> Any:
@@ -106,8 +112,8 @@ def make_loader(
     """Return a loader of a part of any samples: a SampleLoader if they have numbers.
 
     An IterableDataset becomes a DataLoader, by default without workers, each of which would read
-    all of it. A loader of your own stays as it is, with its first batches alone if there is a
-    limit.
+    all of it. A loader of your own stays as it is. With a limit, an evaluation takes its first
+    batches, and an epoch goes on where the last one stopped reading.
     """
     if has_samples(part):
         count = choose_workers(part, batch_size) if workers == "auto" else int(workers)
@@ -123,7 +129,7 @@ def make_loader(
             drop_last=drop_last,
             limit=limit,
         )
-    if isinstance(part, IterableDataset):
+    if is_stream(part):
         count = 0 if workers == "auto" else int(workers)
         part = DataLoader(
             part,
@@ -134,29 +140,39 @@ def make_loader(
             timeout=timeout if count else 0,
             pin_memory=torch.device(device).type not in UNIFIED,
         )
-    return part if limit is None else FirstBatches(part, limit, "train" if shuffle else "val")
+    if limit is None:
+        return part
+    if shuffle:
+        return IterableLoader(part, steps_per_epoch=batches_in(part, limit, "train"))
+    return FirstBatches(part, batches_in(part, limit, "val"))
+
+
+def batches_in(loader: Any, limit: Limit, part: str) -> int:
+    """Return how many batches of a loader a share or a number of samples is.
+
+    Raises:
+        UserError: The loader does not tell its length, or the size of its batches.
+    """
+    if isinstance(limit, int):
+        size: int | None = getattr(loader, "batch_size", None)
+        lacks = "batch_size. Type a share, such as 0.1."
+        if size is not None:
+            return -(-limit // size)
+    else:
+        length = length_of(loader)
+        lacks = "len(). Type a number of samples."
+        if length is not None and limit is not None:
+            return max(1, round(limit * length))
+    raise UserError(f"limit_{part}={limit}: this {type(loader).__name__} has no {lacks}")
 
 
 class FirstBatches:
-    """The first batches of a loader: a share of them, or those of a number of samples."""
+    """The first batches of a loader of your own."""
 
-    def __init__(self, loader: Any, limit: Limit, part: str) -> None:
+    def __init__(self, loader: Any, count: int) -> None:
         self.loader = loader
+        self.count = count
         self.batch_size: int | None = getattr(loader, "batch_size", None)
-        lacks = ""
-        if isinstance(limit, float):
-            if not hasattr(loader, "__len__"):
-                lacks = "length, so a share of it is not known"
-            else:
-                self.count = max(1, round(limit * len(loader)))
-        elif self.batch_size is None:
-            lacks = "batch_size, so the batches of so many samples are not known"
-        elif limit is not None:
-            self.count = -(-limit // self.batch_size)
-        if lacks:
-            raise UserError(
-                f"limit_{part}={limit}: this {type(loader).__name__} has no {lacks}. Leave it out."
-            )
 
     def __len__(self) -> int:
         return self.count

@@ -1,31 +1,34 @@
 """The limits of the loaders' arguments and the names of the augmentations, known without torch."""
 
-import functools
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from stoker.trainer.errors import UserError, as_typed, did_you_mean
-from stoker.trainer.settings import COUNT, Checked, Choice, Limit, Number
+from stoker.trainer.settings import COUNT, Choice, Limit, Number
 
 AUGMENTATIONS = ("flip", "shift", "crop", "cutout", "mixup", "cutmix")
 
 
-def check_limit(key: str, value: Any) -> Any:
-    """Return the share or the number of samples, or None; UserError otherwise."""
-    if isinstance(value, float) and 0 < value <= 1:
-        return value
-    if value is None or (type(value) is int and value > 0):
-        return value
-    raise UserError(
-        f"{key}={as_typed(value)}: give a share above 0 and up to 1.0, or a number of samples."
-    )
+@dataclasses.dataclass(frozen=True)
+class ShareOrCount:
+    """A share of the samples (0.1), a number of them, or None."""
+
+    def check(self, key: str, value: Any) -> Any:
+        is_share = isinstance(value, float) and 0 < value <= 1
+        is_count = type(value) is int and value > 0
+        if value is None or is_share or is_count:
+            return value
+        raise UserError(
+            f"{key}={as_typed(value)}: give a share above 0 and up to 1.0, or a number of samples."
+        )
 
 
 LIMITS: Mapping[str, Limit] = {
     "batch_size": COUNT,
     "eval_batch_size": COUNT,
-    "limit_train": Checked(functools.partial(check_limit, "limit_train")),
-    "limit_val": Checked(functools.partial(check_limit, "limit_val")),
+    "limit_train": ShareOrCount(),
+    "limit_val": ShareOrCount(),
     "dataset.resident": Choice(("auto", True, False)),
     "dataset.workers": Number(whole=True, least=0, auto=True),
     "dataset.timeout": Number(least=0),

@@ -119,7 +119,10 @@ def test_a_loss_may_be_the_function_itself_or_make_one(project):
 @pytest.mark.parametrize(
     ("key", "answer"),
     [
-        ("dataset", "an int, not a stoker.data.record.Data."),
+        (
+            "dataset",
+            'an int, not a stoker.data.record.Data, or {"train": ..., "val": ..., "test": ...}.',
+        ),
         ("loss", "an int, not a function of (outputs, targets)."),
         ("metrics.five", "an int, not an object with update, compute and reset."),
     ],

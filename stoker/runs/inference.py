@@ -192,7 +192,7 @@ def tested(config: dict[str, Any], state: State, about: Description) -> torch.nn
     if not isinstance(weights, dict) or not all(map(torch.is_tensor, weights.values())):
         raise UserError("its checkpoint has no weights of a model.")
     sizes = {}
-    if about["kind"] != "other":
+    if about.get("kind") != "other":
         sizes = {"in_shape": tuple(about["in_shape"]), "num_classes": about["num_classes"]}
     build.without_downloads("model", config["model"])
     build.check_size("model", config["model"], weights, **sizes)

@@ -24,6 +24,7 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
             f"eval_every={cfg.eval_every}: there is no validation part to evaluate. Leave it out, "
             "or type dataset.val_fraction=0.1."
         )
+    check_own_loaders(cfg, parts, typed)
     for name, metric in parts.trainer.metrics.items():
         is_typed = f"metrics.{name}.k" in typed
         classes = parts.data.num_classes
@@ -32,6 +33,25 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
                 f"metrics.{name}.k={metric.k}: one of {parts.data.num_classes} classes is always "
                 f"among them. Type metrics.{name}.k={parts.data.num_classes - 1} or less."
             )
+
+
+def check_own_loaders(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
+    """Raise UserError for a typed setting that a loader of your own has decided itself."""
+    from stoker.data.samples import has_samples, is_stream
+
+    if parts.data.kind != "other":
+        return
+    keys = {"train": ("batch_size", "drop_last"), "val": ("eval_batch_size",)}
+    for part, for_part in keys.items():
+        given = parts.data.parts().get(part)
+        if given is None or has_samples(given) or is_stream(given):
+            continue
+        for key in (*for_part, "dataset.workers", "dataset.timeout"):
+            if key in typed:
+                raise UserError(
+                    f"{key}={OmegaConf.select(cfg, key)}: {part} is a {type(given).__name__} of "
+                    "your own, which decides that itself. Leave it out, or return the data set."
+                )
 
 
 def check_length(cfg: DictConfig, parts: "Parts", typed: set[str]) -> None:
