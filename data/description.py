@@ -25,6 +25,7 @@ KEYS = (
     "target_scale",
     "table",
     "tokens",
+    "resize",
 )
 TOKENS = ("characters", "bytes", "ids")  # what a text consists of
 # The most numbers in one sample, and the most classes.
@@ -90,6 +91,9 @@ def _has_form(about: Any) -> bool:
     if kind not in KINDS or not isinstance(about["dataset"], str):
         return False
     if not isinstance(getattr(torch, about["dtype"]), torch.dtype):
+        return False
+    resize = about.get("resize")
+    if not (resize is None or isinstance(resize, bool) or _is_size(resize)):
         return False
     if classes is not None:
         if kind != "classification" or not _are(str, classes):

@@ -67,6 +67,7 @@ MOST_MEASURED = 5000  # images from which mean and deviation are computed
 def image_folder(
     root: str,
     size: int | None = None,
+    resize: int | None = None,
     channels: int = 3,
     val_fraction: float = 0.1,
     test_fraction: float = 0.1,
@@ -83,17 +84,26 @@ def image_folder(
     `val` may be called valid or validation. A part that has no folder is cut from the training
     images. Read are the files of torchvision's ImageFolder, and .gif; what is left out is counted
     in a warning. `size`: null means that all images have the size of the first; a whole number of
-    at most 4,096 resizes them to size x size. `mean` and `std`: null means that they are measured
-    on (at most 5,000 of) the training images. `cache` keeps what was decoded: auto (below
-    ~/.cache), false, or a folder; see data/cache.py. `on_bad_sample`: "skip" tries every image once
-    and leaves out those that cannot be read; with "error" they are met later. `trained`: the
-    description of a run's data, for an evaluation. One class is enough then, and where `size` is
-    null, images of another size are resized to the run's, if that is square.
+    at most 4,096 resizes them to size x size; with `resize`, their shorter side is resized to that
+    many pixels and the middle is cut out, as torchvision's Resize and CenterCrop do. `mean` and
+    `std`: null means that they are measured on (at most 5,000 of) the training images. `cache`
+    keeps what was decoded: auto (below ~/.cache), false, or a folder; see data/cache.py.
+    `on_bad_sample`: "skip" tries every image once and leaves out those that cannot be read; with
+    "error" they are met later. `trained`: the description of a run's data, for an evaluation. One
+    class is enough then, and where `size` is null, images of another size are resized to the run's,
+    if that is square.
     """
     import PIL
 
     check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
     check_number("dataset.size", size, whole=True, least=1, most=MOST_SIZE, optional=True)
+    if resize is not None:
+        if size is None:
+            raise UserError(
+                f"dataset.resize={resize}: type dataset.size as well, the pixels of the middle "
+                "that is cut out."
+            )
+        check_number("dataset.resize", resize, whole=True, least=size, most=MOST_SIZE)
     if check_number("dataset.channels", channels, whole=True) not in (1, 3):
         raise UserError(f"dataset.channels={channels}: give 3 (colour) or 1 (grey).")
     named = isinstance(cache, str) and cache != ""
@@ -107,15 +117,16 @@ def image_folder(
         val_fraction=0 if "val" in listed else val_fraction,
         test_fraction=0 if "test" in listed else test_fraction,
     )
-    shape, resize = _choose_shape(listed["train"][0], size, trained, skip)
+    shape, is_resized = _choose_shape(listed["train"][0], size, trained, skip)
+    form = resize or is_resized
     images = sum(len(files) for files, _ in listed.values())
     about = {
         "root": os.path.realpath(root),
         "images": images,
         "shape": [channels, *shape],
-        "resized": resize,
+        "resized": form,
     }
-    state.update(f"{[channels, *shape]} {resize} {images} {VERSION} {PIL.__version__}".encode())
+    state.update(f"{[channels, *shape]} {form} {images} {VERSION} {PIL.__version__}".encode())
     pixels, place = open_cache(cache, state.hexdigest(), about)
     splits = {}
     used = 0
@@ -126,7 +137,7 @@ def image_folder(
             # fair sample.
             generator = torch.Generator().manual_seed(mix_seed("slots"))
             slots = torch.randperm(len(files), generator=generator)
-        splits[name] = ImageSplit(files, targets, shape, channels, resize, pixels, slots, place)
+        splits[name] = ImageSplit(files, targets, shape, channels, form, pixels, slots, place)
         used += len(files)
     if skip:
         splits = _without_broken(splits, classes)
@@ -456,8 +467,8 @@ class ImageSplit:
     """Image files as uint8 (channels, H, W), read from `cache` if they are in it, else decoded and
     put there.
 
-    `size`: the (H, W) that all images have, or are resized to with `resize`. `slots`: the places of
-    the samples in the cache; `place` says where that is, for people.
+    `size`: the (H, W) that all images have, or are resized to: see `decode_image`. `slots`: the
+    places of the samples in the cache; `place` says where that is, for people.
     """
 
     dtype = torch.uint8
@@ -466,7 +477,7 @@ class ImageSplit:
     targets: Tensor
     size: tuple[int, int]
     channels: int
-    resize: bool = False
+    resize: bool | int = False
     cache: PixelCache | None = None
     slots: Any = None
     place: str = ""
@@ -491,6 +502,11 @@ class ImageSplit:
         if isinstance(index, int):
             return self.read([index])[0], self.targets[index]
         return self.read(index), self.targets[index]
+
+    def originals(self, indices: list[int]) -> tuple[list[Tensor], Tensor]:
+        """Return the pixels of these samples as their files have them, whatever the size."""
+        images = [decode_image(self.files[i], None, self.channels) for i in indices]
+        return images, self.targets[indices]
 
     def take(self, indices: Tensor) -> "ImageSplit":
         """Return the ImageSplit of these samples."""
@@ -589,18 +605,21 @@ class BrokenImage(UserError):
     """An image file that cannot be read."""
 
 
-def decode_image(file: str, size: Sequence[int], channels: int, resize: bool = False) -> Tensor:
+def decode_image(
+    file: str, size: Sequence[int] | None, channels: int, resize: bool | int = False
+) -> Tensor:
     """Decode an image to uint8 (channels, H, W), turned as its camera was held: grey for 1 channel,
     RGB for 3.
 
-    `size` is (H, W): what the image has to have, or with `resize` is resized to. BrokenImage for a
+    `size` is (H, W): what the image has to have, or with `resize` is resized to, None for any. A
+    number resizes the shorter side to that, and cuts `size` out of the middle. BrokenImage for a
     file that cannot be read, UserError for an image of another size.
     """
     from PIL import Image, ImageOps
 
-    height, width = size
     with open_image(file) as image:
-        if resize:
+        height, width = size or (image.height, image.width)
+        if resize is True:
             # A large JPEG is decoded at the nearest scale above.
             image.draft(None, (2 * width, 2 * height))
         ImageOps.exif_transpose(image, in_place=True)
@@ -610,7 +629,11 @@ def decode_image(file: str, size: Sequence[int], channels: int, resize: bool = F
             # 16 bits, of which `convert` would take all above 255 for white.
             image = image.point(lambda level: level * (1 / 256))
         image = image.convert("L" if channels == 1 else "RGB")
-        if resize and image.size != (width, height):
+        if size is None:
+            width, height = image.size
+        elif resize is not True and resize:
+            image = _middle(image, resize, height, width)
+        elif resize and image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
     if image.size != (width, height):
         raise UserError(
@@ -620,6 +643,22 @@ def decode_image(file: str, size: Sequence[int], channels: int, resize: bool = F
         )
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(height, width, channels).permute(2, 0, 1)
+
+
+def _middle(image: "Image", shorter: int, height: int, width: int) -> "Image":
+    """Resize the shorter side, and cut out the middle; to the pixel as torchvision's Resize and
+    CenterCrop of an image of Pillow.
+    """
+    from PIL.Image import Resampling
+
+    least = min(image.size)
+    sides = [int(shorter * side / least) for side in image.size]
+    if max(sides) > 4 * MOST_SIZE:
+        raise ValueError(f"it has {image.height}x{image.width} pixels, which is too narrow")
+    image = image.resize((sides[0], sides[1]), Resampling.BILINEAR)
+    left = round((sides[0] - width) / 2)
+    top = round((sides[1] - height) / 2)
+    return image.crop((left, top, left + width, top + height))
 
 
 @contextlib.contextmanager

@@ -136,6 +136,7 @@ class Data:
             "target_scale": torch.as_tensor(self.target_scale, dtype=torch.float64).tolist(),
             "table": self.table,
             "tokens": self.tokens,
+            "resize": getattr(self.train, "resize", None),  # of image files, see decode_image
         }
 
     def prepare_as(self, about: Description) -> None:

@@ -2,6 +2,7 @@
 answer.
 """
 
+import itertools
 import os
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 
 from stoker.data import images
+from stoker.data.description import is_description
 from stoker.data.images import ImageSplit
 from stoker.data.loader import make_loaders
 from stoker.data.record import fingerprint
+from stoker.runs import inference
 from stoker.trainer.errors import UserError
+from stoker.trainer.seeding import mix_seed
 
 ROOT = os.environ.get("DATA_ROOT", "")
 
@@ -360,3 +364,51 @@ def test_photographs_are_decoded_as_torchvision_does():
     )
     for file, image in zip(some.files, some.tensors()[0], strict=True):
         assert torch.equal(image, functional.pil_to_tensor(Image.open(file)))
+
+
+def test_the_usual_pipeline_of_imagenet_is_that_of_torchvision(tmp_path):
+    """Evaluated are Resize and CenterCrop; trained is RandomResizedCrop of the whole photograph."""
+    torchvision = pytest.importorskip("torchvision")
+    from PIL import Image
+    from torchvision.transforms import v2
+
+    generator = torch.Generator().manual_seed(0)
+    for part, name in itertools.product(("train", "val"), ("a", "b")):
+        (tmp_path / part / name).mkdir(parents=True)
+        for i, size in enumerate([(50, 37), (33, 60), (41, 41)]):
+            coarse = torch.rand(1, 3, 5, 5, generator=generator)
+            pixels = torch.nn.functional.interpolate(coarse, size, mode="bilinear")[0] * 255
+            image = v2.functional.to_pil_image(pixels.to(torch.uint8))
+            image.save(tmp_path / part / name / f"{i}.jpg")
+    crop = v2.RandomResizedCrop(24)
+    data = images.image_folder(
+        str(tmp_path), size=24, resize=28, cache=str(tmp_path / "cache"), test_fraction=0
+    )
+    loaders, _ = make_loaders(data, batch_size=4, augment=[crop, "flip"], seed=5)
+    for split, loader in zip(("train", "val"), loaders, strict=False):
+        original = torchvision.datasets.ImageFolder(tmp_path / split)
+        usual = v2.Compose([v2.Resize(28), v2.CenterCrop(24), v2.PILToTensor()])
+        expected = torch.stack([usual(image) for image, _ in original])
+        part = data.parts()[split]
+        assert torch.equal(part[list(range(6))][0], expected)
+        if split == "val":
+            batches = torch.cat([inputs for inputs, _ in loader])
+            assert torch.equal(batches, loader.augment.normalize(expected))
+            continue
+        for index, given in zip(
+            loader.order(0).tolist(), torch.cat([x for x, _ in loader]), strict=True
+        ):
+            torch.manual_seed(mix_seed("transform", 5, 0, index))
+            cropped = loader.augment.normalize(
+                crop(v2.functional.pil_to_tensor(original[index][0]))
+            )
+            assert torch.equal(given, cropped) or torch.equal(given, cropped.flip(2))
+    about = data.description()
+    assert is_description(about) and about["resize"] == 28
+    file = tmp_path / "val" / "a" / "0.jpg"
+    ((_, inputs),) = inference.image_batches(str(file), about, 1, skip=False)
+    assert torch.equal(inputs[0], expected[0]) and Image.open(file).size == (37, 50)
+    with pytest.raises(UserError, match="dataset.resize=28: type dataset.size as well"):
+        images.image_folder(str(tmp_path), resize=28)
+    with pytest.raises(UserError, match="dataset.resize=20"):
+        images.image_folder(str(tmp_path), size=24, resize=20)

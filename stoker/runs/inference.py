@@ -252,7 +252,7 @@ def predict(
         batches = tables.read_batches(path, about["table"], size, **reading)
     elif card.is_image(about):
         key = "file"
-        batches = image_batches(path, about["in_shape"], size, skip)
+        batches = image_batches(path, about, size, skip)
     else:
         raise UserError(
             f"input={printable(path)}: the run was trained on {about['dataset']}, "
@@ -300,12 +300,13 @@ def answers(outputs: Tensor, about: Description) -> Iterator[Row]:
 
 
 def image_batches(
-    path: str, in_shape: Sequence[int], size: int, skip: bool
+    path: str, about: Description, size: int, skip: bool
 ) -> Iterator[tuple[Sequence[str], Tensor]]:
     """Yield (paths, uint8 (N, C, H, W)) of one image or of those below a folder, resized."""
     if not os.path.exists(path):
         raise UserError(f"input={printable(path)}: there is no such file or folder.")
-    channels, *shape = in_shape
+    channels, *shape = about["in_shape"]
+    resize = about.get("resize") or True
     endings = ", ".join(images.IMAGE_ENDINGS)
     is_folder = os.path.isdir(path)
     files = images_below(path) if is_folder else iter([path])
@@ -314,7 +315,7 @@ def image_batches(
 
     def decode(file: str) -> Tensor | None:
         try:
-            return images.decode_image(file, shape, channels, resize=True)
+            return images.decode_image(file, shape, channels, resize)
         except images.BrokenImage as error:
             if not is_folder:
                 takes = f"The run takes an image, or a folder of images ({endings})"
