@@ -129,7 +129,7 @@ def _is_text(about: Any) -> bool:
         return False
     if about["tokens"] == "characters":
         return all(len(letter) == 1 for letter in about["classes"])
-    return about["tokens"] == "ids" or about["num_classes"] == 256
+    return bool(about["tokens"] == "ids" or about["num_classes"] == 256)
 
 
 def _is_table(table: Any) -> bool:

@@ -98,7 +98,7 @@ def text(
         form = BY_ENDING.get(os.path.splitext(path)[1].lower(), "characters")
     classes = None
     if form == "characters":
-        ids, classes = read_characters(path, trained and trained["classes"])
+        ids, classes = read_characters(path, trained["classes"] if trained else None)
         count = len(classes)
     else:
         ids = open_ids(path, form)
@@ -111,25 +111,34 @@ def text(
                 f"dataset.path={printable(path)}: these are {kind}, and the run was trained on "
                 f"{trained['tokens']}."
             )
-    splits: dict[str, TextSplit | None] = {}
-    sizes = [round(fraction * len(ids)) for fraction in fractions]
-    starts = np.cumsum([0, len(ids) - sum(sizes), *sizes]).tolist()
-    for number, name in enumerate(("train", "val", "test")):
-        part = ids[starts[number] : starts[number + 1]]
-        splits[name] = None
-        if number > 0 and fractions[number - 1] == 0:
-            continue
-        if len(part) <= length:
-            raise UserError(
-                f"dataset.length={length}: the {name} part of {printable(path)} has "
-                f"{len(part):,} of its {len(ids):,} tokens, and a window and its targets take "
-                f"{length + 1:,}.\nType a shorter dataset.length, or other fractions "
-                "(dataset.val_fraction, dataset.test_fraction; 0: no such part)."
-            )
-        every = stride if stride and name == "train" else length
-        splits[name] = TextSplit(part, length, every)
+    train, val, test = _parts(path, ids, fractions, length, stride or length)
     name = os.path.splitext(os.path.basename(path))[0]
-    return Data(name, **splits, in_shape=(length,), num_classes=count, classes=classes, tokens=kind)
+    return Data(name, train, val, test, (length,), count, classes=classes, tokens=kind)
+
+
+def _parts(
+    path: str, ids: Tokens, fractions: Sequence[float], length: int, stride: int
+) -> list[TextSplit | None]:
+    """Cut the text into the training, the validation and the test part, None for a fraction of 0.
+
+    UserError if a part has no whole window.
+    """
+    sizes = [round(fraction * len(ids)) for fraction in fractions]
+    sizes.insert(0, len(ids) - sum(sizes))
+    parts: list[TextSplit | None] = []
+    start = 0
+    for name, fraction, size in zip(("train", "val", "test"), (1, *fractions), sizes, strict=True):
+        if fraction > 0 and size <= length:
+            raise UserError(
+                f"dataset.length={length}: the {name} part has {size:,} of the {len(ids):,} tokens "
+                f"in {printable(path)}, and a window and its targets take {length + 1:,}.\n"
+                "Type a shorter dataset.length, or other fractions: dataset.val_fraction, "
+                "dataset.test_fraction (0: no such part)."
+            )
+        part = TextSplit(ids[start : start + size], length, length if parts else stride)
+        parts.append(part if fraction > 0 else None)
+        start += size
+    return parts
 
 
 def unreadable(path: str, reason: object) -> UserError:
@@ -174,7 +183,7 @@ def open_ids(path: str, form: str) -> Tokens:
     try:
         check_regular(os.stat(path), path)
         if form == "npy":
-            ids = np.load(path, mmap_mode="r", allow_pickle=False)
+            ids: Any = np.load(path, mmap_mode="r", allow_pickle=False)
         else:
             ids = np.memmap(path, np.dtype("uint8" if form == "bytes" else form), "r")
     except OSError as error:

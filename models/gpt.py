@@ -46,7 +46,8 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(num_classes, width)
         self.positions = nn.Embedding(self.length, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        blocks = [Block(width, heads, dropout) for _ in range(layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -54,8 +55,8 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
         # Each block adds two terms to the sum that runs through all of them.
-        for block in self.blocks:
-            for last in (block.attention.out, block.mlp[-2]):
+        for block in blocks:
+            for last in (block.attention.out, block.shrink):
                 nn.init.normal_(last.weight, std=INIT_STD / math.sqrt(2 * layers))
 
     def forward(self, inputs: Tensor, past: "list[Past] | None" = None) -> Tensor:
@@ -117,16 +118,14 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads, dropout)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width),
-            nn.GELU(),
-            nn.Linear(4 * width, width),
-            nn.Dropout(dropout),
-        )
+        self.widen = nn.Linear(width, 4 * width)
+        self.shrink = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, past: "Past | None" = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), past)
-        outputs: Tensor = x + self.mlp(self.mlp_norm(x))
+        hidden = functional.gelu(self.widen(self.mlp_norm(x)))
+        outputs: Tensor = x + self.dropout(self.shrink(hidden))
         return outputs
 
 

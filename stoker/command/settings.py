@@ -25,9 +25,9 @@ from stoker.trainer.settings import (
     check_strategy,
 )
 
-TASKS = ("train", "plan", "evaluate", "predict", "export", "lr_find")
+TASKS = ("train", "plan", "evaluate", "predict", "generate", "export", "lr_find")
 TRAINING = ("train", "plan", "lr_find")  # build what the config says; the others take a run
-WITH_RUN = ("evaluate", "predict", "export")
+WITH_RUN = ("evaluate", "predict", "generate", "export")
 TUNINGS = ("allocator", "threads")  # what `tune_process` may change for a training on the CPU
 FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
 
@@ -122,6 +122,10 @@ SETTINGS: Mapping[str, Setting] = {
     "input": Setting(TEXT, ("predict",), "any", path=True),
     "output": Setting(TEXT, ("predict", "export"), "any", path=True),
     "format": Setting(Choice(FORMATS), ("export",), "any"),
+    "prompt": Setting(TEXT, ("generate",), "any"),
+    "tokens": Setting(Number(whole=True, least=1, optional=True), ("generate",), "any"),
+    "temperature": Setting(Number(least=0, optional=True), ("generate",), "any"),
+    "top_k": Setting(Number(whole=True, least=1, optional=True), ("generate",), "any"),
     "profile": Setting(FLAG, ("train",), "any"),
     "overfit": Setting(Number(whole=True, least=1, optional=True), ("train",), "any"),
     "debug": Setting(FLAG, TASKS, "any"),
@@ -148,7 +152,7 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "monitor": Setting(TEXT),
     "monitor_mode": Setting(LIMITS["monitor_mode"]),
-    "seed": Setting(LIMITS["seed"]),
+    "seed": Setting(LIMITS["seed"], (*TRAINING, "generate")),
     # the machine
     "device": Setting(LIMITS["device"], TASKS, "any", local=True, debug="cpu"),
     "strategy": Setting(LIMITS["strategy"], resume="any", debug="single"),

@@ -14,6 +14,7 @@ from stoker.trainer.errors import UserError
 CONFIG = "config.yaml"
 RESULT = "result.json"
 METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"  # what a language model wrote at each evaluation
 WEIGHTS = "model.safetensors"  # the tested ones, to share
 EVALUATION = "evaluation.json"
 TYPED = (
@@ -22,7 +23,7 @@ TYPED = (
 # The files on how a run ended, removed when it resumes.
 ENDING = (RESULT, EVALUATION, "report.html")
 # The files that a run writes; a killed run may leave one half-written.
-WRITTEN = (METRICS, *ENDING, WEIGHTS, "model.md")
+WRITTEN = (METRICS, SAMPLES, *ENDING, WEIGHTS, "model.md")
 
 
 def claim(model: str, dataset: str) -> str:

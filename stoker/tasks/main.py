@@ -24,6 +24,7 @@ from stoker.tasks import job
 from stoker.tasks import train as training
 from stoker.tasks.evaluate import evaluate
 from stoker.tasks.export import export
+from stoker.tasks.generate import generate
 from stoker.tasks.lr_find import lr_find
 from stoker.tasks.new import new
 from stoker.tasks.overfit import overfit
@@ -38,6 +39,7 @@ TASKS: dict[str, Callable[[DictConfig], None]] = {
     "plan": plan,
     "evaluate": evaluate,
     "predict": predict,
+    "generate": generate,
     "export": export,
     "lr_find": lr_find,
 }

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -11,7 +12,9 @@ from stoker.command import ranks, settings
 from stoker.command.build import build, check_node, check_size, is_on
 from stoker.command.dotted import plain
 from stoker.command.trust import locate
+from stoker.runs import directory
 from stoker.sweeps import launchers
+from stoker.tasks.report import draws_report
 from stoker.trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -101,6 +104,7 @@ def building(
         report = str(init_from(model, cfg.init_from))
         print("init     " + report.replace("\n", "\n         "))
     metrics = build_metrics(cfg, model, loss, data, state)
+    callbacks = build_callbacks(cfg, [*samples(cfg, model, data), *more_callbacks])
     optimizer = build("optimizer", cfg.optimizer)
     scheduler = build("scheduler", cfg.scheduler)
     trainer = build(
@@ -109,7 +113,7 @@ def building(
         model=model,
         loss=loss,
         metrics=metrics,
-        callbacks=build_callbacks(cfg, more_callbacks),
+        callbacks=callbacks,
         optimizer=optimizer,
         scheduler=scheduler,
         device=str(device),
@@ -197,12 +201,17 @@ def build_model(
     cfg: DictConfig, data: "Data", state: Mapping[str, Any] | None
 ) -> tuple["torch.nn.Module", Any]:
     """Return the model and the loss; UserError if they are far larger than the checkpoint's."""
+    from stoker.trainer import losses
+
     shapes = sizes(data)
     if state is not None:
         check_size("loss", cfg.loss)
         check_size("model", cfg.model, state["model"], **shapes)
     model = build("model", cfg.model, **shapes)
-    return model, build("loss", cfg.loss)
+    loss = build("loss", cfg.loss)
+    if data.tokens is not None:
+        losses.take_rows(loss)
+    return model, loss
 
 
 def sizes(data: "Data") -> dict[str, Any]:
@@ -245,6 +254,16 @@ def build_metrics(
             check_size(key, node, **sizes(data))
         metrics[name] = build(key, node, **sizes(data))
     return metrics
+
+
+def samples(cfg: DictConfig, model: "torch.nn.Module", data: "Data") -> list["Callback"]:
+    """Return the callback that writes text for the report as a language model is trained."""
+    writes = data.tokens is not None and hasattr(model, "generate")
+    if not writes or cfg.run_dir is None or not draws_report(cfg):
+        return []
+    from stoker.runs.samples import Samples
+
+    return [Samples(Path(cfg.run_dir) / directory.SAMPLES, data.description())]
 
 
 def build_callbacks(cfg: DictConfig, more: Sequence["Callback"]) -> list["Callback"]:

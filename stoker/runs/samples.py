@@ -1,0 +1,69 @@
+"""What a language model writes: the samples of a training, and the text that goes on from a prompt."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker.data.description import Description
+from stoker.data.text import decode, encode
+from stoker.runs.loggers import JSONL
+from stoker.runs.rows import Row
+from stoker.trainer import parallel
+from stoker.trainer.seeding import mix_seed
+from stoker.trainer.trainer import Trainer
+
+TOKENS = 200  # of a sample
+
+
+def write_on(
+    module: Any,
+    about: Description,
+    prompt: str | None = None,
+    tokens: int = TOKENS,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> str:
+    """Return the prompt with as many `tokens` more, as `module.generate` draws them.
+
+    The text is a function of the weights and these arguments. `about` is the description of the
+    data, which has the vocabulary. Without a prompt, it begins after a new line.
+
+    Raises:
+        UserError: The prompt has a character that the model does not know.
+    """
+    if prompt is None:
+        has_lines = about["tokens"] == "bytes" or "\n" in (about["classes"] or [])
+        begin = encode("\n", about) if has_lines else [0]
+    else:
+        begin = encode(prompt, about)
+    device = next(module.parameters()).device
+    ids = module.generate(
+        torch.tensor([begin], device=device),
+        tokens,
+        temperature=temperature,
+        top_k=top_k,
+        generator=torch.Generator().manual_seed(mix_seed(seed, "generate")),
+    )
+    ids = ids[0].tolist()
+    return decode(ids if prompt is not None else ids[len(begin) :], about)
+
+
+class Samples(JSONL):
+    """Append a sample of text to the file `path` at each evaluation.
+
+    It is drawn from the weights that are evaluated, and changes no number of the training.
+    """
+
+    def __init__(self, path: Path, about: Description) -> None:
+        super().__init__(path)
+        self.about = about
+
+    def on_log(self, trainer: Trainer, row: Row) -> None:
+        sharded = any(map(parallel.is_shard, trainer.module.parameters()))
+        if "val/loss" not in row or sharded:  # no process has whole weights
+            return
+        with trainer.evaluating():
+            sample = write_on(trainer.module, self.about, seed=trainer.seed)
+        super().on_log(trainer, {"step": row["step"], "epoch": row["epoch"], "text": sample})

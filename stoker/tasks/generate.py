@@ -1,0 +1,30 @@
+"""task=generate: let the best weights of a run on a text go on from a prompt."""
+
+from omegaconf import DictConfig
+
+from stoker.runs import saved_config
+from stoker.trainer.errors import UserError, printable
+
+
+def generate(cfg: DictConfig) -> None:
+    """Print the `prompt` and the text that the model of the run directory `run` adds to it."""
+    saved_config.of_this_machine(cfg)
+    from stoker.runs import inference, samples
+
+    model = inference.load(cfg.run, device=cfg.device)
+    if model.about.get("tokens") is None:
+        raise UserError(
+            f"run={cfg.run}: it was trained on {model.about['dataset']}, and not on a text."
+        )
+    if not hasattr(model.module, "generate"):
+        raise UserError(
+            f"run={cfg.run}: its {type(model.module).__name__} has no method generate. "
+            "That of models/gpt.py shows how to write one."
+        )
+    options = {"tokens": cfg.tokens, "temperature": cfg.temperature}
+    given = {name: value for name, value in options.items() if value is not None}
+    text = samples.write_on(
+        model.module, model.about, cfg.prompt, top_k=cfg.top_k, seed=cfg.seed, **given
+    )
+    # The characters may be anybody's, and a terminal obeys some of them.
+    print("\n".join(printable(line) for line in text.split("\n")))
