@@ -122,14 +122,16 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
     A task that takes a run accepts `dataset.root=DIR` even if the default data set has no `root`.
     The project adds its experiment, its `configs/` and where its runs go.
+    A prompt is text to its last sign.
     """
+    given = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        given.append(f"prompt={quoted(value)}" if key == "prompt" and value else argument)
     if set(arguments) & {f"task={task}" for task in settings.WITH_RUN}:
-        result = [
-            f"++{argument}" if re.match(r"\w+\.[\w.]+=", argument) else argument
-            for argument in arguments
-        ]
+        result = [f"++{one}" if re.match(r"\w+\.[\w.]+=", one) else one for one in given]
         return [*result, *search_path()]
-    return [*of_project(arguments), *arguments, *search_path()]
+    return [*of_project(arguments), *given, *search_path()]
 
 
 def of_project(arguments: Sequence[str]) -> list[str]:

@@ -37,6 +37,7 @@ def setting(key: str, value: str | Path) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text in quotes, as Hydra reads it."""
-    escaped = text.replace("'", "\\'")
-    return f"'{escaped}'"
+    """Return a text in quotes, as Hydra reads any text."""
+    # Backslashes in front of a quote, the last one too, are doubled.
+    inside = re.sub(r"(\\+)(?='|$)", r"\1\1", text).replace("'", "\\'")
+    return f"'{inside}'"

@@ -1,4 +1,4 @@
-"""What a language model writes: the samples of a training, and the text that goes on from a prompt."""
+"""What a language model writes: samples of a training, and the text that follows a prompt."""
 
 from pathlib import Path
 from typing import Any

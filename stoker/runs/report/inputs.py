@@ -8,6 +8,7 @@ import base64
 import io
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from stoker.trainer import checkpoint_names, files
 
 MOST_BYTES = 2**25  # of a metrics.jsonl
 MOST_ROWS = 100_000  # beyond that: the rows of evaluations, and some of the others
+MOST_TEXTS = 5  # samples of a language model, from the first to the last
+MOST_SAMPLE = 2000  # letters of each
 MOST_JSON = 2**24  # bytes of an evaluation.json: 1,000 classes are 2 MB
 MOST_TYPED = 10_000  # letters of the overrides
 MOST_NAME = 100  # letters of a class, which appears in several places
@@ -61,6 +64,7 @@ class Run:
     result: RunResult = field(default_factory=RunResult)
     has_ended: bool = False  # whether there is a result
     rows: list[Row] = field(default_factory=list)
+    texts: list[tuple[float, str]] = field(default_factory=list)  # (epoch, what the model wrote)
     evaluation: Evaluation | None = None
     overrides: list[str] | None = None
 
@@ -92,6 +96,7 @@ def read_run(folder: str | Path) -> Run:
         result=result or RunResult(),
         has_ended=result is not None,
         rows=read_rows(folder / directory.METRICS),
+        texts=read_texts(folder / directory.SAMPLES),
         evaluation=read_evaluation(folder / directory.EVALUATION),
         overrides=overrides,
     )
@@ -104,23 +109,39 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a metrics.jsonl that have an epoch, each with its numbers alone."""
+    rows = []
+    for entries in read_lines(path):
+        row = {name: value for name, value in entries.items() if is_number(value)}
+        if row.get("epoch", -1) >= 0:
+            rows.append(row)
+    return rows
+
+
+def read_texts(path: Path) -> list[tuple[float, str]]:
+    """Return (epoch, text) of at most MOST_TEXTS rows of a samples.jsonl, spread over all."""
+    texts = []
+    for row in read_lines(path):
+        if is_number(row.get("epoch")) and isinstance(row.get("text"), str):
+            texts.append((row["epoch"], shortened(row["text"], MOST_SAMPLE)))
+    shown = min(len(texts), MOST_TEXTS)
+    return [texts[round(i * (len(texts) - 1) / max(1, shown - 1))] for i in range(shown)]
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a file of JSON lines; of very many, those of evaluations and some."""
     try:
         lines = files.read(path, MOST_BYTES).splitlines()
     except OSError:
-        return []
+        return
     every = math.ceil(len(lines) / MOST_ROWS)
     lines = [line for i, line in enumerate(lines) if i % every == 0 or b'"val/' in line]
-    rows = []
     for line in lines[-2 * MOST_ROWS :]:
         try:
             entries = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(entries, dict):
-            row = {name: value for name, value in entries.items() if is_number(value)}
-            if row.get("epoch", -1) >= 0:
-                rows.append(row)
-    return rows
+            yield entries
 
 
 def best_of(result: RunResult, rows: list[Row]) -> Best | None:
