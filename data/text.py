@@ -14,7 +14,7 @@ from torch import Tensor
 from stoker.data.description import Description
 from stoker.data.record import Data
 from stoker.data.splits import check_fractions
-from stoker.trainer.errors import UserError, cause, check_choice, check_number, printable
+from stoker.trainer.errors import UserError, check_choice, check_number, printable
 from stoker.trainer.files import check_regular, open_plain
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
@@ -86,7 +86,7 @@ def text(
             reads each token once. An evaluation always does.
         val_fraction: Share of the text kept for validation.
         test_fraction: Share kept for the test.
-        trained: The description of a run's data, whose vocabulary and length hold here too.
+        trained: The description of a run's data, whose vocabulary holds here too.
     """
     check_choice("dataset.tokens", tokens, FORMS)
     check_number("dataset.length", length, whole=True, least=1)
@@ -104,13 +104,12 @@ def text(
         ids = open_ids(path, form)
         count = 256 if form == "bytes" else count_ids(path, ids)
     kind = form if form in ("characters", "bytes") else "ids"
-    if trained is not None:
-        length = trained["in_shape"][0]
-        if kind != trained["tokens"]:
-            raise UserError(
-                f"dataset.path={printable(path)}: these are {kind}, and the run was trained on "
-                f"{trained['tokens']}."
-            )
+    if trained is not None and kind != trained["tokens"]:
+        raise unreadable(path, f"these are {kind}, and the run was trained on {trained['tokens']}.")
+    if trained is not None and length != trained["in_shape"][0]:
+        raise UserError(
+            f"dataset.length={length}: the run was trained with {trained['in_shape'][0]}. Type that."
+        )
     train, val, test = _parts(path, ids, fractions, length, stride or length)
     name = os.path.splitext(os.path.basename(path))[0]
     return Data(name, train, val, test, (length,), count, classes=classes, tokens=kind)
@@ -188,8 +187,10 @@ def open_ids(path: str, form: str) -> Tokens:
             ids = np.memmap(path, np.dtype("uint8" if form == "bytes" else form), "r")
     except OSError as error:
         raise unreadable(path, f"{error.strerror or error}. Type dataset.path=FILE.") from None
-    except (ValueError, EOFError) as error:
-        raise unreadable(path, f"this is no file of {form} ({cause(error)}).") from None
+    except (ValueError, EOFError):
+        raise unreadable(
+            path, f"it does not hold {form}.\nType dataset.tokens= one of: {', '.join(FORMS)}."
+        ) from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise unreadable(path, "this is not one row of whole numbers, which token ids are.")
     return ids

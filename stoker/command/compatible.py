@@ -83,6 +83,7 @@ def outputs_for(model: nn.Module, data: Data) -> tuple[torch.Tensor, torch.Tenso
         raise UserError(
             f"model={name} does not take inputs of {inputs.dtype} of shape "
             f"{tuple(data.in_shape)}: {first_line(error)}"
+            f"{'' if data.tokens is None else '. Type model=gpt.'}"
         ) from error
     finally:
         model.train()

@@ -254,9 +254,12 @@ def predict(
         key = "file"
         batches = image_batches(path, about, size, skip)
     else:
+        advice = "In Python, stoker.load(DIR) takes its tensors."
+        if about.get("tokens") is not None:
+            advice = "A text goes on from a prompt: task=generate prompt=TEXT."
         raise UserError(
             f"input={printable(path)}: the run was trained on {about['dataset']}, "
-            "which is neither images nor a table.\nIn Python, stoker.load(DIR) takes its tensors."
+            f"which is neither images nor a table.\n{advice}"
         )
     device = next(model.parameters(), torch.empty(0)).device
     for labels, inputs in batches:
