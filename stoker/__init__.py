@@ -7,9 +7,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from stoker.command.script_errors import short_errors
     from stoker.command.tuning import tune_process
     from stoker.runs.inference import load
     from stoker.runs.weights import init_from
+    from stoker.tasks.script import fit
     from stoker.trainer.callbacks import Callback
     from stoker.trainer.errors import TrainingError, UserError
     from stoker.trainer.trainer import Trainer
@@ -21,8 +23,10 @@ __all__ = [
     "TrainingError",
     "UserError",
     "__version__",
+    "fit",
     "init_from",
     "load",
+    "short_errors",
     "tune_process",
 ]
 
@@ -32,8 +36,10 @@ _MODULES = {
     "Trainer": "stoker.trainer.trainer",
     "TrainingError": "stoker.trainer.errors",
     "UserError": "stoker.trainer.errors",
+    "fit": "stoker.tasks.script",
     "init_from": "stoker.runs.weights",
     "load": "stoker.runs.inference",
+    "short_errors": "stoker.command.script_errors",
     "tune_process": "stoker.command.tuning",
 }
 

@@ -50,11 +50,15 @@ def pip_install(extra: str) -> str:
     return f"pip install {package.format(extra)}"
 
 
-def command() -> list[str]:
-    """Return `program()`, or torchrun's command if torchrun has started this process."""
+def command(start: list[str] | None = None) -> list[str]:
+    """Return `start`, or torchrun's command if torchrun has started this process.
+
+    `start` is a program behind its Python, by default `program()`.
+    """
+    start = start or program()
     if launch.world_size() == 1 or os.environ.get("ROLE_NAME") == ROLE:
-        return program()
+        return start
     nodes = launch.world_size() // launch.local_world_size()
     several = ["--nnodes", str(nodes), "..."] if nodes > 1 else []
-    script = program()[1:] or ["-m", "stoker"]
+    script = start[1:] or ["-m", "stoker"]
     return ["torchrun", *several, "--nproc-per-node", str(launch.local_world_size()), *script]

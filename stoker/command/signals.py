@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -24,6 +25,29 @@ def listen() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, hear)
     sys.unraisablehook = end_unheard
+
+
+@contextlib.contextmanager
+def heard(resume: str) -> Iterator[None]:
+    """Listen within this context, in a script; `resume` is the command that continues its run."""
+    global ready, received_at, resume_command, told
+    if threading.current_thread() is not threading.main_thread() or ready:
+        yield  # Python has signals for the main thread alone; or the command listens
+        return
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    listen()
+    ready = True
+    resume_command = resume
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        sys.unraisablehook = sys.__unraisablehook__
+        ready = False
+        resume_command = None
+        told = False
+        stopping.received = None
 
 
 def hear(number: int, _: FrameType | None) -> None:

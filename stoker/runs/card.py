@@ -57,7 +57,7 @@ def write(
         result=result,
         results=results(result),
         step=step_of(result),
-        command=command(overrides),
+        command=result.script or command(overrides),
         load=load,
     )
     write_text(folder / "model.md", f"{text}\n")

@@ -137,6 +137,7 @@ def load(folder: str | Path, device: str = "cpu", trusted: str | Sequence[str] =
         chosen = devices.choose(device)
         saved_config.check_folder(folder)
         config = saved_config.load_config("run", folder)
+        saved_config.check_buildable(folder, config)
         try:
             config = saved_config.resolved("run", folder, config, ("model", "callbacks"))
             _, state = best(folder)

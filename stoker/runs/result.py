@@ -47,7 +47,7 @@ MEASURED = (
     "mfu",
 )
 # The entries of a run that failed.
-OF_FAILURE = ("overrides", "error", "code", "will_repeat", "doctor")
+OF_FAILURE = ("overrides", "script", "error", "code", "will_repeat", "doctor")
 # The entries that are written as null if unknown; the others are left out.
 ALWAYS = ("git", "best", "stopped", "samples_per_second")
 
@@ -67,6 +67,7 @@ class RunResult:
     """The result of a run. An entry that the file lacks is None or empty."""
 
     overrides: list[str] | None = None  # what was typed
+    script: str | None = None  # the command of the script that made the run
     error: str | None = None  # why the run failed; then only those in OF_FAILURE are set as well
     code: int | None = None  # the exit code of a run that failed
     will_repeat: bool | None = None  # whether the same command fails at the same step again
@@ -232,7 +233,11 @@ def has_failed(folder: str | Path) -> bool:
 
 
 def write_failure(
-    folder: str | Path, error: BaseException, code: int, warnings: list[str] | None = None
+    folder: str | Path,
+    error: BaseException,
+    code: int,
+    warnings: list[str] | None = None,
+    script: str | None = None,
 ) -> bool:
     """Write why a run failed, and its exit code; return whether that was written.
 
@@ -243,6 +248,7 @@ def write_failure(
         return False
     result = RunResult(
         overrides=arguments.typed(),
+        script=script,
         error=exit_codes.failure_text(error),
         code=code,
         will_repeat=isinstance(error, NotFinite) or None,
@@ -274,14 +280,16 @@ def closing_lines(folder: str | Path, result: RunResult, packages: list[str]) ->
     if result.speed:
         yield f"speed    {result.speed}"
     yield f"run      {folder}"
-    evaluate = ["task=evaluate", setting("run", folder)]
-    if packages:
-        evaluate.append(f"trusted=[{','.join(packages)}]")
-    yield f"         {command(evaluate)}"
-    if (result.steps or 0) < (result.total_steps or 0):
+    again = result.script
+    if again is None:
+        evaluate = ["task=evaluate", setting("run", folder)]
+        if packages:
+            evaluate.append(f"trusted=[{','.join(packages)}]")
+        yield f"         {command(evaluate)}"
         again = command(
             result.overrides or [], setting("run_dir", folder), start=invocation.command()
         )
+    if (result.steps or 0) < (result.total_steps or 0):
         yield f"         {again}"
 
 

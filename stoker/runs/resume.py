@@ -11,7 +11,7 @@ from stoker.command import dotted, settings
 from stoker.runs.directory import CONFIG, RESULT, WRITTEN
 from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
-from stoker.runs.saved_config import load_config, of_today
+from stoker.runs.saved_config import SCRIPT, load_config, of_today, script_of
 from stoker.trainer import files
 from stoker.trainer.errors import TrainingError, UserError, as_typed, log
 
@@ -154,10 +154,17 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
     """Raise UserError if two configs differ in settings that a resumed run may not change."""
     before = dotted.flat(before)
     now = dotted.flat(now)
+    scripts = [script_of(before), script_of(now)]
+    if scripts.count(None) == 1:
+        raise UserError(
+            f"{name} holds a run of {scripts[0] or 'the command'}. Type another run_dir."
+        )
     changed = [
         key
         for key in sorted({*before, *now})
-        if before.get(key) != now.get(key) and not settings.may_differ(key, longer=longer)
+        if before.get(key) != now.get(key)
+        and not settings.may_differ(key, longer=longer)
+        and key != SCRIPT
     ]
     if not changed:
         return
@@ -171,7 +178,9 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
     advice = (
         "Type the settings it had to continue it; for a new run, another run_dir and no resume."
     )
-    if all(settings.may_differ(key, longer=True) for key in changed):
+    if scripts != [None, None]:
+        advice = "Give the settings it had to continue it, or another run_dir."
+    elif all(settings.may_differ(key, longer=True) for key in changed):
         advice = (
             "To train it longer, type another run_dir, and resume=FILE with a checkpoint of this"
             f" one; to start over in its place, {START_OVER}."

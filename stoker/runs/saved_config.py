@@ -17,7 +17,7 @@ from stoker.command.build import check_nested, is_on, without_downloads
 from stoker.runs.directory import CONFIG, TYPED
 from stoker.runs.result import are_overrides
 from stoker.trainer import files
-from stoker.trainer.errors import UserError, did_you_mean, first_few, first_line
+from stoker.trainer.errors import UserError, did_you_mean, first_few, first_line, printable
 
 # Limits on a config.yaml: bytes, levels of nesting, and values once each ${...} is replaced.
 # Ours have 3 KB, 4 levels and 100 values.
@@ -26,6 +26,7 @@ MOST_LEVELS = 20
 MOST_VALUES = 10_000
 MOST_DIGITS = 1000  # of a number: Python prints none of more than 4,300, and 0x... may have any
 MOST_NAMES = 3  # of runs that are named
+SCRIPT = "script"  # the key of a script's run; its other keys are for reading alone
 KEY_PATH = r"\$\{[A-Za-z_][\w.]*\}"
 
 Config = dict[str, Any]
@@ -54,6 +55,7 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
         raise UserError(f"task={cfg.task} needs a run directory. Type run={cfg.run_dir or 'DIR'}.")
     check_folder(cfg.run)
     saved = load_config("run", cfg.run)
+    check_buildable(cfg.run, saved)
     check_typed(cfg.task, saved)
     try:
         config = resolved("run", cfg.run, merged(cfg, saved))
@@ -192,6 +194,22 @@ def of_today(config: Config) -> Config:
         trainer = {key: value for key, value in config["trainer"].items() if key != "decay_all"}
         today["trainer"] = {**trainer, "groups": "${groups}"}
     return today
+
+
+def script_of(config: Config) -> str | None:
+    """Return the command of the script that made the run of a saved config; None for other runs."""
+    script = config.get(SCRIPT)
+    return printable(script) if isinstance(script, str) else None
+
+
+def check_buildable(folder: str | Path, config: Config) -> None:
+    """Raise UserError for the config of a run by a script, from which nothing can be built."""
+    script = script_of(config)
+    if script is not None:
+        raise UserError(
+            f"run={folder}: a script made this run ({script}), so only it can build the model.\n"
+            f"In Python, stoker.init_from(model, {str(folder)!r}) loads the weights into yours."
+        )
 
 
 def overrides_in(folder: Path) -> list[str] | None:

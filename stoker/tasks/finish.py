@@ -23,6 +23,7 @@ def finish(
     parts: Parts,
     started: float,
     draws: bool,
+    script: str | None = None,
 ) -> RunResult | None:
     """Test the best weights and write the files; return the result, or None on ranks above 0.
 
@@ -38,6 +39,7 @@ def finish(
     result = of_fit(trainer, saver)
     result = dataclasses.replace(result, **timing.result_of(trainer), **doctor.result_of(trainer))
     result.git = git
+    result.script = script
     loaders = parts.by_split()
     counts = {name: samples_in(loader) for name, loader in loaders.items()}
     result.samples = {name: count for name, count in counts.items() if count is not None}
@@ -85,8 +87,8 @@ def load_best(parts: Parts, saver: "Checkpoint") -> bool:
 
 def efficiency(parts: Parts, result: RunResult) -> dict[str, Any]:
     """Return the FLOPs for result.json; {} in a sweep, since it takes 0.2 s."""
+    if sweep_name() or result.peak_flops is not None or parts.data.kind == "other":
+        return {}
     from stoker.diagnostics import flops
 
-    if sweep_name() or result.peak_flops is not None:
-        return {}
     return flops.efficiency(parts.trainer, parts.data.in_shape, result.samples_per_second)

@@ -22,7 +22,7 @@ def started_at() -> float:
 
 def in_sweep() -> bool:
     """Return whether Hydra runs a job of a sweep in this process."""
-    return HydraConfig.get().mode is RunMode.MULTIRUN
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def sweep_name() -> str | None:

@@ -20,8 +20,7 @@ from stoker.command.trust import TRUSTED, patterns
 from stoker.runs import resume, saved_config
 from stoker.runs.result import write_failure
 from stoker.sweeps import jobs, launchers
-from stoker.tasks import job
-from stoker.tasks import train as training
+from stoker.tasks import job, running
 from stoker.tasks.evaluate import evaluate
 from stoker.tasks.export import export
 from stoker.tasks.generate import generate
@@ -31,11 +30,12 @@ from stoker.tasks.overfit import overfit
 from stoker.tasks.plan import plan
 from stoker.tasks.predict import predict
 from stoker.tasks.report import draw_report, draws_report
+from stoker.tasks.train import train
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import NotFinite, UserError, first_line
 
 TASKS: dict[str, Callable[[DictConfig], None]] = {
-    "train": training.train,
+    "train": train,
     "plan": plan,
     "evaluate": evaluate,
     "predict": predict,
@@ -181,7 +181,7 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
 
     For a job of a sweep, also write why it did not begin.
     """
-    folder = training.begun
+    folder = running.begun
     sweep_job = processes.job()
     if sweep_job or job.in_sweep():
         folder = Path(sweep_job["folder"] if sweep_job else HydraConfig.get().runtime.output_dir)
@@ -191,6 +191,6 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
         return  # nothing has begun, or rank 0 is on another machine
     elif launch.world_size() > 1 and ranks.is_lost(error):
         return  # a run that lost a process can be resumed, like one that was killed
-    written = write_failure(folder, error, code, training.doctor_warnings)
+    written = write_failure(folder, error, code, running.doctor_warnings)
     if written and code == exit_codes.FAILED and draws_report(cfg):
         draw_report(folder)

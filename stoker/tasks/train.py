@@ -1,9 +1,7 @@
 """task=train: train, test the best weights, and write the run directory that docs/ describe."""
 
 import contextlib
-import dataclasses
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +12,13 @@ from stoker.command import arguments, dotted, invocation, processes, ranks, sett
 from stoker.command.build import build
 from stoker.command.trust import of_project, own_packages
 from stoker.runs import directory, json_files, lock, provenance, resume, saved_config
-from stoker.runs.result import RunResult, closing_lines
+from stoker.runs.result import RunResult
 from stoker.tasks import job
 from stoker.tasks.effects import check_effects
-from stoker.tasks.finish import efficiency, finish
 from stoker.tasks.parts import Parts, building
-from stoker.tasks.report import draw_report, draws_report, report_command
-from stoker.trainer import launch, stopping
+from stoker.tasks.report import draws_report
+from stoker.tasks.running import Run
+from stoker.trainer import launch
 from stoker.trainer.errors import NotFinite
 
 if TYPE_CHECKING:
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
     from stoker.trainer.callbacks import Callback, Checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-begun: Path | None = None  # the run directory of this process, once its training has begun
-doctor_warnings: list[str] | None = None  # once the training has failed
 
 
 def train(cfg: DictConfig) -> None:
@@ -90,28 +86,13 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
         )
         if state is not None:
             resume.check_data(state, saver.about["data"])
-        begin(folder)
-        try:
-            with ended_after_failure(loggers), keeping_warnings(parts):
-                fit(cfg, parts, state)
-                result = finish(folder, git, saver, parts, started, draws_report(cfg))
-            if result is not None:
-                print_result(folder, parts, result)
-        except KeyboardInterrupt:
-            say_interrupted(cfg, folder, saver)
-            raise SystemExit(signals.exit_code()) from None
-    if launch.is_first() and draws_report(cfg):
-        draw_report(folder)
+        run = Run(folder, parts, saver, state, started, git, draws_report(cfg))
+        with offering_replay():
+            result = run.train(loggers, parts.threads(cfg))
+    run.draw_report()
     if result is not None:
         finish_loggers(folder, loggers, result)
     parallel.leave()
-
-
-def begin(folder: Path) -> None:
-    """Remember the run directory: from here on, a failure is written into it."""
-    global begun, doctor_warnings
-    begun = folder
-    doctor_warnings = None
 
 
 def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
@@ -193,32 +174,6 @@ def pruning(cfg: DictConfig) -> list["Callback"]:
     return [Pruning(place, study, number, pruner, cfg.monitor, cfg.monitor_mode)]
 
 
-def fit(cfg: DictConfig, parts: Parts, state: dict[str, Any] | None) -> None:
-    """Fit the model; stopping.Interrupted if any process of the run got a signal."""
-    from stoker.trainer import parallel
-
-    trainer = parts.trainer
-    train_loader, val_loader, _ = parts.loaders
-    with signals.gently(trainer.interrupt), parts.threads(cfg), offering_replay():
-        trainer.fit(train_loader, val_loader, resume=state)
-    if parallel.add_up(int(stopping.received is not None)):
-        if stopping.received is None:  # it came to another process
-            stopping.received = signal.SIGTERM
-        raise stopping.Interrupted
-
-
-@contextlib.contextmanager
-def ended_after_failure(loggers: list["Logger"]) -> Iterator[None]:
-    """Tell the loggers about a failure or an interruption, also after the end of the fit."""
-    try:
-        yield
-    except BaseException as error:
-        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
-        for logger in loggers:
-            logger.end_as("stopped" if stopped else "failed")
-        raise
-
-
 @contextlib.contextmanager
 def offering_replay() -> Iterator[None]:
     """Give an error for numbers that are not finite the command that replays its step."""
@@ -231,40 +186,6 @@ def offering_replay() -> Iterator[None]:
         resumed = shell.setting("resume", error.replay)
         command = shell.command(typed, "log_every=1", start=[*invocation.program(), resumed])
         raise NotFinite(f"{error.explanation}\nTo replay that step: {command}") from error
-
-
-@contextlib.contextmanager
-def keeping_warnings(parts: Parts) -> Iterator[None]:
-    """Keep the doctor's warnings for the result of a training that fails."""
-    from stoker.diagnostics import doctor
-
-    global doctor_warnings
-    try:
-        yield
-    except Exception:
-        doctor_warnings = doctor.result_of(parts.trainer).get("doctor")
-        raise
-
-
-def print_result(folder: Path, parts: Parts, result: RunResult) -> None:
-    """Print the result, and add what takes longer to measure."""
-    packages = own_packages(arguments.typed())
-    print("\n".join(closing_lines(folder, result, packages)), flush=True)
-    more = efficiency(parts, result)
-    if more:
-        dataclasses.replace(result, **more).write(folder)
-
-
-def say_interrupted(cfg: DictConfig, folder: Path, saver: "Checkpoint") -> None:
-    """Print at which step the run stopped, and how to resume it."""
-    if not launch.is_first():
-        return
-    text = f"\ninterrupted at step {saver.saved}."
-    if not job.in_sweep():
-        text += f" To resume:\n{signals.resume_command}"
-        if draws_report(cfg):
-            text += f"\nTo see it so far: {report_command(folder)}"
-    signals.print_advice(text)
 
 
 def finish_loggers(folder: Path, loggers: list["Logger"], result: RunResult) -> None:

@@ -8,6 +8,7 @@ from stoker.command.defaults import of_choices
 from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
 from stoker.configs import FOLDER
+from stoker.runs import saved_config
 from stoker.runs.report.inputs import Run, checkpoints
 
 MOST_ENTRIES = 300  # settings
@@ -15,7 +16,9 @@ MOST_ENTRIES = 300  # settings
 
 def settings(run: Run) -> dict[str, Any]:
     """Return the settings of the run, and which differ from the defaults, if those are known."""
-    defaults = defaults_of(run.overrides or [])
+    defaults = {}
+    if saved_config.script_of(run.config) is None:
+        defaults = defaults_of(run.overrides or [])
     rows = []
     for key, value in list(run.config.items())[:MOST_ENTRIES]:
         default = defaults.get(key, "???")
@@ -51,6 +54,9 @@ def defaults_of(overrides: list[str]) -> dict[str, Any]:
 
 def commands(run: Run) -> list[tuple[str, str]]:
     """Return (purpose, command) for what to do next with a run."""
+    script = saved_config.script_of(run.config)
+    if script is not None:
+        return [("Made by a script, which resumes it", script)]
     commands = []
     result = run.result
     if run.overrides is not None:

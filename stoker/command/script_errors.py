@@ -1,0 +1,28 @@
+"""Errors of a script as those of the command: one to three lines and an exit code."""
+
+import sys
+from types import TracebackType
+
+from stoker.trainer.errors import TrainingError, UserError
+
+
+def short_errors() -> None:
+    """From here on, end an uncaught UserError or TrainingError as the command does.
+
+    Call it at the top of a script: it prints the error's one to three lines in place of a
+    traceback, and exits with code 2, or 3 if the training failed (see docs/exit-codes.md). It sets
+    `sys.excepthook`: errors that are caught, those of other libraries, notebooks and pytest stay
+    as they are.
+    """
+    outer = sys.excepthook
+
+    def end(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if not isinstance(error, (UserError, TrainingError)):
+            return outer(kind, error, traceback)
+        from stoker.command.exit_codes import report
+
+        raise SystemExit(report(error))
+
+    sys.excepthook = end

@@ -1,0 +1,145 @@
+"""A training in its run directory, whether the command or a script asks for it."""
+
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.command import arguments, signals
+from stoker.command.trust import own_packages
+from stoker.runs.provenance import Revision
+from stoker.runs.result import RunResult, closing_lines
+from stoker.tasks import job
+from stoker.tasks.finish import efficiency, finish
+from stoker.tasks.parts import Parts
+from stoker.tasks.report import draw_report, report_command
+from stoker.trainer import launch, stopping
+
+if TYPE_CHECKING:
+    from stoker.runs.loggers import Logger
+    from stoker.trainer.callbacks import Checkpoint
+
+begun: Path | None = None  # the run directory of this process, once its training has begun
+doctor_warnings: list[str] | None = None  # once the training has failed
+
+
+@dataclasses.dataclass
+class Run:
+    """A training in its run directory, which this process has locked.
+
+    Attributes:
+        state: The contents of the checkpoint that it goes on from; None at step 0.
+        started: The `time.perf_counter()` at which its time begins.
+        draws: Whether it draws its report.
+        script: The command of the script that trains it; None for the command's own training.
+    """
+
+    folder: Path
+    parts: Parts
+    saver: "Checkpoint"
+    state: dict[str, Any] | None
+    started: float
+    git: Revision | None
+    draws: bool
+    script: str | None = None
+
+    def train(
+        self,
+        loggers: Sequence["Logger"] = (),
+        within: contextlib.AbstractContextManager[Any] | None = None,
+    ) -> RunResult | None:
+        """Train, test the best weights, and write the files; return the result on rank 0.
+
+        Args:
+            loggers: Those that want to know how it ends.
+            within: A context for the fit.
+
+        Raises:
+            SystemExit: A signal came, and how to resume the run was printed.
+        """
+        global begun, doctor_warnings
+        begun = self.folder
+        doctor_warnings = None
+        try:
+            with ended_after_failure(loggers), keeping_warnings(self.parts):
+                with within or contextlib.nullcontext():
+                    self.fit()
+                result = finish(
+                    self.folder,
+                    self.git,
+                    self.saver,
+                    self.parts,
+                    self.started,
+                    self.draws,
+                    self.script,
+                )
+            if result is not None:
+                self.print_result(result)
+        except KeyboardInterrupt:
+            self.say_interrupted()
+            raise SystemExit(signals.exit_code()) from None
+        return result
+
+    def fit(self) -> None:
+        """Fit the model; stopping.Interrupted if any process of the run got a signal."""
+        from stoker.trainer import parallel
+
+        trainer = self.parts.trainer
+        train_loader, val_loader, _ = self.parts.loaders
+        with signals.gently(trainer.interrupt):
+            trainer.fit(train_loader, val_loader, resume=self.state)
+        if parallel.add_up(int(stopping.received is not None)):
+            if stopping.received is None:  # it came to another process
+                stopping.received = signal.SIGTERM
+            raise stopping.Interrupted
+
+    def print_result(self, result: RunResult) -> None:
+        """Print the result, and add what takes longer to measure."""
+        packages = own_packages(arguments.typed())
+        print("\n".join(closing_lines(self.folder, result, packages)), flush=True)
+        more = efficiency(self.parts, result)
+        if more:
+            dataclasses.replace(result, **more).write(self.folder)
+
+    def say_interrupted(self) -> None:
+        """Print at which step the run stopped, and how to resume it."""
+        if not launch.is_first():
+            return
+        text = f"\ninterrupted at step {self.saver.saved}."
+        if not job.in_sweep():
+            text += f" To resume:\n{signals.resume_command}"
+            if self.draws:
+                text += f"\nTo see it so far: {report_command(self.folder)}"
+        signals.print_advice(text)
+
+    def draw_report(self) -> None:
+        """Draw the report, on rank 0."""
+        if self.draws and launch.is_first():
+            draw_report(self.folder)
+
+
+@contextlib.contextmanager
+def ended_after_failure(loggers: Sequence["Logger"]) -> Iterator[None]:
+    """Tell the loggers about a failure or an interruption, also after the end of the fit."""
+    try:
+        yield
+    except BaseException as error:
+        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
+        for logger in loggers:
+            logger.end_as("stopped" if stopped else "failed")
+        raise
+
+
+@contextlib.contextmanager
+def keeping_warnings(parts: Parts) -> Iterator[None]:
+    """Keep the doctor's warnings for the result of a training that fails."""
+    from stoker.diagnostics import doctor
+
+    global doctor_warnings
+    try:
+        yield
+    except Exception:
+        doctor_warnings = doctor.result_of(parts.trainer).get("doctor")
+        raise

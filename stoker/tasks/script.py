@@ -1,0 +1,233 @@
+"""`stoker.fit`: a run directory for a training that a script builds."""
+
+import contextlib
+import functools
+import math
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import __main__
+from stoker.command import exit_codes, invocation, signals
+from stoker.data.record import Data
+from stoker.diagnostics.timing import Timing
+from stoker.runs import directory, lock, provenance, resume, rows
+from stoker.runs.loggers import JSONL, ConfigFile
+from stoker.runs.result import finished, write_failure
+from stoker.runs.saved_config import SCRIPT
+from stoker.tasks import running
+from stoker.tasks.parts import Parts
+from stoker.tasks.report import draw_report
+from stoker.trainer import checkpoint, launch, summary
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint
+from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.history import History
+from stoker.trainer.state import WAYS
+from stoker.trainer.trainer import Trainer
+
+
+def fit(
+    trainer: Trainer,
+    train_loader: Any,
+    val_loader: Any = None,
+    test_loader: Any = None,
+    *,
+    run_dir: str | Path,
+) -> History:
+    """Train in a run directory, as the command does; return the rows of the whole run.
+
+    The directory gets metrics.jsonl, the checkpoints, and at the end result.json,
+    model.safetensors, model.md and the report. The trainer is left with the weights that were
+    tested: the best ones by the validation. Calling it again with the same settings goes on from
+    the newest checkpoint; a run that has ended is tested again. Ctrl-C and SIGTERM end the process
+    after the step, with a checkpoint of it.
+
+    Put a `Checkpoint` among the Trainer's callbacks to choose when it saves and what is best; it
+    gets the folder `run_dir`/checkpoints. Among several processes, rank 0 writes.
+
+    Raises:
+        UserError: The directory holds a run with other settings, or belongs to somebody else.
+        TrainingError: The training failed; result.json has the reason.
+        SystemExit: A signal came.
+    """
+    started = time.perf_counter()
+    folder = Path(run_dir)
+    with (
+        lock.held(folder) if launch.is_first() else contextlib.nullcontext(),
+        signals.heard(command()),
+    ):
+        outer = trainer.callbacks
+        try:
+            train(trainer, (train_loader, val_loader, test_loader), folder, started)
+        except TrainingError as error:
+            if launch.is_first():
+                leave_reason(folder, error)
+            raise
+        finally:
+            trainer.callbacks = outer
+    if not launch.is_first():
+        return trainer.history
+    history = History()
+    for row in rows.read_rows(folder / directory.METRICS):
+        history.add(numbers(row))
+    return history
+
+
+def leave_reason(folder: Path, error: TrainingError) -> None:
+    """Write why a training failed into its directory, and draw its report, if it had begun."""
+    if running.begun == folder and (folder / directory.CONFIG).is_file():
+        code = exit_codes.exit_code(error)
+        if write_failure(folder, error, code, running.doctor_warnings, command()):
+            draw_report(folder)
+
+
+def train(trainer: Trainer, loaders: tuple[Any, Any, Any], folder: Path, started: float) -> None:
+    """Train in a run directory that this process has locked."""
+    saver = saver_of(trainer, folder)
+    config = settings_of(trainer, loaders[0], saver)
+    begins = checkpoint.together("resume", lambda: resume.to_resume(folder, "auto", False, config))
+    state = begins[1] if begins else None
+    if state is not None and launch.is_first():
+        before = finished(folder)
+        is_complete = before is not None and before.steps == before.total_steps
+        rest = ", its end: there is nothing left to train" if is_complete else ""
+        print(f"resumed  {folder} at step {state['step']:,}{rest}")
+    data = Data(name_of_script(), *loaders, kind="other")
+    saver.about = {
+        "config": config,
+        "versions": provenance.versions(),
+        "world_size": launch.world_size(),
+        "inputs": data.description(),
+    }
+    text = yaml.safe_dump(config, sort_keys=False)
+    trainer.callbacks = with_files(trainer.callbacks, saver, folder, text)
+    git = provenance.revision(Path.cwd())()
+    parts = Parts(trainer, data, loaders)
+    run = running.Run(folder, parts, saver, state, started, git, draws=True, script=command())
+    run.train()
+    run.draw_report()
+
+
+def command() -> str:
+    """Return the command that started this script."""
+    if not hasattr(__main__, "__file__"):
+        return "python"  # a notebook, or typed line by line
+    words = sys.argv
+    if __main__.__spec__ is not None:
+        words = ["-m", __main__.__spec__.name.removesuffix(".__main__"), *sys.argv[1:]]
+    return shlex.join(invocation.command([invocation.python(), *words]))
+
+
+def name_of_script() -> str:
+    """Return the name of the script without its ending."""
+    return Path(getattr(__main__, "__file__", "python")).stem
+
+
+def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
+    """Return the Checkpoint among the callbacks, or a new one; UserError if it saves elsewhere."""
+    place = folder / "checkpoints"
+    for callback in trainer.callbacks:
+        if isinstance(callback, Checkpoint):
+            if callback.folder.resolve() != place.resolve():
+                raise UserError(
+                    f"run_dir={folder}: the Checkpoint among the callbacks saves to "
+                    f"{callback.folder}. Give it {str(place)!r}, or leave it out."
+                )
+            return callback
+    return Checkpoint(place)
+
+
+def with_files(
+    callbacks: Sequence[Callback], saver: Checkpoint, folder: Path, config: str
+) -> list[Callback]:
+    """Return the callbacks with those that write the files of a run; Timing measures the others."""
+    files: list[Callback] = [
+        JSONL(folder / directory.METRICS),
+        *(callback for callback in callbacks if callback is not saver),
+        saver,
+        ConfigFile(folder / directory.CONFIG, config, directory.WRITTEN),
+    ]
+    files = [callback for callback in files if launch.is_first() or not callback.first_rank_only]
+    return sorted(files, key=lambda callback: isinstance(callback, Timing))
+
+
+def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[str, Any]:
+    """Return what a run that goes on must have in common with this one, for config.yaml.
+
+    Keys are those of the command where it has them. The core compares the shapes of the model.
+    """
+    averages = [callback.decay for callback in trainer.callbacks if isinstance(callback, EMA)]
+    is_asked = "as asked" in trainer.precision_reason
+    return {
+        SCRIPT: command(),
+        "model": part(trainer.module),
+        "loss": part(trainer.loss),
+        "optimizer": optimizer_settings(trainer.optimizer),
+        "scheduler": part(trainer.make_scheduler),
+        "epochs": trainer.epochs,
+        "max_steps": trainer.max_steps,
+        "batch_size": getattr(train_loader, "batch_size", None),
+        "steps_per_epoch": len(train_loader) if hasattr(train_loader, "__len__") else None,
+        "grad_accum_steps": trainer.micro_batch.parts,
+        "micro_batch": "auto" if trainer.micro_batch.adapts else trainer.micro_batch.size,
+        "max_grad_norm": trainer.max_grad_norm,
+        "precision": summary.precision(trainer) if is_asked else "auto",
+        "ema": averages[0] if averages else None,
+        "seed": trainer.seed,
+        "device": str(trainer.device),
+        "strategy": trainer.strategy,
+        "log_every": trainer.log_every,
+        "eval_every": trainer.eval_every,
+        "monitor": saver.monitor,
+        "monitor_mode": saver.mode,
+    }
+
+
+def optimizer_settings(optimizer: Any) -> dict[str, Any] | None:
+    """Return the class of an optimizer, its settings, and those in which its groups differ."""
+    settings = part(optimizer)
+    if settings is None:
+        return None
+    defaults = {key: plain(value) for key, value in optimizer.defaults.items() if key not in WAYS}
+    groups = []
+    for group in optimizer.param_groups:
+        values = {key: plain(group.get(key)) for key in defaults}
+        if "initial_lr" in group:  # a schedule has changed its rate
+            values["lr"] = plain(group["initial_lr"])
+        groups.append({key: value for key, value in values.items() if value != defaults[key]})
+    return {**settings, **defaults, "groups": groups}
+
+
+def part(value: Any) -> dict[str, Any] | None:
+    """Return the class or function of a part as `_target_`, and the arguments of a partial."""
+    if value is None:
+        return None
+    arguments: dict[str, Any] = {}
+    if isinstance(value, functools.partial):
+        arguments = {key: plain(argument) for key, argument in value.keywords.items()}
+        value = value.func
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **arguments}
+
+
+def plain(value: Any) -> Any:
+    """Return a value as a config has it: numbers, texts and lists; anything else as its class."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return type(value).__name__
+
+
+def numbers(row: rows.Row) -> rows.Row:
+    """Return a row of metrics.jsonl as a fit has it, nan for what JSON lacks, and no lists."""
+    values = {name: value for name, value in row.items() if not isinstance(value, list)}
+    return {name: math.nan if value is None else value for name, value in values.items()}

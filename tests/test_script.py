@@ -1,0 +1,211 @@
+"""`stoker.fit`: a script's training in a run directory, against the uninterrupted one, the plain
+`Trainer.fit` and the command's own.
+"""
+
+import functools
+import json
+import sys
+
+import pytest
+import torch
+from conftest import assert_same, make_data, make_model, make_trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+import stoker
+from stoker import Callback, TrainingError, UserError
+from stoker.data import datasets
+from stoker.data.loader import make_loaders
+from stoker.models.mlp import MLP
+from stoker.runs import report
+from stoker.trainer import schedules
+from stoker.trainer.callbacks import EMA, Checkpoint, NaNGuard
+from stoker.trainer.metrics import Accuracy
+from stoker.trainer.seeding import mix_seed, seed_generators
+
+SECONDS = ("train/seconds", "seconds", "samples_per_second", "memory_mib")
+
+
+class Killed(Callback):
+    """Ends the process's work at a step, as SIGKILL would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer):
+        if trainer.step == self.step:
+            raise RuntimeError("killed")
+
+
+def loaders():
+    data = make_data(train=60, val=50)
+    inputs, targets = data.val.tensors()
+    train = TensorDataset(*data.train.tensors())
+    val = TensorDataset(inputs[:25], targets[:25])
+    test = TensorDataset(inputs[25:], targets[25:])
+    return (
+        DataLoader(train, batch_size=8, shuffle=True),
+        DataLoader(val, batch_size=10),
+        DataLoader(test, batch_size=10),
+    )
+
+
+def begun(*callbacks, model=None, **settings):
+    """A Trainer as a script makes it each time it is started."""
+    torch.manual_seed(len(callbacks))  # whatever the script has drawn before
+    return make_trainer(
+        model or make_model(dropout=0.3),
+        metrics={"acc": Accuracy()},
+        callbacks=[EMA(0.9), *callbacks],
+        **({"epochs": 3, "log_every": 3} | settings),
+    )
+
+
+def numbers(folder):
+    """The result and the rows of a run, without what a clock measures."""
+    result = json.loads((folder / "result.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for entries in [result, *rows]:
+        for name in SECONDS:
+            entries.pop(name, None)
+    return result, rows
+
+
+def test_a_script_that_was_killed_goes_on_to_the_same_bits_and_then_is_complete(tmp_path, capsys):
+    whole = begun()
+    history = stoker.fit(whole, *loaders(), run_dir=tmp_path / "whole")
+    plain = begun()
+    expected = plain.fit(*loaders()[:2])
+    for row in [*history, *expected]:
+        del row["train/seconds"]
+    assert history == expected
+    best = max(expected, key=lambda row: row.get("val/acc", 0))  # the first of equal ones
+
+    for step in (5, 11, 20):
+        saver = Checkpoint(tmp_path / "cut" / "checkpoints", every=2)
+        with pytest.raises(RuntimeError, match="killed"):
+            stoker.fit(begun(Killed(step), saver), *loaders(), run_dir=tmp_path / "cut")
+    capsys.readouterr()
+    last = begun(Checkpoint(tmp_path / "cut" / "checkpoints", every=2))
+    resumed = stoker.fit(last, *loaders(), run_dir=tmp_path / "cut")
+    assert "at step 18\n" in capsys.readouterr().out
+    for row in resumed:
+        del row["train/seconds"]
+    assert resumed == history
+    assert_same(numbers(tmp_path / "cut"), numbers(tmp_path / "whole"))
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("cut", "whole")]
+    assert weights[0] == weights[1]
+
+    # The trainer has the weights that were tested.
+    result, _ = numbers(tmp_path / "whole")
+    assert whole.step == result["best"]["step"] == best["step"]
+    for name, value in whole.evaluate(loaders()[2], "test").items():
+        assert result[name] == value
+    model = make_model(seed=1)
+    stoker.init_from(model, tmp_path / "whole")
+    with last.evaluating():
+        assert_same(dict(model.state_dict()), dict(last.module.state_dict()))
+
+    again = begun(Checkpoint(tmp_path / "cut" / "checkpoints", every=2))
+    complete = stoker.fit(again, *loaders(), run_dir=tmp_path / "cut")
+    assert "nothing left to train" in capsys.readouterr().out
+    for row in complete:
+        del row["train/seconds"]
+    assert complete == history and again.step == whole.step
+    assert_same(numbers(tmp_path / "cut"), numbers(tmp_path / "whole"))
+
+
+def test_a_script_and_the_command_write_the_same_result(forks, tmp_path):
+    typed = ["max_steps=12", "report=false", "run_dir=command"]
+    done = forks.run(tmp_path, *typed)
+    assert done.code == 0, done.err
+    digits = datasets.digits()
+    (train, val, test), _ = make_loaders(digits, batch_size=64, eval_batch_size=512)
+    seed_generators(torch.device("cpu"), mix_seed(0, "model"))
+    trainer = stoker.Trainer(
+        MLP(digits.in_shape, digits.num_classes),
+        torch.nn.CrossEntropyLoss(),
+        functools.partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.01),
+        functools.partial(schedules.cosine, warmup=0.05),
+        {"acc": Accuracy()},
+        max_steps=12,
+        device="cpu",
+    )
+    stoker.fit(trainer, train, val, test, run_dir=tmp_path / "script")
+    (by_script, rows), (by_command, expected) = map(
+        numbers, (tmp_path / "script", tmp_path / "command")
+    )
+    assert rows == expected
+    own = {"script", "overrides", "git"}
+    measured = {"time", "speed", "flops_per_sample", "flops_per_second", "peak_flops", "mfu"}
+    assert by_script.keys() - own == by_command.keys() - own - measured
+    for name in by_script.keys() - own:
+        assert by_script[name] == by_command[name], name
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made") / "run"
+    stoker.fit(begun(max_steps=2), *loaders(), run_dir=folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"epochs": 5}, "epochs=5 (was 3)"),
+        ({"seed": 1}, "seed=1 (was 0)"),
+        ({"optimizer": functools.partial(torch.optim.AdamW, lr=0.1)}, "optimizer.lr=0.1 (was 0.01"),
+        ({"optimizer": torch.optim.SGD}, "optimizer._target_=torch.optim.sgd.SGD (was torch."),
+        ({"scheduler": schedules.cosine}, "scheduler.warmup=null (was 0.125)"),
+        ({"model": make_model(features=6, classes=4)}, "3.weight"),
+        ({"loss": torch.nn.MultiMarginLoss()}, "loss._target_=torch.nn.modules.loss.MultiMargin"),
+    ],
+)
+def test_another_run_is_not_taken_for_this_one_and_what_differs_is_named(made, change, words):
+    with pytest.raises(UserError) as error:
+        stoker.fit(begun(**({"max_steps": 2} | change)), *loaders(), run_dir=made)
+    text = str(error.value)
+    assert words in text and len(text.splitlines()) <= 3, text
+
+
+def test_a_task_that_builds_the_model_refuses_a_script_s_run_in_a_line(forks, made, tmp_path):
+    with pytest.raises(UserError, match="init_from"):
+        stoker.load(made)
+    with pytest.raises(UserError, match=r"run_dir=.* other settings: epochs=4 "):
+        stoker.fit(begun(max_steps=2, epochs=4), *loaders(), run_dir=made)
+    assert "Made by a script" in report.html(made)
+    for typed in (["task=evaluate", f"run={made}"], [f"run_dir={made}"]):
+        done = forks.run(tmp_path, *typed)
+        assert done.code == 2 and len(done.err.splitlines()) <= 3, done.err
+    elsewhere = begun(Checkpoint(tmp_path / "mine"))
+    with pytest.raises(UserError, match="the Checkpoint among the callbacks saves to"):
+        stoker.fit(elsewhere, *loaders(), run_dir=tmp_path / "run")
+
+
+def test_a_failure_is_in_the_result_and_the_callbacks_are_the_script_s_own(tmp_path):
+    class Diverging(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 4:
+                trainer.module[0].weight.data.fill_(torch.nan)
+
+    trainer = begun(NaNGuard(), Diverging())
+    before = list(trainer.callbacks)
+    with pytest.raises(TrainingError):
+        stoker.fit(trainer, *loaders(), run_dir=tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["code"] == 3 and "not finite" in result["error"] and result["script"]
+    assert trainer.callbacks == before
+
+
+def test_an_uncaught_mistake_is_one_to_three_lines(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(sys, "excepthook", lambda *given: seen.append(given))
+    stoker.short_errors()
+    for error, code in ((UserError("a=1: give 2.\nOr 3."), 2), (TrainingError("No memory."), 3)):
+        with pytest.raises(SystemExit) as end:
+            sys.excepthook(type(error), error, None)
+        assert end.value.code == code
+        assert capsys.readouterr().err == f"error: {error}\n"
+    error = KeyError("x")
+    sys.excepthook(KeyError, error, None)
+    assert seen == [(KeyError, error, None)]
