@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import test_samples
 import torch
 from conftest import assert_same
 from forks import Forks
@@ -610,3 +611,19 @@ def test_patience_ends_for_all_where_it_ends_for_one_process(forks, single, tmp_
         several = train(forks, tmp_path / strategy, world, *job, f"strategy={strategy}")
         assert max(several.states) == max(one.states) < STEPS
         assert_same_training(several, one)
+
+
+@pytest.mark.slow
+def test_any_samples_are_dealt_out_to_two_ranks(forks, tmp_path):
+    """Dicts with ragged lists, of which a sample draws the same on any rank."""
+    model = ["model._target_=torch.nn.Linear", "+model.in_features=6", "+model.out_features=3"]
+    job = [*test_samples.RUN, *model, "optimizer=sgd"]
+    alone = forks.run(tmp_path, *job, "run_dir=alone")
+    assert alone.code == 0, alone.err
+    done = forks.ranks(tmp_path, 2, *job, "run_dir=ranks")
+    assert done.codes == [0, 0], done.errs
+    results = [
+        json.loads((tmp_path / name / "result.json").read_text()) for name in ("alone", "ranks")
+    ]
+    for name in ("train/loss", "val/loss", "hard/loss", "test/loss"):
+        assert results[1][name] == pytest.approx(results[0][name], rel=CLOSE)

@@ -1,0 +1,292 @@
+"""Data sets of any samples: dicts with ragged lists and strings, from a script and from the command
+line.
+"""
+
+import functools
+import json
+import os
+import random
+import signal
+
+import numpy
+import pytest
+import torch
+from conftest import assert_same, make_trainer
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from stoker import Trainer
+from stoker.data.loader import make_loaders
+from stoker.data.record import fingerprint
+from stoker.data.samples import SampleLoader, data_of
+from stoker.trainer import checkpoint
+from stoker.trainer.callbacks import Checkpoint
+from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.loading import seekable
+from stoker.trainer.seeding import mix_seed
+
+HERE = os.path.dirname(__file__)
+
+
+class Boxes(Dataset):
+    """Dicts of a vector that is noisy in each reading, a ragged list and a name."""
+
+    def __init__(self, n=23, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(n, 6, generator=generator)
+        self.counts = torch.randint(1, 4, (n,), generator=generator).tolist()
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, i):
+        noise = torch.randn(6) + random.random() + numpy.random.rand()
+        boxes = self.inputs[i, :2] + torch.arange(self.counts[i]).view(-1, 1)
+        return {"inputs": self.inputs[i] + 0.1 * noise, "boxes": boxes, "name": f"{i}.png"}
+
+    @staticmethod
+    def collate_fn(samples):
+        batch = {key: [sample[key] for sample in samples] for key in samples[0]}
+        return {**batch, "inputs": torch.stack(batch["inputs"])}
+
+
+class OfDicts(Trainer):
+    def compute_loss(self, batch):
+        outputs = self.model(batch["inputs"])
+        return box_loss(outputs, batch), outputs
+
+
+def box_loss(outputs, batch):
+    means = torch.stack([boxes.mean(0) for boxes in batch["boxes"]])
+    return (outputs[:, :2] - means).square().mean()
+
+
+def make_data(n=23):
+    return {"train": Boxes(n), "val": Boxes(9, 1), "hard": Boxes(5, 2), "test": Boxes(7, 3)}
+
+
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(6, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3))
+
+
+def by_hand(epoch, seed=5, batch_size=4, n=23):
+    """The batches of an epoch in plain torch."""
+    generator = torch.Generator().manual_seed(mix_seed(seed, "order", epoch))
+    dataset = Boxes(n)
+    for indices in torch.randperm(n, generator=generator).split(batch_size):
+        samples = []
+        for i in indices.tolist():
+            own = mix_seed("sample", seed, epoch, i)
+            random.seed(own)
+            numpy.random.seed(own % 2**32)
+            torch.manual_seed(own)
+            samples.append(dataset[i])
+        yield Boxes.collate_fn(samples)
+
+
+def sample_loader(workers=0, n=23, **options):
+    return SampleLoader(Boxes(n), "train", 4, seed=5, shuffle=True, workers=workers, **options)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_batches_are_those_of_a_plain_loop(workers):
+    loader = sample_loader(workers)
+    expected = [*by_hand(0), *by_hand(1)]
+    state = torch.get_rng_state()
+    assert_same([*loader, *loader], expected)
+    loader.seek(1, 3)
+    assert_same([*loader], expected[len(loader) + 3 :])
+    assert torch.equal(torch.get_rng_state(), state)
+    loader.close()
+
+
+def test_a_training_is_a_plain_loop_over_the_same_batches():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 3)
+    trainer = make_trainer(
+        torch.nn.Linear(6, 3),
+        OfDicts,
+        loss=None,
+        epochs=2,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        scheduler=None,
+    )
+    trainer.module.load_state_dict(model.state_dict())
+    trainer.fit(sample_loader())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in [*by_hand(0), *by_hand(1)]:
+        optimizer.zero_grad()
+        box_loss(model(batch["inputs"]), batch).backward()
+        optimizer.step()
+    assert_same(trainer.module.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("limit", [None, 0.6])
+def test_a_resumed_training_ends_as_a_whole_one(tmp_path, limit):
+    def fit(folder, steps, resume=None):
+        torch.manual_seed(0)
+        saver = Checkpoint(tmp_path / folder, every=2, keep=9)
+        trainer = make_trainer(Net(), OfDicts, loss=None, max_steps=11, callbacks=[saver])
+        trainer.fit(sample_loader(limit=limit), resume=resume)
+        return trainer.module.state_dict()
+
+    whole = fit("whole", 11)
+    assert_same(fit("cut", 11, tmp_path / "whole" / "step_00000008.ckpt"), whole)
+
+
+@pytest.mark.parametrize("n", [23, 21])
+def test_processes_share_each_batch(monkeypatch, n):
+    """The last batch of 21 samples has one, and is lent to the second process in an evaluation."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parts = []
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        loader = SampleLoader(Boxes(n), "val", 4, seed=5)
+        parts.append([(loader.global_size, batch) for batch in loader])
+    monkeypatch.undo()
+    whole = [*SampleLoader(Boxes(n), "val", 4, seed=5)]
+    for batch, (size, even), (_, odd) in zip(whole, *parts, strict=True):
+        assert size == len(batch["name"])
+        assert even["name"] == batch["name"][::2]
+        assert odd["name"] == (batch["name"][1::2] or batch["name"])
+        assert torch.equal(even["inputs"], batch["inputs"][::2])
+
+
+@pytest.mark.parametrize("kind", ["resident", "streamed", "samples", "loader"])
+def test_a_limited_epoch_and_evaluation(kind):
+    """An epoch takes others each time, an evaluation the same ones."""
+    numbers = torch.arange(20.0).view(-1, 1)
+    dataset = TensorDataset(numbers, torch.arange(20) % 2)
+    part = DataLoader(dataset, batch_size=2) if kind == "loader" else dataset
+    data = data_of("mine", {"train": part, "val": part})
+    if kind in ("resident", "streamed"):
+        from stoker.data.datasets import Data, TensorSplit
+
+        split = TensorSplit(numbers, torch.arange(20) % 2)
+        data = Data("mine", split, split, None, (1,), 2)
+    options = {"resident": kind == "resident"} if kind in ("resident", "streamed") else {}
+    limits = {"limit_train": 0.5, "limit_val": 6}
+    (train, val, _), _ = make_loaders(data, batch_size=2, workers=0, seed=1, **limits, **options)
+    train = seekable(train, 1)
+    train.steps = len(train)
+    assert len(train) == 5 and len(val) == 3
+    epochs = [[*train], [*train]]
+    first, second = ({*torch.cat([x for x, _ in batches]).view(-1).tolist()} for batches in epochs)
+    assert len(first) == len(second) == 10 and first != second
+    assert_same([*val], [*val])
+    assert sum(len(x) for x, _ in val) == 6
+
+
+def test_two_validation_sets_are_two_evaluations(tmp_path):
+    torch.manual_seed(0)
+    saver = Checkpoint(tmp_path, monitor="hard/loss")
+    trainer = make_trainer(Net(), OfDicts, loss=None, epochs=2, callbacks=[saver])
+    val = {name: SampleLoader(part, name, 4) for name, part in make_data().items()}
+    del val["train"]
+    history = trainer.fit(sample_loader(), val)
+    for name, loader in val.items():
+        results = trainer.evaluate(loader, name)
+        assert {key: history.last()[key] for key in results} == results
+    best = min(row["hard/loss"] for row in history if "hard/loss" in row)
+    assert saver.best["value"] == best
+
+
+def test_labelled_data_sets_are_a_classification():
+    class Pictures(Dataset):
+        classes = ("cat", "dog")
+        targets = [0, 1] * 5
+
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, i):
+            return torch.full((1, 4, 4), float(i)), self.targets[i]
+
+    data = data_of("mine", {"train": Subset(Pictures(), range(1, 7)), "val": Pictures()})
+    assert (data.kind, data.in_shape, data.classes) == (
+        "classification",
+        (1, 4, 4),
+        ["cat", "dog"],
+    )
+    assert data.train.targets.tolist() == [1, 0, 1, 0, 1, 0]
+    inputs, targets = data.train[[2, 0]]
+    assert inputs[:, 0, 0, 0].tolist() == [3, 1] and targets.tolist() == [1, 1]
+    assert data_of("mine", {"train": Pictures(), "val": Boxes()}).kind == "other"
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.arange(10.0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"val": Boxes()}, "returns a dict without train"),
+        ({"train": None}, "returns a dict without train"),
+        ({"train": "a.csv"}, "returns a str as train"),
+        ({"train": Boxes(), "a/b": Boxes()}, "names a part 'a/b'"),
+        ({"train": Boxes(0)}, "is empty"),
+    ],
+)
+def test_what_is_no_part_is_refused(parts, message):
+    with pytest.raises(UserError, match=message):
+        make_loaders(data_of("mine", parts), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"augment": ["flip"]}, r"dataset\.augment: only data whose inputs are known"),
+        ({"resident": True}, r"dataset\.resident: only data"),
+        ({"limit_train": 30}, "limit_train=30: there are only 23 samples"),
+        ({"limit_val": 0.5}, r"limit_val=0\.5: this DataLoader has no len\(\)\. Type a number"),
+    ],
+)
+def test_settings_that_these_data_cannot_have(options, message):
+    data = data_of("mine", {"train": Boxes(), "val": DataLoader(Stream())})
+    with pytest.raises(UserError, match=message):
+        make_loaders(data, batch_size=4, **options)
+
+
+def test_samples_that_make_no_batch_are_explained():
+    class Ragged(Boxes):
+        collate_fn = None
+
+    class Broken(Boxes):
+        def __getitem__(self, i):
+            return {"x": [0.0] * 10}[i]
+
+    with pytest.raises(UserError, match="its samples do not make a batch.*\nGive Ragged a collate"):
+        next(iter(SampleLoader(Ragged(), "the val part of mine", 8)))
+    with pytest.raises(TrainingError, match="Sample 0 of the val part of mine cannot be read: Key"):
+        next(iter(SampleLoader(Broken(), "the val part of mine", 8)))
+
+
+def test_an_iterable_data_set_is_batched():
+    data = data_of("mine", {"train": Stream(), "val": [[torch.ones(2)]]})
+    (train, _, _), _ = make_loaders(data, batch_size=4)
+    assert [len(batch) for batch in train] == [4, 4, 2]
+    assert fingerprint(data) == fingerprint(data_of("mine", {"train": Stream(), "val": [[1]]}))
+    assert fingerprint(data) != fingerprint(data_of("mine", {"train": Stream(), "val": [1, 2]}))
+
+
+RUN = ["dataset._target_=test_samples.make_data", "trainer._target_=test_samples.OfDicts"]
+RUN += ["model._target_=test_samples.Net", "epochs=2", "batch_size=4", "checkpoint.every=1"]
+RUN += ["eval_every=5", "monitor=hard/loss", "dataset.workers=0"]
+
+
+@pytest.mark.slow
+def test_a_run_is_killed_goes_on_and_is_evaluated(forks, tmp_path):
+    whole = forks.run(tmp_path, *RUN, "run_dir=whole")
+    assert whole.code == 0 and whole.err == "", whole.err
+    assert "23 train, 9 val, 5 hard, 7 test samples" in whole.out
+    kill = {"signal": signal.SIGKILL, "watch": "cut/checkpoints/step_*", "count": 4, "delay": 0}
+    again = [*RUN[:-1], "run_dir=cut", "report=false"]
+    cut = forks.run(tmp_path, *again, "dataset.workers=2", signals=[kill])
+    assert cut.code == -9, cut.err
+    assert forks.run(tmp_path, *again, "dataset.workers=0").code == 0
+    states = [checkpoint.newest(tmp_path / name / "checkpoints")[1] for name in ("whole", "cut")]
+    assert_same(states[0]["model"], states[1]["model"])
+    result = json.loads((tmp_path / "whole" / "result.json").read_text())
+    assert result["best"]["name"] == "hard/loss"
