@@ -1,11 +1,14 @@
-"""How a table writes its numbers: the decimal sign, and the characters that belong to none."""
+"""How a table writes its numbers and dates, as pyarrow reads them."""
 
-import math
+import contextlib
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import pyarrow
+from pyarrow import compute
 
 from stoker.trainer.errors import UserError
 
@@ -13,12 +16,23 @@ LARGEST = 1e38  # number in a table: float32 has none above 3.4e38
 DIGITS = 15  # of a whole number that a float holds
 FEW = 0.05  # of the values of a column, where nearly all others are numbers
 # A number with what stands before and after it, as in $1,234.50, 12 kg or 1'234.
-IN_UNITS = re.compile(r"(\W*)([-+]?\d(?:[\d.,'\u2019\s]*\d)?)(\D*)")
-# By decimal sign: a number whose thousands are grouped.
-GROUPED = {
-    ".": re.compile(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?"),
-    ",": re.compile(r"[-+]?[1-9]\d{0,2}(\.\d{3})+(,\d*)?"),
-}
+IN_UNITS = re.compile(r"\W*[-+]?\d(?:[\d.,'\u2019\s]*\d)?\D*")
+TIME = r"([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
+DATE = rf"^\d{{4}}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])([T ]{TIME})?Z?$"
+CODE = rf"^(0\d+|\d{{{DIGITS + 1},}})$"  # 007, or more digits than a float can hold
+MICROSECONDS = 86_400e6  # of a day
+
+Texts = Any  # an array of pyarrow: null where a value is missing
+
+
+def only(mask: Any, values: Any) -> Any:
+    """Return an array of pyarrow with null where the mask is not true."""
+    return compute.if_else(mask, values, pyarrow.scalar(None, values.type))
+
+
+def usable(numbers: Any) -> Any:
+    """Return numbers with null for those that float32 cannot hold."""
+    return only(compute.less_equal(compute.abs(numbers), LARGEST), numbers)
 
 
 @dataclass(frozen=True)
@@ -37,52 +51,38 @@ class Notation:
                     f"dataset.marks={self.marks}: {mark!r} is a part of numbers. Leave it out."
                 )
 
-    def number(self, text: str) -> float | None:
-        """Return the number that a text is, None if it is none or too large to be used."""
-        for mark in self.marks:
-            if mark not in ".,":
-                text = text.replace(mark, "")
-        group = "," if self.decimal == "." else "."
-        if group in text:
-            # A point or comma is left out only where it groups thousands, and is no decimal sign
-            # where it may group them.
-            is_grouped = GROUPED[self.decimal].fullmatch(text.strip()) is not None
-            if is_grouped != (group in self.marks):
-                return None
-            if is_grouped:
-                text = text.replace(group, "")
-        try:
-            number = float(text.replace(self.decimal, "."))
-        except ValueError:
-            return None
-        # Python reads 1_1 as 11.
-        return number if abs(number) <= LARGEST and "_" not in text else None
+    def numbers(self, texts: Texts) -> Any:
+        """Return float64, null where a text is not a number or too large to be used.
 
-    def parse(self, values: Sequence[str | None]) -> tuple[list[float], list[int]]:
-        """Return the values as numbers, NaN where there is none, and the places of those that are
-        not numbers.
+        A point or comma is left out only where it groups thousands: 3,4 is not 34.
         """
-        numbers = []
-        odd = []
-        for i, value in enumerate(values):
-            number = math.nan
-            if value is not None:
-                known = self.number(value)
-                if known is None:
-                    odd.append(i)
-                else:
-                    number = known
-            numbers.append(number)
-        return numbers, odd
+        if self == Notation():
+            with contextlib.suppress(pyarrow.ArrowInvalid):
+                return usable(texts.cast(pyarrow.float64()))
+        group = "," if self.decimal == "." else "."
+        digits = r"\d+"
+        if group in self.marks:
+            digits += rf"|[1-9]\d{{0,2}}([{group}]\d{{3}})+"
+        number = rf"^[+-]?(({digits})([{self.decimal}]\d*)?|[{self.decimal}]\d+)([eE][+-]?\d+)?$"
+        marks = self.marks.replace(group, "")
+        if marks:
+            texts = compute.replace_substring_regex(texts, f"[{re.escape(marks)}]", "")
+            texts = compute.utf8_trim_whitespace(texts)
+        is_number = compute.match_substring_regex(texts, number)
+        texts = compute.replace_substring(only(is_number, texts), group, "")
+        numbers = compute.replace_substring(texts, self.decimal, ".").cast(pyarrow.float64())
+        return usable(numbers)
 
-    def amount(self, text: str) -> float | str:
-        """Return what a text is worth, whatever its spelling: a number if floats tell it apart,
+    def amounts(self, names: Sequence[str]) -> list[float | str]:
+        """Return what each name is worth, whatever its spelling: a number if floats tell it apart,
         else lower case.
         """
-        number = self.number(text)
-        if number is None or abs(number) >= 10**DIGITS:
-            return text.lower()
-        return number
+        amounts: list[float | str] = []
+        numbers = self.numbers(pyarrow.array(names, pyarrow.string())).to_pylist()
+        for name, number in zip(names, numbers, strict=True):
+            is_exact = number is not None and abs(number) < 10**DIGITS
+            amounts.append(number if is_exact else name.lower())
+        return amounts
 
     def settings(self) -> str:
         """Return what to type for this notation."""
@@ -94,53 +94,34 @@ class Notation:
             typed.append(f"\"dataset.decimal='{self.decimal}'\"")
         return " ".join(typed)
 
-    def that_reads(self, values: Sequence[str | None], few: int) -> "Notation | None":
-        """Return the notation that reads nearly all values as numbers, with the marks of this one;
-        None if none does.
 
-        Letters are a unit where more than `few` different values have the same: 1st and 2nd are
-        names.
-        """
-        texts = [value for value in values if value is not None]
-        units: Counter[str] = Counter()
-        marks = set(self.marks)
-        for text in texts:
-            match = IN_UNITS.fullmatch(text)
-            if match is None:
-                continue
-            before, number, after = match.groups()
-            marks.update(number)
-            unit = before.strip("+-") + after.strip()
-            if unit:
-                units[unit] += 1
-        unit = max(units, key=lambda name: units[name], default="")
-        if unit:
-            has_letters = any(map(str.isalpha, unit))
-            if has_letters and len(set(texts)) <= few:
-                return None
-            if not all(map(_is_unit, unit)):
-                return None
-            marks.update(unit)
-        marks -= set("+-0123456789")
-        for decimal in (".", ","):
-            others = sorted(marks - {decimal})
-            notation = Notation(decimal, "".join(others))
-            _, odd = notation.parse(texts)
-            if len(odd) <= FEW * len(texts):
-                return notation
-        return None
-
-
-def _is_unit(character: str) -> bool:
-    is_currency = unicodedata.category(character) == "Sc"
-    return is_currency or character.isalpha() or character in " %‰°²³/"
-
-
-def is_code(text: str | None) -> bool:
-    """Tell whether these digits are a name rather than an amount: 007, or more of them than a float
-    can hold.
+def dates(texts: Texts) -> Any:
+    """Return days since 1970-01-01 as float64, null where a text is not a date such as 2024-01-31
+    or 2024-01-31 12:00.
     """
-    if text is None or not text.isdecimal():
-        return False
-    has_leading_zero = text[0] == "0" and len(text) > 1
-    return has_leading_zero or len(text) > DIGITS
+    texts = only(compute.match_substring_regex(texts, DATE), texts)
+    moments = compute.replace_substring(texts, "Z", "").cast(pyarrow.timestamp("us"))
+    return compute.divide(moments.cast(pyarrow.int64()).cast(pyarrow.float64()), MICROSECONDS)
+
+
+def fitting(texts: Collection[str], few: int) -> Notation | None:
+    """Return the notation that reads nearly all of different texts as numbers; None if none does.
+
+    Letters are a unit where there are more than `few` texts: 1st and 2nd are names.
+    """
+    in_units = [text for text in texts if IN_UNITS.fullmatch(text)]
+    marks = set("".join(in_units)) - set("0123456789+-")
+    if len(in_units) < (1 - FEW) * len(texts) or not all(map(_is_mark, marks)):
+        return None
+    if len(texts) <= few and any(map(str.isalpha, marks)):
+        return None
+    for decimal in (".", ","):
+        notation = Notation(decimal, "".join(sorted(marks - {decimal})))
+        if notation.numbers(pyarrow.array(in_units)).null_count <= FEW * len(texts):
+            return notation
+    return None
+
+
+def _is_mark(character: str) -> bool:
+    is_currency = unicodedata.category(character) == "Sc"
+    return is_currency or character.isalpha() or character in ".,'\u2019 %‰°²³/"

@@ -1,12 +1,12 @@
-"""Tables: a csv file becomes standardised numbers and one-hot categories."""
+"""Tables: the columns of a csv or parquet file become standardised numbers and one-hot categories.
 
-import io
-import itertools
+pyarrow reads the file, and its columns become numbers one at a time.
+"""
+
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from csv import Error as CSVError
-from csv import reader as read_csv
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,36 @@ import torch
 from torch import Tensor
 
 from stoker.data.description import Column, Description, is_description, names_of
-from stoker.data.notation import FEW, Notation, is_code
 from stoker.data.record import Data, unknown_class
-from stoker.data.splits import check_fractions, cut, split_indices
+from stoker.data.splits import TensorSplit, check_fractions, split_indices
 from stoker.trainer.errors import UserError, check_choice, did_you_mean, first_few, log, printable
 from stoker.trainer.files import open_plain
 
+try:
+    import pyarrow
+    from pyarrow import compute, parquet
+    from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, open_csv
+
+    from stoker.data.notation import CODE, FEW, Notation, dates, fitting, only
+except ModuleNotFoundError as error:
+    if error.name != "pyarrow":
+        raise
+    pyarrow = None
+
+Texts = Any  # an array of pyarrow: null where a value is missing
+FIRST = 2  # line of a row, where the header is line 1
+PIECE = 2**18  # bytes of a csv file, or
+ROWS = 2**12  # rows of a parquet file, that are read at once
+LONGEST = 2**20  # bytes of a header
 MOST_NUMBERS = 2**28  # that a table may become
 FEWEST_ROWS = 20  # in which a column that counts them is no accident
 FEW_KINDS = 20  # distinct values, which may be categories or classes however few rows there are
-EMPTY = {"", "?"}  # a missing value, in any column
-MISSING = {*EMPTY, "na", "n/a", "nan", "null", "none"}  # but in a target of text these are classes
-CORRECT = "Write numbers as 1234.5, up to 1e38, and nothing where one is missing"
-
-# The values of a column, stripped; None where one is missing.
-Values = Sequence[str | None]
+EMPTY = ("", "?")  # a missing value, in any column
+WORDS = ("na", "n/a", "nan", "null", "none")  # so are these, but in a target of text
+MISSING = (*EMPTY, *WORDS)
+CORRECT = (
+    "Write numbers as 1234.5, up to 1e38, dates as 2024-01-31, and nothing where one is missing"
+)
 
 
 def csv(
@@ -46,605 +61,415 @@ def csv(
     split_seed: int = 0,
     trained: Description | None = None,
 ) -> Data:
-    """A table with a header line; one column is the target.
+    """A csv file with a header line, or a parquet file; one column is the target.
 
     Numbers are standardised and categories one-hot, by the training rows alone. A column is numeric
     if every value is a number and it is not named in `categorical`; if all but a few are, or nearly
-    all are numbers in another notation, it is an error. A category that the training rows lack is
-    all zeros. `missing`: "error", "drop" (the row), or "mean" (of the training rows; a missing
-    category is all zeros). `decimal` and `marks`: the decimal sign, and characters to leave out of
-    numbers. `kind` "auto": text is classes, and so are at most 20 different whole numbers that are
-    fewer than a tenth of the rows, and codes, such as 007; other targets are a regression. Classes
-    keep their spelling: 1, 01 and 1.0 are three. `trained`: the description of a run's data, whose
-    columns, classes and units are used instead of this table's.
+    all are numbers in another notation, it is an error. Dates count in days. A category that the
+    training rows lack is all zeros. `missing`: "error", "drop" (the row), or "mean" (of the
+    training rows; a missing category is all zeros). `decimal` and `marks`: the decimal sign, and
+    characters to leave out of numbers. `kind` "auto": text is classes, and so are at most 20
+    different whole numbers that are fewer than a tenth of the rows, and codes, such as 007; other
+    targets are a regression. Classes keep their spelling: 1, 01 and 1.0 are three. `trained`: the
+    description of a run's data, whose columns, classes and units are used instead of this table's.
     """
     check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
-    check_choice("dataset.missing", missing, ("error", "mean", "drop"))
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
-    notation = Notation(decimal, marks)
-    path = str(path)
     target = str(target)  # a bare 2024 on the command line is a number
-    cells, lines = _read_table(os.path.expanduser(path), delimiter)
-    texts = {name: [cell.strip() for cell in column] for name, column in cells.items()}
-    _check_columns(path, "target", [target], texts)
+    reading = {
+        "target": target,
+        "missing": missing,
+        "delimiter": delimiter,
+        "decimal": decimal,
+        "marks": marks,
+    }
+    table = Table(str(path), reading)
+    table.check("target", [target])
     if trained is None:
-        categorical = _as_list(categorical)
-        ignore = _as_list(ignore)
-        _check_columns(path, "categorical", categorical, texts)
-        _check_columns(path, "ignore", ignore, texts)
-        names = [name for name in texts if name not in ignore]
+        categorical = table.check("categorical", categorical)
+        ignore = table.check("ignore", ignore)
+        names = [name for name in table.names if name not in (target, *ignore)]
     else:
         kind = trained["kind"]
-        names = [column["name"] for column in check_table(trained)["columns"]]
-        for name in names:
-            check_column(path, name, texts)
-    columns = {name: _gaps(texts[name]) for name in texts if name in {*names, target}}
-    columns[target] = _gaps_of_target(target, texts[target], kind, notation, trained)
-    rows = len(lines)
-    columns, lines = _without_missing(path, columns, lines, target, missing)
-    if len(lines) < rows:
-        left_out = rows - len(lines)
-        shown = printable(path)
-        log.warning("%s: %d of %d rows lack a value and are left out.", shown, left_out, rows)
-    answers = [value for value in columns.pop(target) if value is not None]
-    if not columns:
-        raise UserError(f"{printable(path)} has no column besides the target {target}.")
-    kind, classes, targets = _read_target(target, answers, lines, kind, notation, trained)
-    stratified = classes is not None
+        names = table.check_trained(check_table(trained)["columns"])
+    if not names:
+        raise UserError(f"{table.shown} has no column besides the target {target}.")
+    values = table.read([target, *names], [target, *categorical])
+    answers = values.pop(target)
+    kind, classes, targets = _read_target(target, answers, table, kind, trained)
+    rows = table.complete({target: targets.isnan(), **gaps_in(values)}, target)
+    targets = targets[rows]
     if classes is not None:
-        _warn_of_blanks(target, cells[target])
-    # The same rows that `cut` gives to the training part.
-    train, *_ = split_indices(
-        targets if stratified else len(lines), fractions, split_seed, stratified
+        targets = targets.long()
+    # Sorted indices of the rows that are left.
+    parts = split_indices(
+        len(rows) if classes is None else targets, fractions, split_seed, classes is not None
     )
-    if trained is None:
-        described = []
-        for name, values in columns.items():
-            is_category = name in categorical
-            described.append(_describe(name, values, lines, train, is_category, notation))
-        _warn_of_useless(path, columns, described, answers)
-    else:
-        described = trained["table"]["columns"]
-        for column in described:
-            _warn_of_unknown(path, column, columns[column["name"]], lines)
-    _check_size(described, len(lines))
-    blocks = []
-    for column in described:
-        block = _encode(path, column, columns[column["name"]], lines, notation)
-        if "categories" not in column:
-            block = ((block - column["mean"]) / column["std"]).nan_to_num(0.0).float()
-        blocks.append(block)
-    inputs = torch.cat(blocks, 1)
     center = 0.0
     scale = 1.0
-    if kind == "regression":
-        center, scale = mean_and_std(targets[train])
+    if classes is None and kind == "regression":
+        center, scale = mean_and_std(targets[parts[0]])
         if trained is not None:
             center = trained["target_mean"]
             scale = trained["target_scale"]
-        targets = ((targets - center) / scale).float()
-    numbered = torch.tensor(lines)
-    train_split, val, test = cut(inputs, targets, fractions, split_seed, stratified, numbered)
+        targets = ((targets - center) / scale).float().unsqueeze(1)
+    columns: list[Column] = []
+    if trained is not None:
+        columns = trained["table"]["columns"]
+        table.warn_of_unknown(columns, values)
+    else:
+        for name in names:
+            columns.append(table.describe(name, values[name], rows[parts[0]], name in categorical))
+        _check_size(columns, len(rows))
+    order = torch.cat(parts)
+    inputs = torch.empty(len(rows), sum(len(names_of(column)) for column in columns))
+    width = 0
+    for column in columns:
+        block = table.encode(column, values.pop(column["name"]))[rows[order]]
+        if "categories" not in column:
+            block = ((block - column["mean"]) / column["std"]).nan_to_num(0.0)
+        inputs[:, width : width + block.shape[1]] = block
+        width += block.shape[1]
+    sizes = [len(part) for part in parts]
+    pieces = (inputs, targets[order], rows[order] + FIRST)
+    splits = []
+    for part in zip(*(piece.split(sizes) for piece in pieces), strict=True):
+        splits.append(TensorSplit(*part) if len(part[0]) else None)
     return Data(
         Path(path).stem,
-        train_split,
-        val,
-        test,
+        splits[0],
+        splits[1],
+        splits[2],
         inputs.shape[1:],
         num_classes=1 if classes is None else len(classes),
         kind=kind,
         classes=classes,
         target_mean=center,
         target_scale=scale,
-        table={
-            "target": target,
-            "columns": described,
-            "missing": missing,
-            "delimiter": delimiter,
-            "decimal": decimal,
-            "marks": marks,
-        },
+        table={"columns": columns, **reading},
     )
 
 
-def _as_list(names: str | Sequence[str]) -> Sequence[str]:
-    return [names] if isinstance(names, str) else names
+class Table:
+    """A csv or parquet file, and how it is read; UserError for what cannot be.
 
+    `reading` has "missing", "delimiter", "decimal" and "marks", as in the configuration. Lines
+    count rows as a spreadsheet does: the header is line 1. A table has at least two columns, or one
+    of the name `alone`.
 
-def _check_columns(path: str, key: str, names: Sequence[str], columns: dict[str, Any]) -> None:
-    """Check that a table has the columns that a setting names."""
-    for name in names:
-        if name not in columns:
+    Attributes:
+        names: of its columns.
+        notation: how it writes numbers.
+        shown: its path, as messages show it.
+    """
+
+    def __init__(
+        self, path: str, reading: dict[str, Any], key: str = "dataset.path", alone: str = ""
+    ) -> None:
+        self.path = os.path.expanduser(path)
+        self.shown = printable(path)
+        self.key = key
+        if pyarrow is None:
             raise UserError(
-                f"dataset.{key}={name}: {printable(path)} has no such column."
-                f"{did_you_mean(name, columns)}\n"
-                f"It has {first_few(list(columns), 20)}."
+                f"{key}={self.shown}: tables are read by pyarrow.\n"
+                "Type pip install 'stoker[tables]'."
+            )
+        self.missing = check_choice(
+            "dataset.missing", reading["missing"], ("error", "mean", "drop")
+        )
+        self.target = reading["target"]
+        self.notation = Notation(reading.get("decimal", "."), reading.get("marks", ""))
+        self.delimiter = "\t" if reading["delimiter"] == "tab" else reading["delimiter"]
+        if not isinstance(self.delimiter, str) or len(self.delimiter) != 1:
+            raise UserError(
+                f"dataset.delimiter={self.delimiter!r}: give one character, such as ',' or ';', "
+                "or tab."
+            )
+        with self._open([]) as (written, _):
+            self.written = {name.strip(): name for name in written}
+        self.names = list(self.written)
+        if len(self.names) < len(written):
+            name, count = Counter(map(str.strip, written)).most_common(1)[0]
+            raise UserError(f"{self.shown}: the header has the column {name!r} {count} times.")
+        if "" in self.written:
+            raise UserError(
+                f"{self.shown}: the header has a column without a name, number "
+                f"{self.names.index('') + 1}. Give it one; to_csv(index=False) writes none."
+            )
+        if len(written) == 1 and self.names != [alone]:
+            raise UserError(
+                f"{self.shown} has one column only, {self.names[0][:50]!r}.\n"
+                "If its columns are separated by another character, "
+                "type \"dataset.delimiter=';'\", or tab."
             )
 
+    @contextlib.contextmanager
+    def _open(self, names: Sequence[str]) -> Iterator[tuple[list[str], Iterator[Any]]]:
+        """Yield the names in the header, and batches of the columns `names`."""
+        try:
+            with open_plain(self.path, links=True) as plain:
+                start = plain.read(LONGEST)
+            if not start:
+                raise UserError(f"{self.shown} is empty: it needs a header and a row.")
+            with pyarrow.OSFile(self.path) as file:
+                if start.startswith(b"PAR1"):
+                    stored = parquet.ParquetFile(file)
+                    yield stored.schema_arrow.names, stored.iter_batches(ROWS, columns=names)
+                    return
+                # A row has to fit in a piece, and some pieces are read ahead.
+                piece = max(PIECE, 8 * len(start.partition(b"\n")[0]))
+                types = dict.fromkeys(names, pyarrow.string())
+                rows = open_csv(
+                    file,
+                    ReadOptions(use_threads=False, block_size=piece),
+                    ParseOptions(delimiter=self.delimiter, newlines_in_values=True),
+                    ConvertOptions(column_types=types, include_columns=names),
+                )
+                yield rows.schema.names, rows
+        except FileNotFoundError:
+            raise UserError(f"{self.key}={self.shown}: there is no such file.") from None
+        except UserError:
+            raise
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            advice = ""
+            if "UTF8" in str(error) or isinstance(error, UnicodeDecodeError):
+                advice = "\nSave it as UTF-8, as by iconv -f cp1252 -t utf-8."
+            raise UserError(
+                f"{self.key}={self.shown}: this is no table that can be read "
+                f"({printable(error)[:300]}).{advice}"
+            ) from None
 
-def _read_table(path: str, delimiter: str) -> tuple[dict[str, list[str]], list[int]]:
-    """Read {column: cells}, and the line number of each row; UserError for what is not a table."""
-    numbered = read_rows(path, delimiter)
-    _, header = next(numbered)
-    lines = []
-    rows = []
-    for line, row in numbered:
-        lines.append(line)
-        rows.append(row)
-    if not rows:
-        raise _empty(path)
-    columns = zip(*rows, strict=True)
-    return {name: list(values) for name, values in zip(header, columns, strict=True)}, lines
+    def pieces(self, names: Sequence[str]) -> Iterator[dict[str, Texts]]:
+        """Yield the texts of the columns for some thousand rows at a time, without blanks around
+        them; null for a missing one.
+        """
+        with self._open([self.written[name] for name in names]) as (_, batches):
+            for batch in batches:
+                piece = {}
+                for name, column in zip(names, batch.columns, strict=True):
+                    texts = compute.utf8_trim_whitespace(column.cast(pyarrow.string()))
+                    piece[name] = without(texts, EMPTY if name == self.target else MISSING)
+                yield piece
 
+    def read(self, names: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
+        """Return the columns: float64 where all values are numbers and the name is not in `texts`,
+        else texts.
+        """
+        numeric = [name for name in names if name not in texts]
+        rows = 0
+        for piece in self.pieces(names):
+            rows += len(piece[names[0]])
+            for name in list(numeric):
+                if self.notation.numbers(piece[name]).null_count > piece[name].null_count:
+                    numeric.remove(name)
+        if rows == 0:
+            raise UserError(f"{self.shown} is empty: it needs a header and a row.")
+        numbers = {name: torch.empty(rows, dtype=torch.float64) for name in numeric}
+        columns: dict[str, list[Any]] = {name: [] for name in names}
+        start = 0
+        for piece in self.pieces(names):
+            for name, values in piece.items():
+                if name in numeric:
+                    amounts = tensor_of(self.notation.numbers(values))
+                    numbers[name][start : start + len(values)] = amounts
+                else:
+                    columns[name].append(values)
+            start += len(values)
+        return {
+            name: pyarrow.array(numbers[name].numpy(), from_pandas=True)
+            if name in numeric
+            else pyarrow.concat_arrays(columns[name])
+            for name in names
+        }
 
-def read_rows(
-    path: str, delimiter: str, key: str = "dataset.path", alone: str | None = None
-) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line number, values) of the header and then of each row, one at a time; UserError for
-    no table.
-
-    A table has at least two columns, or one of the name `alone`. The `delimiter` may be "tab".
-    """
-    if delimiter == "tab":
-        delimiter = "\t"
-    if not isinstance(delimiter, str) or len(delimiter) != 1:
-        raise UserError(
-            f"dataset.delimiter={delimiter!r}: give one character, such as ',' or ';', or tab."
-        )
-    shown = printable(path)
-    try:
-        with open_plain(path, links=True) as raw, io.BufferedReader(raw) as buffered:
-            text = io.TextIOWrapper(buffered, newline="", encoding="utf-8-sig")
-            rows = read_csv(text, delimiter=delimiter, skipinitialspace=True)
-            header = [name.strip() for name in next(rows, [])]
-            _check_header(path, header, alone)
-            yield 1, header
-            # Where a row begins: a value in quotes may have several lines.
-            line = rows.line_num + 1
-            for row in rows:
-                is_blank = len(row) <= 1 and not "".join(row).strip()
-                if not is_blank:
-                    if len(row) != len(header):
-                        raise UserError(
-                            f"{shown}, line {line}: {len(row)} values "
-                            f"for the {len(header)} columns of the header."
-                        )
-                    yield line, row
-                line = rows.line_num + 1
-    except FileNotFoundError:
-        raise UserError(f"{key}={shown}: there is no such file.") from None
-    except UserError:
-        raise
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise UserError(
-            f"{key}={shown}: this is no table that can be read "
-            f"(it is not in UTF-8, and has the byte 0x{byte:02x}).\nSave it as UTF-8."
-        ) from None
-    except (OSError, ValueError, CSVError) as error:
-        raise UserError(
-            f"{key}={shown}: this is no table that can be read ({printable(error)})."
-        ) from None
-
-
-def _check_header(path: str, header: list[str], alone: str | None) -> None:
-    """Check that the header has at least two columns, or the one named `alone`, each with its own
-    name.
-    """
-    shown = printable(path)
-    if not header:
-        raise _empty(path)
-    if len(header) == 1 and header[0] != alone:
-        raise UserError(
-            f"{shown} has one column only, {header[0][:50]!r}.\n"
-            "If its columns are separated by another character, "
-            "type \"dataset.delimiter=';'\", or tab."
-        )
-    if "" in header:
-        raise UserError(
-            f"{shown}: the header has a column without a name, number {header.index('') + 1}. "
-            "Give it one; to_csv(index=False) writes none."
-        )
-    name, count = Counter(header).most_common(1)[0]
-    if count > 1:
-        raise UserError(f"{shown}: the header has the column {name!r} {count} times.")
-
-
-def _empty(path: str) -> UserError:
-    return UserError(f"{printable(path)} is empty: it needs a header line and at least one row.")
-
-
-def read_batches(
-    path: str,
-    table: dict[str, Any],
-    size: int,
-    key: str = "input",
-    **typed: Any,
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield (line numbers, float64 (N, numbers)) of the rows of a table, as a trained model takes
-    them.
-
-    A number stays as it is; a category becomes 0 and 1, all zeros if it is unknown, with a warning
-    for the first of a column. A missing number is NaN if the model fills it in itself, else the
-    mean. `typed`: another `missing`, `delimiter`, `decimal` or `marks` than the table of the run
-    has; None is none. UserError for what cannot be read.
-    """
-    if os.path.isdir(path):
-        raise UserError(
-            f"{key}={printable(path)}: this is a folder, but the run takes a table. "
-            f"Type {key}=FILE.csv."
-        )
-    reading = {"decimal": ".", "marks": "", **table}
-    for name, value in typed.items():
-        if value is not None:
-            reading[name] = value
-    missing = check_choice("dataset.missing", reading["missing"], ("error", "mean", "drop"))
-    notation = Notation(reading["decimal"], reading["marks"])
-    columns: list[Column] = table["columns"]
-    names = [column["name"] for column in columns]
-    alone = names[0] if len(names) == 1 else None
-    rows = read_rows(path, reading["delimiter"], key, alone)
-    _, header = next(rows)
-    for name in names:
-        check_column(path, name, header)
-    unwarned = columns
-    is_empty = True
-    while batch := list(itertools.islice(rows, size)):
-        is_empty = False
-        texts = {}
+    def check(self, key: str, names: str | Sequence[str]) -> Sequence[str]:
+        """Return the names that a setting gives as a list; UserError unless they are columns."""
+        names = [names] if isinstance(names, str) else names
         for name in names:
-            place = header.index(name)
-            texts[name] = _gaps([values[place].strip() for _, values in batch])
-        texts, lines = _without_missing(path, texts, [line for line, _ in batch], None, missing)
-        unwarned = [
-            column
-            for column in unwarned
-            if not _warn_of_unknown(path, column, texts[column["name"]], lines)
-        ]
-        blocks = []
-        for column in columns:
-            block = _encode(path, column, texts[column["name"]], lines, notation)
-            if "mean" in column and table["missing"] != "mean":
-                block = block.nan_to_num(column["mean"])
-            blocks.append(block.double())
-        if lines:
-            yield lines, torch.cat(blocks, 1)
-    if is_empty:
-        raise UserError(f"{key}={printable(path)}: it has no rows.")
+            if name not in self.written:
+                raise UserError(
+                    f"dataset.{key}={name}: {self.shown} has no such column."
+                    f"{did_you_mean(name, self.names)}\n"
+                    f"It has {first_few(self.names, 20)}."
+                )
+        return names
 
+    def check_trained(self, columns: list[Column]) -> list[str]:
+        """Return the names of the columns that a run was trained on; UserError if one is absent."""
+        names = [column["name"] for column in columns]
+        for name in names:
+            if name not in self.written:
+                raise UserError(
+                    f"{self.shown}: it has no column {name!r}, on which the run was trained."
+                    f"{did_you_mean(name, self.names)}\n"
+                    "Rename one, or add it; with dataset.missing=mean it may be without values."
+                )
+        return names
 
-def _warn_of_unknown(path: str, column: Column, values: Values, lines: list[int]) -> bool:
-    """Warn of the first value of a column that is none of the categories that a run was trained on,
-    if there is one.
-    """
-    if "categories" not in column:
-        return False
-    known = {None, *column["categories"]}
-    for line, value in zip(lines, values, strict=True):
-        if value not in known:
-            log.warning(
-                "%s, line %d: %r in the column %r is none of those trained on; such values count "
-                "as none of them.",
-                printable(path),
-                line,
-                str(value)[:50],
-                column["name"],
-            )
-            return True
-    return False
-
-
-def _warn_of_useless(
-    path: str, columns: dict[str, Values], described: list[Column], answers: Values
-) -> None:
-    """Warn of columns that say nothing about the target, or all, and of codes that are read as
-    numbers.
-    """
-    for column in described:
-        name = column["name"]
-        values = columns[name]
-        code = next(filter(is_code, values), None)
-        advice = f"Leave it out: dataset.ignore=[{name}]."
-        if values == answers:
-            reason = "is the target once more, which a new row has not"
-        elif len(set(values)) == 1:
-            reason = "has one value only, and says nothing"
-        elif counts_rows(values):
-            reason = "counts the rows, and a number of that kind says nothing of a new row"
-        elif code and "categories" not in column:
-            reason = f"is read as numbers, and {code!r} looks like a code"
-            advice = f"Type dataset.categorical=[{name}] if it is one, or dataset.ignore=[{name}]."
-        else:
-            continue
-        log.warning("%s: the column %r %s. %s", printable(path), name, reason, advice)
-
-
-def counts_rows(values: Values) -> bool:
-    """Tell whether a column has whole numbers without repetition: in the order of the rows, or
-    without a gap.
-    """
-    numbers, _ = Notation().parse(values)
-    # NaN, for what is missing or not a number, is not an integer.
-    if len(numbers) < FEWEST_ROWS or not all(map(float.is_integer, numbers)):
-        return False
-    if len(set(numbers)) < len(numbers):
-        return False
-    return numbers == sorted(numbers) or max(numbers) - min(numbers) == len(numbers) - 1
-
-
-def check_column(path: str, name: str, columns: Collection[str]) -> None:
-    """Check that a table has a column on which a run was trained."""
-    if name not in columns:
-        raise UserError(
-            f"{printable(path)}: it has no column {name!r}, on which the run was trained."
-            f"{did_you_mean(name, columns)}\n"
-            "Rename one, or add it; with dataset.missing=mean it may be without values."
-        )
-
-
-def check_table(trained: Description) -> dict[str, Any]:
-    """Return the table of a run's description; UserError if it was trained on something else."""
-    if not is_description(trained):
-        raise UserError("dataset.trained: this is what a run hands over. Leave it out.")
-    if trained["table"] is None:
-        raise UserError(f"dataset: the run was trained on {trained['dataset']}, which is no table.")
-    table: dict[str, Any] = trained["table"]
-    return table
-
-
-def _gaps(texts: list[str], blanks: Collection[str] = MISSING) -> Values:
-    """Return the values of a column, None for each that is one of the `blanks`."""
-    return [None if text.lower() in blanks else text for text in texts]
-
-
-def _gaps_of_target(
-    name: str, texts: list[str], kind: str, notation: Notation, trained: Description | None
-) -> Values:
-    """Return the values of the target; in one of text "none" is a class, with a warning."""
-    values = _gaps(texts)
-    if kind == "regression":
-        return values
-    if trained is not None:
-        known = trained["classes"] or ()
-        pairs = zip(texts, values, strict=True)
-        return [text if value is None and text in known else value for text, value in pairs]
-    _, odd = notation.parse(values)
-    is_text = len(odd) > 0 and (kind == "classification" or not _is_numeric(values, odd))
-    with_classes = _gaps(texts, EMPTY)
-    if not is_text or with_classes == values:
-        return values
-    words = Counter(text for text in texts if text.lower() in MISSING - EMPTY)
-    word, count = words.most_common(1)[0]
-    log.warning(
-        "dataset.target=%s: %r in %d rows is a class like the others. "
-        "If it stands for a missing value, leave those values empty in the file.",
-        name,
-        word,
-        count,
-    )
-    return with_classes
-
-
-def _without_missing(
-    path: str, columns: dict[str, Values], lines: list[int], target: str | None, missing: str
-) -> tuple[dict[str, Values], list[int]]:
-    """Return the columns and the rows' lines, with "drop" without the rows that lack a value."""
-    counts = {}
-    for name, values in columns.items():
-        if None in values:
-            counts[name] = values.count(None)
-    if not counts:
-        return columns, lines
-    if missing == "error" or (missing == "mean" and target in counts):
-        name = target if target in counts else next(iter(counts))
-        line = lines[columns[name].index(None)]
-        shown = [f"{gappy!r} in {count}" for gappy, count in counts.items()]
-        fill = "" if target in counts else "dataset.missing=mean to fill them in, or "
+    def complete(
+        self, lacking: dict[str, Tensor], target: str | None = None, line: int = FIRST
+    ) -> Tensor:
+        """Return the places of the rows that are used: all, or those that lack no value."""
+        gappy = {name: mask for name, mask in lacking.items() if mask.any()}
+        rows = len(next(iter(lacking.values())))
+        if not gappy or (self.missing == "mean" and target not in gappy):
+            return torch.arange(rows)
+        if self.missing == "drop":
+            kept = ~torch.stack(list(gappy.values())).any(0)
+            if target is not None and not kept.any():
+                raise UserError(
+                    "dataset.missing=drop leaves no row: each has a missing value. "
+                    "Type dataset.missing=mean, or dataset.ignore=[COLUMN]."
+                )
+            if target is not None:
+                log.warning(
+                    "%s: %d of %d rows lack a value and are left out.",
+                    self.shown,
+                    int((~kept).sum()),
+                    rows,
+                )
+            return kept.nonzero().view(-1)
+        name, mask = next(iter(gappy.items()))
+        shown = [f"{name!r} in {int(mask.sum())}" for name, mask in gappy.items()]
+        fill = "" if target in gappy else "dataset.missing=mean to fill them in, or "
         advice = f"Type {fill}dataset.missing=drop to leave those rows out."
-        if counts[name] == len(lines) and target is not None:  # and no setting could fill it
+        if target is not None and mask.all():  # and no setting could fill it
             advice = f"Type dataset.ignore=[{name}]."
             if name == target:
                 advice = "Choose another target."
+        line += int(mask.nonzero()[0])
         raise UserError(
-            f"{printable(path)}, line {line}: the column {name!r} has no value.\n"
-            f"Values are missing: {first_few(shown, 3)} of {len(lines)} rows.\n{advice}"
+            f"{self.shown}, line {line}: the column {name!r} has no value.\n"
+            f"Values are missing: {first_few(shown, 3)} of {rows} rows.\n{advice}"
         )
-    if missing == "mean":
-        return columns, lines
-    rows = zip(*columns.values(), strict=True)
-    kept = [i for i, row in enumerate(rows) if None not in row]
-    if not kept and target is not None:
-        raise UserError(
-            "dataset.missing=drop leaves no row: each has a missing value. "
-            "Type dataset.missing=mean, or dataset.ignore=[COLUMN]."
-        )
-    columns = {name: [values[i] for i in kept] for name, values in columns.items()}
-    return columns, [lines[i] for i in kept]
 
+    def amounts(self, values: Any, is_date: bool = False) -> Tensor:
+        """Return the numbers, or the days, of values in float64; NaN where there is none."""
+        if values.type == pyarrow.float64():
+            return tensor_of(values)
+        return tensor_of(dates(values) if is_date else self.notation.numbers(values))
 
-def _is_numeric(values: Values, odd: list[int]) -> bool:
-    """Tell whether a column is one of numbers but for the odd values: few, or among too many for
-    categories.
-    """
-    present = len(values) - values.count(None)
-    if len(odd) >= present / 2:
-        return False
-    return _are_few(odd, values) or len(set(values)) > FEW_KINDS
-
-
-def _are_few(odd: list[int], values: Values) -> bool:
-    """Tell whether so few values are not numbers that they are mistakes."""
-    return len(odd) <= max(1, FEW * len(values))
-
-
-def _describe_odd(values: Values, lines: list[int], odd: list[int]) -> str:
-    """Say which values are not numbers, as in "1 of 400 values is not a number, '1O' in line 9".
-
-    One may also be infinite, or too large to be used.
-    """
-    place = odd[0]
-    first = str(values[place])[:50]
-    count = "is not a number," if len(odd) == 1 else "are not numbers, the first"
-    return f"{len(odd)} of {len(values)} values {count} {first!r} in line {lines[place]}"
-
-
-def _check_notation(
-    where: str,
-    values: Values,
-    lines: list[int],
-    odd: list[int],
-    notation: Notation,
-    instead: str = "",
-) -> None:
-    """Raise a UserError with the settings to type if nearly all values are numbers in another
-    notation.
-    """
-    fitting = notation.that_reads(values, few=FEW_KINDS)
-    if fitting is None or _are_few(odd, values):
-        return
-    readable = [i for i in odd if fitting.number(str(values[i])) is not None]
-    place = readable[0]
-    number = fitting.number(str(values[place]))
-    raise UserError(
-        f"{where} has numbers in another notation, such as {values[place]!r} in line "
-        f"{lines[place]}.\n"
-        f"Type {fitting.settings()} to read this one as {number:.15g}{instead}."
-    )
-
-
-def _read_target(
-    name: str,
-    values: list[str],
-    lines: list[int],
-    kind: str,
-    notation: Notation,
-    trained: Description | None,
-) -> tuple[str, list[str] | None, Tensor]:
-    """Return (kind, class names or None, targets): int64 (N,), or float64 (N, 1) of a number."""
-    if trained is not None and trained["classes"] is not None:
-        classes = trained["classes"]
-        return kind, classes, _known_labels(name, values, classes, notation)
-    numbers, odd = notation.parse(values)
-    distinct = set(values)
-    if len(distinct) < 2 and trained is None:
-        raise UserError(
-            f"dataset.target={name}: all {len(values)} rows have the same value, {values[0]!r}. "
-            "There is nothing to learn."
-        )
-    advice = "" if trained else ", or type dataset.kind=classification"
-    if odd and kind != "classification":
-        where = f"dataset.target={name}: the column"
-        _check_notation(where, values, lines, odd, notation, advice)
-    if odd and (kind == "regression" or (kind == "auto" and _is_numeric(values, odd))):
-        reason = _describe_odd(values, lines, odd)
-        raise UserError(f"dataset.target={name}: {reason}.\n{CORRECT}{advice}.")
-    if kind == "auto":
-        few = len(distinct) <= FEW_KINDS and len(distinct) < len(values) / 10
-        classes = odd or any(map(is_code, values)) or (few and all(map(float.is_integer, numbers)))
-        kind = "classification" if classes else "regression"
-    if kind == "regression":
-        return kind, None, torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
-    if len(distinct) > max(2, len(values) / 2):
-        reason = f"{len(values)} rows have {len(distinct)} different values, too many for classes"
-        advice = "Type dataset.kind=regression, or choose another column."
-        if odd:
-            reason += f", and {_describe_odd(values, lines, odd)}"
-            advice = f"{CORRECT}, or choose another."
-        raise UserError(f"dataset.target={name}: {reason}.\n{advice}")
-    names = sorted(distinct)
-    if not odd:
-        order = dict(zip(values, numbers, strict=True))
-        names.sort(key=order.__getitem__)
-    labels = {value: label for label, value in enumerate(names)}
-    _warn_of_alike(name, names, notation)
-    return kind, names, torch.tensor([labels[value] for value in values])
-
-
-def _warn_of_blanks(target: str, cells: list[str]) -> None:
-    """Warn of classes that are written both with and without blanks around them."""
-    if len(set(cells)) == len({cell.strip() for cell in cells}):
-        return
-    padded = [cell for cell in cells if cell != cell.strip()]
-    log.warning(
-        "dataset.target=%s: blanks around a class do not count, and %d of %d rows have some: "
-        "%r is %r.",
-        target,
-        len(padded),
-        len(cells),
-        padded[0],
-        padded[0].strip(),
-    )
-
-
-def _warn_of_alike(target: str, classes: list[str], notation: Notation) -> None:
-    """Warn of two classes that differ only in how they are written."""
-    first: dict[str | float, str] = {}
-    for name in classes:
-        alike = first.setdefault(notation.amount(name), name)
-        if alike != name:
-            log.warning(
-                "dataset.target=%s: %r and %r are two classes. Spell them alike if they are one.",
-                target,
-                alike,
-                name,
+    def describe(self, name: str, values: Any, train: Tensor, categorical: bool) -> Column:
+        """Return {"name", "mean", "std"} of a numeric column, with "date" if it holds dates, and
+        {"name", "categories"} of another, by the rows `train`.
+        """
+        learned = values.take(pyarrow.array(train.numpy()))
+        if learned.null_count == len(learned):
+            raise UserError(
+                f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}]."
             )
+        for is_date in () if categorical else (False, True):
+            amounts = self.amounts(values, is_date)
+            if amounts.isnan().sum() == values.null_count:
+                mean, std = mean_and_std(self.amounts(learned.drop_null(), is_date))
+                self.warn_of_useless(name, amounts)
+                return {"name": name, "mean": mean, "std": std, "date": is_date}
+        categories = sorted(learned.unique().drop_null().to_pylist())
+        column = {"name": name, "categories": categories}
+        if categorical:
+            return column
+        instead = f", or type dataset.ignore=[{name}] or dataset.categorical=[{name}]"
+        are_mistakes, reason = self.look_at_odd(f"Column {name!r}", values, instead)
+        is_text = len(categories) > max(FEW_KINDS, len(train) / 2)
+        if are_mistakes or is_text:
+            raise UserError(
+                f"Column {name!r} has {len(categories)} different values, and {reason}.\n"
+                f"{CORRECT}{instead}."
+            )
+        return column
+
+    def look_at_odd(self, where: str, texts: Texts, instead: str) -> tuple[bool, str]:
+        """Tell whether the values that are not numbers are mistakes, and describe them; UserError
+        if they are numbers in another notation, with the settings that read them.
+        """
+        odd = self.amounts(texts).isnan() & tensor_of(texts.is_valid())
+        count = int(odd.sum())
+        place = int(odd.int().argmax())
+        first = str(texts[place])[:50]
+        present = len(texts) - texts.null_count
+        are = "is not a number," if count == 1 else "are not numbers, the first"
+        few = count <= max(1, FEW * present)
+        distinct = texts.unique().drop_null().to_pylist()
+        notation = None if few else fitting(distinct, FEW_KINDS)
+        if notation is not None:
+            raise UserError(
+                f"{where} has numbers in another notation, such as {first!r} in line "
+                f"{FIRST + place}.\nType {notation.settings()}{instead}."
+            )
+        are_mistakes = count < present / 2 and (few or len(distinct) > FEW_KINDS)
+        return are_mistakes, f"{count} of {present} values {are} {first!r} in line {FIRST + place}"
+
+    def warn_of_useless(self, name: str, amounts: Tensor) -> None:
+        """Warn of a column of numbers that tells nothing about the target."""
+        is_whole = (amounts == amounts.floor()).all()
+        if amounts.min() == amounts.max():
+            reason = "has one value only, and says nothing"
+        elif len(amounts) >= FEWEST_ROWS and is_whole and (amounts.diff() > 0).all():
+            reason = "counts the rows, and a number of that kind says nothing of a new row"
+        else:
             return
+        advice = f"Leave it out: dataset.ignore=[{name}]."
+        log.warning("%s: the column %r %s. %s", self.shown, name, reason, advice)
+
+    def encode(self, column: Column, values: Any, line: int = FIRST) -> Tensor:
+        """Return the numbers of a column: float64 (N, 1), NaN where one is missing, or one-hot (N,
+        categories).
+        """
+        categories = column.get("categories")
+        if categories is not None:
+            places = compute.index_in(values, pyarrow.array(categories)).fill_null(-1)
+            return (tensor_of(places).unsqueeze(1) == torch.arange(len(categories))).double()
+        amounts = self.amounts(values, column.get("date", False))
+        odd = amounts.isnan() & tensor_of(values.is_valid())
+        if odd.any():
+            place = int(odd.int().argmax())
+            raise UserError(
+                f"{self.shown}, line {line + place}: {str(values[place])[:50]!r} in the column "
+                f"{column['name']!r} is not a number or date as in the run's table.\n{CORRECT}."
+            )
+        return amounts.unsqueeze(1)
+
+    def warn_of_unknown(
+        self, columns: list[Column], values: dict[str, Any], line: int = FIRST
+    ) -> list[Column]:
+        """Warn of the first value of a column that is none of the categories that a run was trained
+        on, and return the columns that have none.
+        """
+        clean = []
+        for column in columns:
+            texts = values[column["name"]]
+            place = -1
+            if "categories" in column:
+                known = pyarrow.array([*column["categories"], None])
+                place = compute.index(compute.is_in(texts, known), False).as_py()
+            if place < 0:
+                clean.append(column)
+                continue
+            log.warning(
+                "%s, line %d: %r in the column %r is none of those trained on; such values count "
+                "as none of them.",
+                self.shown,
+                line + place,
+                str(texts[place])[:50],
+                column["name"],
+            )
+        return clean
 
 
-def _known_labels(target: str, values: list[str], classes: list[str], notation: Notation) -> Tensor:
-    """Return the labels of a target by the classes of a run; UserError for a value that is none of
-    them.
-
-    A number that is written differently, as 1.0 for 1, is taken for the only class of that amount,
-    with a warning.
-    """
-    labels = {name: label for label, name in enumerate(classes)}
-    amounts = [notation.amount(name) for name in classes]
-    for value in sorted(set(values).difference(classes)):
-        amount = notation.amount(value)
-        if amounts.count(amount) != 1:
-            raise unknown_class(value, classes)
-        labels[value] = amounts.index(amount)
-        name = classes[labels[value]]
-        log.warning("dataset.target=%s: %r is taken for the class %r.", target, value, name)
-    return torch.tensor([labels[value] for value in values])
+def tensor_of(array: Any) -> Tensor:
+    """Return an array of pyarrow as a tensor; null becomes NaN."""
+    return torch.tensor(array.to_numpy(zero_copy_only=False))
 
 
-def _describe(
-    name: str,
-    values: Values,
-    lines: list[int],
-    train: Tensor,
-    categorical: bool,
-    notation: Notation,
-) -> Column:
-    """Return {"name", "mean", "std"} of a numeric column, {"name", "categories"} of another, by the
-    rows `train`.
-    """
-    kinds = {values[i] for i in train.tolist()}
-    categories = sorted(value for value in kinds if value is not None)
-    if not categories:
-        raise UserError(
-            f"Column {name!r} has no value in the training part. Type dataset.ignore=[{name}]."
-        )
-    if categorical:
-        return {"name": name, "categories": categories}
-    numbers, odd = notation.parse(values)
-    if not odd:
-        column = torch.tensor(numbers, dtype=torch.float64)[train]
-        mean, std = mean_and_std(column[~column.isnan()])
-        return {"name": name, "mean": mean, "std": std}
-    instead = f", or type dataset.ignore=[{name}] or dataset.categorical=[{name}]"
-    _check_notation(f"Column {name!r}", values, lines, odd, notation, instead)
-    numeric = _is_numeric(values, odd)
-    if numeric or len(categories) > max(FEW_KINDS, len(train) / 2):
-        text = "" if numeric else "\nFor text, write your own data set, as in examples/own_data.py."
-        reason = _describe_odd(values, lines, odd)
-        raise UserError(
-            f"Column {name!r} has {len(categories)} different values, and {reason}.\n"
-            f"{CORRECT}{instead}.{text}"
-        )
-    return {"name": name, "categories": categories}
+def without(texts: Texts, words: Sequence[str]) -> Texts:
+    """Return the texts with null for these words, in any letter case."""
+    is_word = compute.is_in(compute.utf8_lower(texts), pyarrow.array(words))
+    return only(compute.invert(is_word), texts)
+
+
+def gaps_in(columns: dict[str, Any]) -> dict[str, Tensor]:
+    """Tell where values are missing."""
+    return {name: tensor_of(values.is_null()) for name, values in columns.items()}
 
 
 def mean_and_std(numbers: Tensor) -> tuple[float, float]:
@@ -670,28 +495,136 @@ def _check_size(columns: list[Column], rows: int) -> None:
         )
 
 
-def _encode(
-    path: str, column: Column, values: Values, lines: list[int], notation: Notation
-) -> Tensor:
-    """Return the numbers of a column: float64 (N, 1), NaN where one is missing, or one-hot (N,
-    categories).
+def _read_target(
+    name: str, texts: Texts, table: Table, kind: str, trained: Description | None
+) -> tuple[str, list[str] | None, Tensor]:
+    """Return (kind, class names or None, targets): float64 (N,), numbers or labels, NaN where one
+    is missing.
+
+    Words such as none are missing among numbers, and classes among texts, with a warning.
     """
-    if "categories" not in column:
-        numbers, odd = notation.parse(values)
-        if odd:
-            where = f"{printable(path)}: the column {column['name']!r}"
-            _check_notation(where, values, lines, odd, notation)
-            place = odd[0]
-            first = str(values[place])[:50]
-            raise UserError(
-                f"{printable(path)}, line {lines[place]}: {first!r} in the column "
-                f"{column['name']!r} is not a number, and the run was trained on numbers.\n"
-                f"{CORRECT}."
-            )
-        return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
-    places = {category: place for place, category in enumerate(column["categories"])}
-    block = torch.zeros(len(values), len(places))
-    for row, value in enumerate(values):
-        if value in places:
-            block[row, places[value]] = 1
-    return block
+    present = without(texts, WORDS)
+    if trained is not None and trained["classes"] is not None:
+        classes = trained["classes"]
+        is_class = compute.is_in(texts, pyarrow.array(classes))
+        texts = only(compute.or_(is_class, present.is_valid()), texts)
+        return kind, classes, labels_of(_respelled(name, texts, classes, table.notation), classes)
+    where = f"dataset.target={name}"
+    numbers = table.amounts(present)
+    is_text = bool(numbers.isnan().sum() > present.null_count)
+    if is_text and kind != "classification":
+        instead = "" if trained else ", or type dataset.kind=classification"
+        are_mistakes, reason = table.look_at_odd(f"{where}: the column", present, instead)
+        if kind == "regression" or are_mistakes:
+            raise UserError(f"{where}: {reason}.\n{CORRECT}{instead}.")
+    if not is_text:
+        texts = present
+    names = sorted(texts.unique().drop_null().to_pylist())
+    rows = len(texts) - texts.null_count
+    if len(names) < 2 and trained is None:
+        raise UserError(
+            f"{where}: all {rows} rows have the same value, {''.join(names)!r}. "
+            "There is nothing to learn."
+        )
+    if kind == "auto":
+        few = len(names) <= FEW_KINDS and len(names) < rows / 10
+        whole = (numbers == numbers.floor()) | numbers.isnan()
+        has_codes = compute.any(compute.match_substring_regex(texts.slice(0, ROWS), CODE)).as_py()
+        classes = is_text or has_codes or (few and whole.all())
+        kind = "classification" if classes else "regression"
+    if kind == "regression":
+        return kind, None, numbers
+    if len(names) > max(2, rows / 2):
+        raise UserError(
+            f"{where}: {rows} rows have {len(names)} different values, too many for classes.\n"
+            "Type dataset.kind=regression, or choose another column."
+        )
+    if not is_text:
+        amounts = table.notation.numbers(pyarrow.array(names)).to_pylist()
+        names = [name for _, name in sorted(zip(amounts, names, strict=True))]
+    elif present.null_count > texts.null_count:
+        words = [name for name in names if name.lower() in WORDS]
+        log.warning(
+            "%s: %r counts as a class like the others. If it stands for a missing value, leave "
+            "those values empty in the file.",
+            where,
+            words[0],
+        )
+    return kind, names, labels_of(texts, names)
+
+
+def labels_of(texts: Texts, classes: list[str]) -> Tensor:
+    """Return the labels in float64, NaN where a value is missing."""
+    return tensor_of(compute.index_in(texts, pyarrow.array(classes)).cast(pyarrow.float64()))
+
+
+def _respelled(target: str, texts: Texts, classes: list[str], notation: "Notation") -> Texts:
+    """Return the values of a target as the classes of a run are spelled; UserError for one that is
+    none of them.
+
+    A number that is written differently, as 1.0 for 1, is taken for the only class of that amount,
+    with a warning.
+    """
+    amounts = notation.amounts(classes)
+    for name in sorted({*texts.unique().drop_null().to_pylist()}.difference(classes)):
+        [amount] = notation.amounts([name])
+        if amounts.count(amount) != 1:
+            raise unknown_class(name, classes)
+        known = classes[amounts.index(amount)]
+        texts = compute.if_else(compute.equal(texts, name), known, texts)
+        log.warning("dataset.target=%s: %r is taken for the class %r.", target, name, known)
+    return texts
+
+
+def check_table(trained: Description) -> dict[str, Any]:
+    """Return the table of a run's description; UserError if it was trained on something else."""
+    if not is_description(trained):
+        raise UserError("dataset.trained: this is what a run hands over. Leave it out.")
+    if trained["table"] is None:
+        raise UserError(f"dataset: the run was trained on {trained['dataset']}, which is no table.")
+    table: dict[str, Any] = trained["table"]
+    return table
+
+
+def read_batches(
+    path: str,
+    about: dict[str, Any],
+    size: int,
+    key: str = "input",
+    **typed: Any,
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield (lines, float64 (N, numbers)) of the rows of a table, as a trained model takes them.
+
+    A number stays as it is; a category becomes 0 and 1, all zeros if it is unknown, with a warning
+    for the first of a column. A missing number is NaN if the model fills it in itself, else the
+    mean. `about`: the table of the run's description. `typed`: another `missing`, `delimiter`,
+    `decimal` or `marks` than it has; None is none. UserError for what cannot be read.
+    """
+    if os.path.isdir(path):
+        raise UserError(
+            f"{key}={printable(path)}: this is a folder, but the run takes a table. "
+            f"Type {key}=FILE.csv."
+        )
+    given = {name: value for name, value in typed.items() if value is not None}
+    columns: list[Column] = about["columns"]
+    alone = columns[0]["name"] if len(columns) == 1 else ""
+    table = Table(path, {**about, **given}, key, alone)
+    names = table.check_trained(columns)
+    unwarned = columns
+    line = FIRST
+    for texts in table.pieces(names):
+        rows = table.complete(gaps_in(texts), line=line)
+        unwarned = table.warn_of_unknown(unwarned, texts, line)
+        blocks = []
+        for column in columns:
+            block = table.encode(column, texts[column["name"]], line)
+            if "mean" in column and about["missing"] != "mean":
+                block = block.nan_to_num(column["mean"])
+            blocks.append(block)
+        inputs = torch.cat(blocks, 1)
+        for some in rows.split(size):
+            if len(some):
+                yield (some + line).tolist(), inputs[some]
+        line += len(inputs)
+    if line == FIRST:
+        raise UserError(f"{key}={printable(path)}: it has no rows.")

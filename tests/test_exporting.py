@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from examples.gan import GAN
 from examples.rnn import RowReader
-from stoker.data import tables
 from stoker.data.datasets import Data, TensorSplit
 from stoker.models.cnn import CNN
 from stoker.models.linear import Linear
@@ -114,6 +113,7 @@ def test_the_model_of_a_table_takes_its_columns_as_they_are(run, form):
         f"{1e6 + i % 7},{kinds[i % 3]},{'' if i % 9 == 0 else i},{5e5 + 3 * i}\n" for i in range(60)
     )
     (run / "t.csv").write_text(f"large,kind,gaps,y\n{rows}", encoding="utf-8")
+    tables = pytest.importorskip("stoker.data.tables")
     about = tables.csv(str(run / "t.csv"), "y", missing="mean").description()
     model = Trained(MLP((5,), 1, hidden=(8,)), about).eval().requires_grad_(False)
     inputs, whose = exporting.samples(about, {"path": str(run / "t.csv")})

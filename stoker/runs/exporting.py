@@ -23,7 +23,6 @@ from torch import Tensor
 from stoker.command import invocation
 from stoker.command.build import build
 from stoker.command.settings import FORMATS
-from stoker.data import tables
 from stoker.data.description import Description
 from stoker.runs import card, directory, saved_config
 from stoker.runs.inference import Trained, check_output
@@ -80,6 +79,8 @@ def samples(about: Description, dataset: dict[str, Any]) -> tuple[Tensor, str]:
     """
     try:
         if about["table"] is not None:
+            from stoker.data import tables  # and with it pyarrow
+
             path = os.path.expanduser(str(dataset.get("path")))
             rows = tables.read_batches(path, about["table"], SAMPLES, "dataset.path")
             _, inputs = next(rows)

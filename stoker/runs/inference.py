@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from torch import Tensor
 
 from stoker.command import build, trust
-from stoker.data import images, tables
+from stoker.data import images
 from stoker.data.description import Description, is_description, names_of
 from stoker.data.loader import scaling
 from stoker.runs import card, resume, saved_config
@@ -249,6 +249,8 @@ def predict(
     size = max(1, min(batch_size, AT_ONCE // (8 * math.prod(about["in_shape"]))))
     batches: Iterable[tuple[Sequence[Any], Tensor]]
     if model.columns is not None:
+        from stoker.data import tables  # and with it pyarrow
+
         key = "line"
         batches = tables.read_batches(path, about["table"], size, **reading)
     elif card.is_image(about):
