@@ -610,7 +610,7 @@ WRONG_TABLES = {
     "": "is empty",
     "age,age,town,size\n1,1,Rom,1\n": "the column 'age' 2 times",
     "age;town;size\n1;Rom;1\n": "one column only",
-    "a" * 200_000 + ",town,size\n": "this is no table that can be read",
+    "a" * 200_000 + ",town,size\n": "it has no column 'age'",
 }
 
 
