@@ -34,7 +34,7 @@ from stoker.data.record import Data
 from stoker.data.splits import TensorSplit
 from stoker.models.mlp import MLP
 from stoker.runs import examine, plots, report
-from stoker.runs.evaluation import Sample
+from stoker.runs.evaluation import Sample, class_colour
 from stoker.runs.json_files import write_json
 from stoker.runs.page import NUMBER, Table, plain
 from stoker.runs.report import curves, evaluation, setup, summary, words
@@ -272,6 +272,70 @@ def test_an_evaluation_keeps_the_same_memory_for_any_number_of_samples(kind):
             shown = torch.tensor(examination.evaluation.points, dtype=torch.float64)
             assert torch.equal(shown.nan_to_num(9), points.nan_to_num(9))
     assert len(kept) == 1
+
+
+class PerPosition(torch.nn.Module):
+    """A class for each number of the input: logits of an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(6, 5)
+
+    def forward(self, inputs):
+        return self.table(inputs).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("shape", [(230,), (70, 40)], ids=["tokens", "pixels"])
+def test_tokens_and_pixels_are_counted_and_shown(run, tmp_path, shape):
+    """The matrix is scikit-learn's, the worst are those of torch's loss, and a page shows them."""
+    from sklearn.metrics import confusion_matrix, jaccard_score
+
+    torch.manual_seed(0)
+    inputs = torch.randint(6, (30, *shape))
+    targets = torch.randint(5, (30, *shape))
+    targets[torch.rand(targets.shape) < 0.1] = -100
+    part = TensorSplit(inputs, targets)
+    classes = ["<a>", "\n", "c", "d", "e"]
+    data = Data("d", part, part, None, shape, 5, classes=classes)
+    (_, loader, _), _ = make_loaders(data, batch_size=7)
+    model = PerPosition()
+    metrics = default_metrics("classification", target_dims=len(shape), num_classes=5)
+    with Trainer(model, torch.nn.CrossEntropyLoss(), metrics=metrics, device="cpu") as trainer:
+        results, record = examine.evaluate(trainer, loader, "val", data)
+    with torch.no_grad():
+        outputs = model(inputs)
+    predicted = outputs.argmax(1)
+    known = targets >= 0
+    expected = confusion_matrix(targets[known], predicted[known], labels=range(5))
+    assert record.confusion == expected.tolist()
+    losses = torch.nn.functional.cross_entropy(outputs, targets, reduction="none").flatten(1).sum(1)
+    losses = losses / known.flatten(1).sum(1)
+    worst = losses.argsort(descending=True)[:16].tolist()
+    assert [sample.index for sample in record.worst] == worst
+    assert [sample.loss for sample in record.worst] == pytest.approx(losses[worst].tolist())
+    assert len({sample.index for sample in record.random}) == 16
+    if len(shape) == 2:
+        iou = jaccard_score(targets[known], predicted[known], average=None)
+        assert results["val/miou"] == pytest.approx(iou.mean())
+        assert metrics["miou"].per_class().tolist() == pytest.approx(iou.tolist())
+        for mask, label in zip(record.worst[0].masks, (targets, predicted), strict=True):
+            picture = Image.open(io.BytesIO(base64.b64decode(mask)))
+            for row, column in ((0, 0), (3, 5), (34, 19)):
+                true = label[worst[0], 2 * row, 2 * column].item()
+                colour = (255, 255, 255) if true < 0 else class_colour(true)
+                assert picture.getpixel((column, row)) == colour
+    else:
+        first = targets[worst[0]][: examine.MOST_TOKENS]
+        assert record.worst[0].tokens == [classes[i] for i in first[first >= 0].tolist()]
+    shutil.copytree(run[0], tmp_path / "run")
+    examine.write(tmp_path / "run" / "evaluation.json", record, data)
+    page = report.html(tmp_path / "run")
+    unit = "tokens" if len(shape) == 1 else "pixels"
+    assert f"of the {unit} of 30 validation samples right" in page and "At random" in page
+    assert page.count('<table class="ious">') == (unit == "pixels")
+    assert page.count('<p class="tokens') == (10 if unit == "tokens" else 0)
+    assert page.count("data:image/png") == (48 if unit == "pixels" else 0)
+    assert "<a>" not in page
 
 
 def test_places_are_exact_where_a_device_has_float32_alone(monkeypatch):

@@ -251,17 +251,23 @@ class MeanIoU(Confusion):
     """The intersection over union of true and predicted class, averaged over the classes.
 
     A class that is neither true nor predicted anywhere does not count. Outputs are (N, C, ...),
-    targets (N, ...). `per_class(counts)` of a confusion matrix returns that of each class.
+    targets (N, ...).
     """
 
     higher_is_better = True
 
     def value(self, sums: torch.Tensor) -> torch.Tensor:
-        return self.per_class(super().value(sums)).nanmean()
+        return self.of_classes(sums).nanmean()
 
-    @staticmethod
-    def per_class(counts: torch.Tensor) -> torch.Tensor:
-        """Return the IoU of each class, nan for one that is nowhere."""
+    def per_class(self) -> torch.Tensor:
+        """Return the value for each class, nan for one that is nowhere, over all processes (all
+        have to call this).
+        """
+        sums = parallel.add_up(self.sums)
+        return torch.full((self.num_classes,), torch.nan) if sums is None else self.of_classes(sums)
+
+    def of_classes(self, sums: torch.Tensor) -> torch.Tensor:
+        counts = super().value(sums)
         hits = wide(counts.diagonal())
         return hits / (counts.sum(0) + counts.sum(1) - hits)
 

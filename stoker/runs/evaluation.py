@@ -2,6 +2,7 @@
 samples.
 """
 
+import colorsys
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,12 @@ from typing import Any
 @dataclass
 class Sample:
     """A sample of the evaluation: class indices of a classification, or the numbers of a
-    regression.
+    regression; of a class per token or pixel the text or the pictures instead.
     """
 
     index: int  # its place in the split
-    true: Any
-    predicted: Any
+    true: Any = None
+    predicted: Any = None
     probability: float | None = None  # of the predicted class
     loss: float | None = None  # minus the logarithm of the true class's probability, or the MSE
     entropy: float | None = None  # in nats
@@ -22,18 +23,23 @@ class Sample:
     line: int | None = None
     png: str | None = None
     columns: dict[str, Any] | None = None
+    masks: list[str] | None = None  # the PNGs of the true and of the predicted classes
+    tokens: list[str] | None = None  # the first targets
+    losses: list[float] | None = None  # of these tokens
 
 
 @dataclass
 class Evaluation:
     """What evaluation.json says.
 
-    `points` is of a regression; `classes` to `confusion` are of a classification.
+    `points` is of a regression; `classes` to `confusion` are of a classification, whose counts are
+    of its `unit`: samples, tokens or pixels.
     """
 
     split: str
     kind: str  # "classification" or "regression"
     samples: int
+    unit: str = "samples"
     target: str | None = None
     standardised: bool | None = None
     classes: list[str] | None = None
@@ -42,8 +48,24 @@ class Evaluation:
     points: list[Any] | None = None  # [true numbers, predicted numbers]
     worst: list[Sample] | None = None
     uncertain: list[Sample] | None = None
+    random: list[Sample] | None = None  # of tokens and pixels
+
+    def shown(self) -> list[Sample]:
+        """Return the samples of all lists."""
+        return [*(self.worst or []), *(self.uncertain or []), *(self.random or [])]
 
     @property
     def targets(self) -> int:
         """How many numbers a regression predicts."""
         return min((len(true) for true, _ in self.points or []), default=1)
+
+
+def class_colour(label: int) -> tuple[int, int, int]:
+    """Return the colour of a class in pictures of masks, far from those of its neighbours; the
+    first is grey, as it is often the ground.
+    """
+    if label == 0:
+        return 96, 96, 96
+    colour = colorsys.hsv_to_rgb(label * 0.381966 % 1, 0.65, 0.95)  # a golden section apart
+    red, green, blue = (round(255 * level) for level in colour)
+    return red, green, blue

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from stoker.data.record import Data
 from stoker.data.splits import Split
-from stoker.runs.evaluation import Evaluation, Sample
+from stoker.runs.evaluation import Evaluation, Sample, class_colour
 from stoker.runs.json_files import finite
 from stoker.trainer import launch, parallel
 from stoker.trainer.errors import printable
 from stoker.trainer.files import write_text
+from stoker.trainer.losses import IGNORED
 from stoker.trainer.metrics import Confusion, class_of, default_metrics, wide
 from stoker.trainer.trainer import Trainer
 
@@ -30,6 +32,7 @@ MOST_POINTS = 2000  # (true, predicted) of a regression, evenly spread over the 
 MOST_TARGETS = 8  # numbers per sample of a regression that are kept
 MOST_COLUMNS = 12  # of a table's row
 SIDE = 64  # pixels of a picture's longer side
+MOST_TOKENS = 200  # of a sequence that is shown
 
 
 class Examination:
@@ -57,13 +60,17 @@ class Examination:
         if (
             not isinstance(outputs, Tensor)
             or not isinstance(targets, Tensor)
-            or outputs.shape != (len(targets), self.data.num_classes)
+            or outputs.shape != (len(targets), self.data.num_classes, *self.positions(targets))
         ):
             self.is_usual = False
         else:
             indices = self.indices(len(targets), outputs.device)
             self.keep(indices, outputs.detach(), targets)
             self.samples += len(targets)
+
+    def positions(self, targets: Tensor) -> tuple[int, ...]:
+        """Return the shape of a sample's classes, of one output each."""
+        return ()
 
     def indices(self, count: int, device: torch.device) -> Tensor:
         """Return the places in the split of the next samples of this process."""
@@ -164,13 +171,108 @@ class Classes(Examination):
             self.confusion.update(outputs, targets)
 
     def complete(self, evaluation: Evaluation) -> None:
-        evaluation.classes = list(map(str, self.data.classes or range(self.data.num_classes)))
+        evaluation.classes = names_of_classes(self.data)
         labels = self.data.parts()[self.split].targets
         evaluation.chance = labels.bincount().max().item() / len(labels)
         if self.confusion is not None:
             evaluation.confusion = self.confusion.compute().tolist()
         evaluation.worst = classified(self.worst.over_ranks())
         evaluation.uncertain = classified(self.uncertain.over_ranks())
+
+
+class Positions(Examination):
+    """The confusion matrix of tokens or pixels, the samples with the highest mean loss, and some at
+    random.
+
+    Of a sequence the first tokens and their losses are kept, of a mask as many pixels as a picture
+    shows.
+    """
+
+    def reset(self) -> None:
+        super().reset()
+        self.worst: Highest | None = None  # its width is known with the first batch
+        self.random: Highest | None = None
+        self.shape: tuple[int, ...] = ()  # of what is kept of a sample's targets
+        self.confusion: Confusion | None = None
+        if 2 <= self.data.num_classes <= MOST_CLASSES:
+            self.confusion = Confusion(self.data.num_classes, IGNORED)
+
+    def positions(self, targets: Tensor) -> tuple[int, ...]:
+        return tuple(targets.shape[1:])
+
+    def keep(self, indices: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        losses = functional.cross_entropy(
+            outputs.float(), targets, ignore_index=IGNORED, reduction="none"
+        )
+        counts = (targets != IGNORED).flatten(1).sum(1).clamp_min(1)
+        mean = losses.flatten(1).sum(1) / counts
+        if targets.ndim == 2:
+            true = targets[:, :MOST_TOKENS]
+            shown = losses[:, :MOST_TOKENS]
+        else:
+            every = math.ceil(max(targets.shape[1:]) / SIDE)
+            true = targets[:, ::every, ::every]
+            shown = outputs.argmax(1)[:, ::every, ::every]
+        self.shape = tuple(true.shape[1:])
+        order = indices * 7919 % 10007  # neighbours in the split are far from each other
+        columns = [mean.unsqueeze(1), order.unsqueeze(1), true.flatten(1), shown.flatten(1)]
+        rows = torch.cat([column.float() for column in columns], 1)
+        if self.worst is None or self.random is None:
+            self.worst = Highest(rows.shape[1], column=0)
+            self.random = Highest(rows.shape[1], column=1)
+        self.worst.update(indices, rows)
+        self.random.update(indices, rows)
+        if self.confusion is not None:
+            self.confusion.update(outputs, targets)
+
+    def complete(self, evaluation: Evaluation) -> None:
+        evaluation.unit = "tokens" if len(self.shape) == 1 else "pixels"
+        evaluation.classes = names_of_classes(self.data)
+        if self.confusion is not None:
+            counts = self.confusion.compute()
+            evaluation.confusion = counts.tolist()
+            evaluation.chance = (counts.sum(1).max() / counts.sum()).item()
+        assert self.worst is not None and self.random is not None  # an evaluation has samples
+        evaluation.worst = self.samples_of(self.worst.over_ranks(), evaluation.classes)
+        evaluation.random = self.samples_of(self.random.over_ranks(), evaluation.classes)
+
+    def samples_of(self, rows: Tensor, classes: list[str]) -> list[Sample]:
+        """Return the samples of rows: place, mean loss, order, true classes, and losses of tokens
+        or predicted classes of pixels.
+        """
+        samples = []
+        for row in rows:
+            true, shown = row[3:].view(2, *self.shape)
+            sample = Sample(int(row[0]), loss=row[1].item())
+            if len(self.shape) == 1:
+                is_known = true != IGNORED
+                sample.tokens = [classes[int(label)] for label in true[is_known]]
+                sample.losses = [round(loss, 3) for loss in shown[is_known].tolist()]
+            else:
+                sample.masks = [mask_png(true.long()), mask_png(shown.long())]
+            samples.append(sample)
+        return samples
+
+
+def names_of_classes(data: Data) -> list[str]:
+    """Return the names of the classes: of bytes the characters, else their numbers if they have
+    none.
+    """
+    if data.tokens == "bytes":
+        return [chr(byte) for byte in range(data.num_classes)]
+    return list(map(str, data.classes or range(data.num_classes)))
+
+
+def mask_png(mask: Tensor) -> str:
+    """Return the PNG of a mask (H, W), as base64: a colour for each class, white for what is
+    ignored.
+    """
+    picture = torch.full((3, *mask.shape), 255, dtype=torch.uint8)
+    for label in mask.unique().tolist():
+        if label != IGNORED:
+            colour = torch.tensor(class_colour(label), dtype=torch.uint8)
+            picture[:, mask == label] = colour.unsqueeze(1)
+    return png(picture)
 
 
 def one_per_row(values: Tensor, classes: Tensor) -> Tensor:
@@ -247,7 +349,9 @@ def evaluate(
     """
     if not is_usual(trainer, data):
         return trainer.evaluate(loader, split), None
-    kind = Classes if data.kind == "classification" else Numbers
+    kind: type[Examination] = Classes if data.kind == "classification" else Numbers
+    if data.target_shape:
+        kind = Positions
     examination = kind(split, loader, data)
     trainer.metrics[NAME] = examination
     try:
@@ -258,7 +362,7 @@ def evaluate(
     record = examination.evaluation
     if record is not None and loader.samples < getattr(loader, "whole", 0):  # by limit_val
         order = loader.order(0)
-        for sample in [*(record.worst or []), *(record.uncertain or [])]:
+        for sample in record.shown():
             sample.index = int(order[sample.index])
     return results, record
 
@@ -277,9 +381,8 @@ def is_usual(trainer: Trainer, data: Data) -> bool:
 def write(path: Path, evaluation: Evaluation, data: Data) -> None:
     """Write evaluation.json: the record, with each of its samples as it can be shown."""
     part = data.parts()[evaluation.split]
-    for samples in (evaluation.worst, evaluation.uncertain):
-        for sample in samples or []:
-            show(sample, part, data)
+    for sample in evaluation.shown():
+        show(sample, part, data)
     contents = dataclasses.asdict(evaluation, dict_factory=without_none)
     text = json.dumps(finite(contents), separators=(",", ":"))
     write_text(path, f"{text}\n")
@@ -307,7 +410,7 @@ def show(sample: Sample, part: Split, data: Data) -> None:
         return
     if inputs.ndim == 4:
         sample.png = png(inputs[0])
-    elif inputs.ndim == 2:
+    elif inputs.ndim == 2 and sample.tokens is None:
         sample.columns = columns(inputs[0], data)
 
 

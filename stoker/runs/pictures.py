@@ -28,7 +28,7 @@ def of(evaluation: Evaluation) -> dict[str, Any]:
         images[f"{split}/confusion"] = confusion(counts, classes)
     for kind in ("worst", "uncertain"):
         hardest = evaluation.get(kind) or []
-        shown = [sample for sample in hardest if sample.get("png")]
+        shown = [sample for sample in hardest if sample.get("png") and "true" in sample]
         if shown:
             images[f"{split}/{kind}"] = samples(shown, classes)
     return images

@@ -7,13 +7,14 @@ from omegaconf import DictConfig
 from stoker.command import arguments
 from stoker.runs import resume, saved_config
 from stoker.tasks.parts import building
-from stoker.trainer.errors import UserError, first_few, log
+from stoker.trainer.errors import UserError, first_few, log, printable
 
 
 def evaluate(cfg: DictConfig) -> None:
     """Print the numbers of the best weights of the run directory `run`."""
     config = saved_config.of_this_machine(cfg)
     from stoker.runs import inference
+    from stoker.trainer.metrics import MeanIoU
 
     if cfg.split == "all":
         leave_uncut(config)
@@ -30,9 +31,14 @@ def evaluate(cfg: DictConfig) -> None:
             classes = first_few(lacking, 10)
             log.warning("%s has no samples of %s.", parts.data.name, classes)
         results = parts.trainer.evaluate(loader, split)
+        overlap = parts.trainer.metrics.get("miou")
+        overlaps = overlap.per_class().tolist() if isinstance(overlap, MeanIoU) else []
+        names = parts.data.classes or list(map(str, range(len(overlaps))))
     numbers = [f"{name.removeprefix(f'{split}/')} {value}" for name, value in results.items()]
     print(f"weights  {path}")
     print(f"{split:<9}{'  '.join(numbers)}")
+    for name, value in zip(names, overlaps, strict=False):
+        print(f"{'iou':<9}{printable(name)} {value}")
 
 
 def leave_uncut(config: DictConfig) -> None:

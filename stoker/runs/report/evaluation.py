@@ -1,13 +1,14 @@
 """The evaluation of the best weights: confused classes, errors, and the hardest samples."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.runs.evaluation import Evaluation, Sample
+from stoker.runs.evaluation import Evaluation, Sample, class_colour
 from stoker.runs.page import Table
 from stoker.runs.report.inputs import is_small_png
 from stoker.runs.report.words import one_line, percent, shortened
+from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 
 MOST_CLASSES = 40  # in a drawn matrix
@@ -16,15 +17,20 @@ MOST_PAIRS = 20  # pairs of confused classes
 MOST_TARGETS = 4  # drawn targets of a regression
 MOST_COLUMNS = 12  # shown for a sample
 MOST_PICTURES = 450_000  # letters of all pictures together
+MOST_SHOWN = {"pixels": 12, "tokens": 5}  # samples of a list
 
 
 @dataclass
 class Class:
-    """A row of the confusion matrix; recall and precision are '' for a division by zero."""
+    """A row of the confusion matrix; recall, precision and intersection over union are '' for a
+    division by zero.
+    """
 
     name: str
     precision: str
     recall: str
+    iou: str
+    colour: str  # in pictures of masks, for CSS
     count: int
     counts: list[int]
 
@@ -45,6 +51,7 @@ class Confusion:
     """The confusion matrix, and tables of the most confused pairs and the classes by recall."""
 
     classes: list[Class]
+    unit: str  # what is counted
     pairs: Table
     lowest: Table
     others: Table
@@ -76,11 +83,14 @@ def confusion(evaluation: Evaluation) -> Confusion | None:
         total = sum(counts[i])
         precision = share(counts[i][i], predicted[i])
         recall = share(counts[i][i], total)
-        classes.append(Class(name, precision, recall, total, counts[i]))
+        iou = share(counts[i][i], total + predicted[i] - counts[i][i])
+        colour = "#{:02x}{:02x}{:02x}".format(*class_colour(i))
+        classes.append(Class(name, precision, recall, iou, colour, total, counts[i]))
     ranked = sorted(classes, key=lambda row: float(row.recall or 2))  # those without samples last
     return Confusion(
         classes,
-        confused(classes),
+        evaluation.unit,
+        confused(classes, evaluation.unit),
         by_recall(ranked[:MOST_CLASSES]),
         by_recall(ranked[MOST_CLASSES:]),
     )
@@ -90,7 +100,7 @@ def share(part: int, total: int) -> str:
     return f"{part / total:.3f}" if total else ""
 
 
-def confused(classes: list[Class]) -> Table:
+def confused(classes: list[Class], unit: str) -> Table:
     """Return the table of the classes most often confused."""
     pairs = []
     for i, true in enumerate(classes):
@@ -99,7 +109,7 @@ def confused(classes: list[Class]) -> Table:
     for count, i, j in sorted(pairs)[:MOST_PAIRS]:
         true = classes[i]
         rows.append([true.name, classes[j].name, f"{-count:,} of {true.count:,}"])
-    return Table(["true", "predicted", "samples"], rows)
+    return Table(["true", "predicted", unit], rows)
 
 
 def by_recall(classes: list[Class]) -> Table:
@@ -119,20 +129,30 @@ class Shown:
     probability: str  # '' for a regression
     png: str
     columns: dict[str, str]
+    masks: list[str] = field(default_factory=list)  # the true and the predicted one
+    # And how improbable each was, in percent.
+    tokens: list[tuple[str, int]] = field(default_factory=list)
+    loss: str = ""
 
 
 def shown(sample: Sample, evaluation: Evaluation) -> Shown:
     """Return the sample in words."""
+    true = ""
+    predicted = ""
     if evaluation.kind == "regression":
         true = "; ".join(map(number, sample.true))
         predicted = "; ".join(map(number, sample.predicted))
-    else:
+    elif evaluation.unit == "samples":
         true = (evaluation.classes or [])[sample.true]
         predicted = (evaluation.classes or [])[sample.predicted]
     name = one_line(sample.file)
     if not name and sample.line is not None:
         name = f"line {sample.line}"
     columns = list((sample.columns or {}).items())[:MOST_COLUMNS]
+    tokens = []
+    for token, loss in zip(sample.tokens or [], sample.losses or [], strict=True):
+        text = "↵" if token == "\n" else printable(token)
+        tokens.append((text, round(100 * -math.expm1(-max(loss, 0)))))
     return Shown(
         name=name or f"sample {sample.index:,}",
         has_name=bool(name),
@@ -142,6 +162,9 @@ def shown(sample: Sample, evaluation: Evaluation) -> Shown:
         probability="" if sample.probability is None else percent(sample.probability),
         png=sample.png if sample.png and is_small_png(sample.png) else "",
         columns={shortened(key): value_of(value) for key, value in columns},
+        masks=sample.masks or [],
+        tokens=tokens,
+        loss="" if sample.loss is None else number(sample.loss),
     )
 
 
@@ -151,19 +174,27 @@ def value_of(value: Any) -> str:
 
 
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return the samples with the highest loss and with the highest entropy, in groups."""
+    """Return the samples with the highest loss and with the highest entropy, in groups; of tokens
+    and pixels some at random in place of the latter.
+    """
     worst = "Worst: the highest loss"
     if evaluation.kind == "regression":
         worst = "Worst: the farthest off"
-    lists = {worst: evaluation.worst, "Most uncertain: the highest entropy": evaluation.uncertain}
+    lists = {
+        worst: evaluation.worst,
+        "Most uncertain: the highest entropy": evaluation.uncertain,
+        "At random": evaluation.random,
+    }
+    most = MOST_SHOWN.get(evaluation.unit)
     groups = []
     letters = 0
     for title, entries in lists.items():
-        samples = [shown(sample, evaluation) for sample in entries or []]
+        samples = [shown(sample, evaluation) for sample in (entries or [])[:most]]
         for sample in samples:
-            letters += len(sample.png)
+            letters += len(sample.png) + sum(map(len, sample.masks))
             if letters > MOST_PICTURES:
                 sample.png = ""
+                sample.masks = []
         if samples:
             groups.append({"title": title, "samples": samples, "table": table_of(samples)})
     return groups

@@ -33,6 +33,10 @@ MOST_NUMBERS = 100  # targets of a regression
 MOST_PNG = 2**15  # bytes of a picture
 MOST_SIDE = 256  # pixels of a picture
 END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
+MOST_TOKENS = 200  # of a sequence
+MOST_TOKEN = 20  # letters of a token
+UNITS = ("samples", "tokens", "pixels")  # of which there are classes
+LISTS = ("worst", "uncertain", "random")  # of samples
 SPLITS = {"train": "training", "val": "validation", "test": "test"}  # in words
 BETTER = {
     "val/perplexity": "min",
@@ -183,11 +187,13 @@ def evaluation_of(entries: Any) -> Evaluation:
 
     Malformed points and samples are left out, such as predictions that are not finite.
     """
-    evaluation: Evaluation = typed({**entries, "worst": None, "uncertain": None}, Evaluation)
+    lists = dict.fromkeys(LISTS)
+    evaluation: Evaluation = typed({"unit": UNITS[0], **entries, **lists}, Evaluation)
     classes = [shortened(name, MOST_NAME) for name in evaluation.classes or []]
     evaluation.classes = classes
     evaluation.target = one_line(evaluation.target)
     is_known = evaluation.split in SPLITS and evaluation.samples > 0
+    is_known = is_known and evaluation.unit in UNITS
     if evaluation.kind == "regression":
         evaluation.points = list(filter(is_pair, evaluation.points or []))
     elif evaluation.kind != "classification" or not classes:
@@ -198,8 +204,8 @@ def evaluation_of(entries: Any) -> Evaluation:
         is_known = is_known and 0 < evaluation.chance <= 1
     if not is_known:
         raise ValueError
-    evaluation.worst = samples_of(entries.get("worst"), evaluation)
-    evaluation.uncertain = samples_of(entries.get("uncertain"), evaluation)
+    for name in LISTS:
+        setattr(evaluation, name, samples_of(entries.get(name), evaluation))
     return evaluation
 
 
@@ -228,7 +234,9 @@ def samples_of(entries: Any, evaluation: Evaluation) -> list[Sample]:
         except TypeError:
             continue
         labels = [sample.true, sample.predicted]
-        if evaluation.kind == "regression":
+        if evaluation.unit != "samples":
+            is_known = has_positions(sample)
+        elif evaluation.kind == "regression":
             is_known = is_pair(labels)
         else:
             places = range(len(evaluation.classes or []))
@@ -236,6 +244,15 @@ def samples_of(entries: Any, evaluation: Evaluation) -> list[Sample]:
         if is_known:
             samples.append(sample)
     return samples
+
+
+def has_positions(sample: Sample) -> bool:
+    """Whether this has tokens, one loss for each, or two pictures of masks."""
+    if sample.tokens is None:
+        masks = sample.masks or []
+        return len(masks) == 2 and all(map(is_small_png, masks))
+    sample.tokens = [shortened(token, MOST_TOKEN) for token in sample.tokens[:MOST_TOKENS]]
+    return len(sample.tokens) == len(sample.losses or [])
 
 
 def is_small_png(text: str) -> bool:

@@ -98,7 +98,7 @@ def scores(run: Run) -> dict[str, Any]:
         share: Any = numbers.get(f"{evaluation.split}/acc")
         if evaluation.confusion is not None:
             right = sum(row[i] for i, row in enumerate(evaluation.confusion))
-            share = right / evaluation.samples
+            share = right / sum(map(sum, evaluation.confusion))
         chance = evaluation.chance
         if is_number(share) and chance is not None:
             deviation = math.sqrt(chance * (1 - chance) / evaluation.samples)
