@@ -175,6 +175,24 @@ class OwnStep(Trainer):
         return loss.detach()
 
 
+class OfInputs(GAN):
+    """Its fakes are those of the inputs, whatever process they are in."""
+
+    def __init__(self):
+        super().__init__((6,))
+
+    def forward(self, inputs):
+        return self.generator(inputs.repeat(1, 3)[:, :16])
+
+
+class OfSamples(GANTrainer):
+    """Its evaluation is a mean over samples."""
+
+    def compute_loss(self, batch):
+        outputs = self.module.judge(self.model(batch[0]))
+        return outputs.mean(), outputs
+
+
 class Bypassing(Trainer):
     """The mistake: not through `self.model`."""
 
@@ -327,6 +345,13 @@ SAME = {
     "Adagrad": partial(trained, optimizer=partial(optim.Adagrad, lr=0.1)),
     "RMSprop": partial(trained, optimizer=partial(optim.RMSprop, lr=0.01, momentum=0.5)),
     "micro-batches": partial(trained, micro_batch=2, groups=[{"match": "*", "lr": 0.1}]),
+    "a GAN": partial(
+        trained,
+        make_model=OfInputs,
+        kind=OfSamples,
+        metrics={},
+        groups=[{"match": "judge.*", "lr": 3e-3, "scheduler": {"linear": {"warmup": 2}}}],
+    ),
     "a norm, a step and an evaluation of one's own": partial(
         trained, make_model=Reshaping, kind=OwnStep, loaders=shuffled, eval_every=2
     ),

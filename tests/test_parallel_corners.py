@@ -56,6 +56,8 @@ def worlds(large):
 def test_its_numbers_are_those_of_one_process_also_after_a_resume(given, worlds, corner):
     (one,) = given(1, "single")[corner]
     for world, strategy in worlds:
+        if corner == "a GAN" and strategy == "fsdp":
+            continue  # refused, see below
         several = given(world, strategy)[corner][0]
         for state, results in several:
             for group, own in zip(
@@ -115,7 +117,6 @@ REASONS = {
         "ddp",
     ): f"not the same on all processes: their gradients were not exchanged.\n{BYPASSED}",
     ("bypassing", "fsdp"): SHARDS,
-    ("gan", "ddp"): f"a parameter has had two gradients in one backward().\n{BYPASSED}",
     ("gan", "fsdp"): SHARDS,
     ("lazy", "ddp"): "LazyLinear has no weights yet",
     ("lazy", "fsdp"): "LazyLinear has no weights yet",

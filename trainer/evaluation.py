@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stoker.trainer import copies, losses, memory, misuse, parallel, seeding
+from stoker.trainer import copies, losses, memory, misuse, optimizers, parallel, seeding
 from stoker.trainer import device as devices
 from stoker.trainer.errors import UserError
 from stoker.trainer.loading import by_name, dealt
@@ -122,8 +122,9 @@ def hooks(trainer: "Trainer") -> Iterator[None]:
     trainer.is_evaluating = True
     start = time.perf_counter()
     try:
-        trainer.call("on_eval_start")
-        yield
+        with optimizers.evaluated_weights(trainer.optimizer):
+            trainer.call("on_eval_start")
+            yield
     finally:
         trainer.is_evaluating = False
         trainer.call("on_eval_end")

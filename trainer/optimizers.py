@@ -1,8 +1,9 @@
 """Build optimizers in their fused form, step them with less overhead; decoupled_sgd."""
 
+import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from stoker.trainer import device as devices
 from stoker.trainer import parallel
+from stoker.trainer.combined import Combined, parts
 from stoker.trainer.errors import UserError, check_number
 from stoker.trainer.groups import Groups, check_options, scale_rates
 
@@ -41,18 +43,22 @@ def build(
     if isinstance(factory, torch.optim.Optimizer):
         assert module is not None
         check_ready(factory, module)
+        begin_training(factory)
         return factory
     settings = inspect.signature(factory).parameters
     parameters = [parameter for group in groups for parameter in group["params"]]
     if not parameters:
         raise UserError(f"model: {type(module).__name__} has no parameter to train.")
     is_sharded = any(map(parallel.is_shard, parameters))
-    options = {}
+    options: dict[str, Any] = {"module": module} if "module" in settings else {}
     if is_choice_open(settings) and devices.has_fused(device) and not is_sharded:
         children = [] if module is None else module.modules()
         sparse = any(getattr(child, "sparse", False) for child in children)
         if not sparse and all(p.is_floating_point() for p in parameters):
             options["fused"] = True
+    kind = getattr(factory, "func", factory)
+    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS) and len(groups) == 2:
+        groups = [{"params": parameters}]  # it has no decay, and takes one group
     scale_rates(groups, settings["lr"].default if "lr" in settings else None)
     try:
         optimizer = factory(groups, **options)
@@ -62,9 +68,12 @@ def build(
         raise UserError(refusal(str(error), settings)) from error
     check(optimizer, is_sharded)
     check_options(groups, factory, {*settings, *optimizer.defaults})
-    merge(optimizer.param_groups, groups)
-    if isinstance(optimizer, torch.optim.SGD):
-        begin_momentum(optimizer, is_sharded)
+    if not isinstance(optimizer, Combined):
+        merge(optimizer.param_groups, groups)
+    for part in parts(optimizer):
+        if isinstance(part, torch.optim.SGD):
+            begin_momentum(part, is_sharded)
+    begin_training(optimizer)
     return optimizer
 
 
@@ -115,17 +124,46 @@ def is_choice_open(settings: Mapping[str, inspect.Parameter]) -> bool:
 
 def check(optimizer: Any, is_sharded: bool) -> None:
     """Raise UserError for an optimizer that does not work in this Trainer."""
-    kind = type(optimizer)
+    for part in parts(optimizer):
+        kind = type(part)
+        if is_sharded and is_torchs(kind) and kind.__name__ in OF_MATRICES:
+            raise UserError(
+                f"strategy=fsdp: {kind.__name__} needs whole matrices, and each process has a part "
+                "of them. Type optimizer=adamw, or strategy=ddp."
+            )
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Return whether a step evaluates the loss itself, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise UserError(
-            f"optimizer: {kind.__name__} evaluates a step many times. Type optimizer=adamw."
-        )
-    if is_sharded and is_torchs(kind) and kind.__name__ in OF_MATRICES:
-        raise UserError(
-            f"strategy=fsdp: {kind.__name__} needs whole matrices, and each process has a part of "
-            "them. Type optimizer=adamw, or strategy=ddp."
-        )
+    return closure is not None and closure.default is closure.empty
+
+
+def begin_training(optimizer: Any) -> None:
+    """Put an optimizer with two sets of weights (schedule-free) where its steps are taken."""
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+
+
+@contextlib.contextmanager
+def evaluated_weights(optimizer: Any) -> Iterator[None]:
+    """Give the model the weights that an optimizer with an `eval()` evaluates with.
+
+    Afterwards it has the same bits as before: its `train()` alone would round.
+    """
+    if not hasattr(optimizer, "eval"):
+        yield
+        return
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = [p.detach().clone() for p in weights]
+    optimizer.eval()
+    try:
+        yield
+    finally:
+        optimizer.train()
+        with torch.no_grad():
+            for weight, value in zip(weights, trained, strict=True):
+                weight.copy_(value)
 
 
 def is_torchs(kind: type) -> bool:
@@ -210,7 +248,8 @@ def lean_step(optimizer: Any, compiled: bool = False) -> Callable[[], Any]:
     anybody listens, or has replaced `step` as torch's schedules do, this is `optimizer.step`.
     """
     kind = type(optimizer)
-    if compiled or not is_torchs(kind) or optimizer.defaults.get("differentiable"):
+    is_known = is_torchs(kind) or kind is Combined
+    if compiled or not is_known or optimizer.defaults.get("differentiable"):
         step: Callable[[], Any] = optimizer.step
         return step
     bare = inspect.unwrap(kind.step)

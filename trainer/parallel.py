@@ -489,6 +489,20 @@ def gradient_sync(
     return NOTHING
 
 
+def average_gradients(module: torch.nn.Module) -> None:
+    """Average the gradients of a module over the processes.
+
+    For a step of your own that calls parts of `trainer.module`, such as one of several models; a
+    step that calls `trainer.model` has this done by its backward pass.
+    """
+    if joined == 1:
+        return
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= joined
+
+
 def broadcast_weights(model: torch.nn.Module) -> None:
     """Give all processes the weights and buffers of rank 0, if each has all of them."""
     if isinstance(model, DistributedDataParallel):

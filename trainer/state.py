@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from stoker.trainer import launch
+from stoker.trainer.combined import parts
 from stoker.trainer.errors import UserError, first_few
 
 # How an optimizer works, not what it computes: a GPU's checkpoint has others than the CPU needs.
@@ -175,7 +176,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, name: str) -> 
         f"{name}.state",
     )
     count = sum(len(group["params"]) for group in groups)
-    expected = {**expected_moments(optimizer), **like["state"]}
+    present = {index: moments for index, moments in like["state"].items() if moments}
+    expected = {**expected_moments(optimizer), **present}
     for index, moments in state["state"].items():
         place = f"{name}.state.{str(index)[:80]}"
         fits = type(index) is int and index in range(count) and isinstance(moments, dict)
@@ -213,26 +215,29 @@ def expected_moments(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, An
     A copy of the optimizer takes a first step on the meta device, where tensors have no memory.
     """
     expected: dict[int, dict[str, Any]] = {}
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return expected
-    twin = copy.copy(optimizer)
-    twin.state = collections.defaultdict(dict)
-    # Without torch's wrappers, which import its compiler: a second.
-    step = inspect.unwrap(type(optimizer).step)
-    for group in optimizer.param_groups:
-        stand_ins = []
-        for parameter in group["params"]:
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            stand_in = torch.nn.Parameter(empty)
-            stand_in.grad = empty
-            stand_ins.append(stand_in)
-        twin.param_groups = [{**group, **dict.fromkeys(WAYS, False), "params": stand_ins}]
-        # Some read a number, after they have made their state; SparseAdam needs sparse gradients;
-        # Adagrad of older torch makes its state in the constructor.
-        with torch.no_grad(), contextlib.suppress(RuntimeError, KeyError):
-            step(twin)
-        for parameter, stand_in in zip(group["params"], stand_ins, strict=True):
-            expected[len(expected)] = twin.state[stand_in] or optimizer.state.get(parameter, {})
+    for part in parts(optimizer):
+        if not type(part).__module__.startswith("torch.optim"):
+            return {}
+        twin = copy.copy(part)
+        twin.state = collections.defaultdict(dict)
+        # Without torch's wrappers, which import its compiler: a second.
+        step = inspect.unwrap(type(part).step)
+        for group in part.param_groups:
+            stand_ins = []
+            for parameter in group["params"]:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                stand_in = torch.nn.Parameter(empty)
+                stand_in.grad = empty
+                stand_ins.append(stand_in)
+            twin.param_groups = [{**group, **dict.fromkeys(WAYS, False), "params": stand_ins}]
+            # Some read a number, after they have made their state; SparseAdam needs sparse
+            # gradients, and LBFGS a closure; Adagrad of older torch makes its state in the
+            # constructor.
+            with torch.no_grad(), contextlib.suppress(RuntimeError, KeyError, TypeError):
+                step(twin)
+            for parameter, stand_in in zip(group["params"], stand_ins, strict=True):
+                moments = twin.state[stand_in] or optimizer.state.get(parameter, {})
+                expected[len(expected)] = moments
     return {index: moments for index, moments in expected.items() if moments}
 
 

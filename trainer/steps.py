@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from stoker.trainer import graph, losses, misuse, optimizers, parallel, schedules
-from stoker.trainer.errors import NotFinite
+from stoker.trainer.errors import NotFinite, UserError
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -50,6 +50,22 @@ def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
     return None
 
 
+def for_optimizer(trainer: "Trainer") -> Step | None:
+    """Return the step that the optimizer needs, or the one that was chosen.
+
+    Raises:
+        UserError: Its steps evaluate the loss themselves, which the settings do not allow.
+    """
+    if not optimizers.needs_closure(trainer.optimizer):
+        return trainer.special_step
+    if trainer.special_step is not None or parallel.ranks() > 1:
+        raise UserError(
+            f"optimizer: a step of {type(trainer.optimizer).__name__} evaluates the loss many "
+            "times, in one process, without compile=graph, precision=fp16 and micro_batch=auto."
+        )
+    return ClosureStep()
+
+
 def captures(trainer: "Trainer") -> bool:
     """Return whether the steps of this Trainer are replayed as graphs."""
     return trainer.special_step is not None and trainer.special_step.captures
@@ -85,6 +101,31 @@ class AdaptiveStep:
                 norm = update_scale(trainer, norm)
             optimizers.zero_grad(trainer.optimizer, trainer.left_out)
         finish(trainer, norm)
+        return loss
+
+
+class ClosureStep:
+    """A step of an optimizer that evaluates the loss of the batch many times, such as LBFGS."""
+
+    captures = False
+
+    def begin(self, trainer: "Trainer") -> None:
+        pass
+
+    def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
+        parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.sample_bounds)
+        norms = []
+
+        def evaluate() -> torch.Tensor:
+            undo(trainer)  # each time with the same dropout
+            loss = accumulate(trainer, parts)
+            if trainer.max_grad_norm is not None:
+                norms.append(clip(trainer))
+            return loss
+
+        loss: torch.Tensor = trainer.optimizer.step(evaluate)
+        optimizers.zero_grad(trainer.optimizer, trainer.left_out)
+        finish(trainer, norms[0] if norms else None)
         return loss
 
 

@@ -9,6 +9,7 @@ import torch
 from stoker.trainer import batch as batches
 from stoker.trainer import copies, memory, parallel, schedules, seeding
 from stoker.trainer import device as devices
+from stoker.trainer.combined import parts
 from stoker.trainer.modes import modes_restored
 
 if TYPE_CHECKING:
@@ -32,13 +33,14 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     yield line
     batch_size = getattr(trainer.train_loader, "batch_size", None)
     optimizer = trainer.optimizer
-    fused = " (fused)" if optimizer.defaults.get("fused") else ""
     rate = optimizer.param_groups[0].get("initial_lr", 0)
+    kinds = " + ".join(type(part).__name__ for part in parts(optimizer))
+    fused = " (fused)" if optimizer.defaults.get("fused") else ""
     schedule = schedules.describe(trainer.scheduler)
     line = (
         f"plan     {length(trainer)}, batch {batch_size or 'as the loader gives it'}"
         f"{parallel.description(trainer)}{trainer.micro_batch.description()}, "
-        f"{type(optimizer).__name__}{fused} lr {rate:g}{changed(optimizer)}, {schedule}"
+        f"{kinds}{fused} lr {rate:g}{changed(parts(optimizer)[0])}, {schedule}"
     )
     if trainer.step:
         line += f", continued at step {trainer.step}"

@@ -127,6 +127,7 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
                 optimizer, self.parameter_groups(groups), self.device, self.module
             )
             self.optimizer_step = optimizers.lean_step(self.optimizer, compile is True)
+            self.special_step = steps.for_optimizer(self)
         self.make_scheduler = schedules.by_group(scheduler or schedules.constant, groups)
 
         self.step: int = 0

@@ -48,7 +48,7 @@ WITHOUT_BASE_CLASS = {
 PART_PACKAGES = {
     "dataset": "stoker.data.",
     "model": "torchvision.models.",
-    "optimizer": "stoker.trainer.optimizers.",
+    "optimizer": ("stoker.trainer.optimizers.", "stoker.trainer.combined."),
     "scheduler": "stoker.trainer.schedules.",
 }
 REQUIRED = inspect.Parameter.empty

@@ -57,6 +57,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "stoker.trainer.metrics": ("stoker.trainer.metrics.Sums",),
     "stoker.trainer.schedules": ("constant", "linear", "cosine", "wsd", "step", "onecycle"),
     "stoker.trainer.optimizers": ("decoupled_sgd",),
+    "stoker.trainer.combined": ("muon",),
     "stoker.models": ("torch.nn.Module", CALLBACK),
     "stoker.data.datasets": DATASETS,
     "stoker.data.images": ("image_folder",),

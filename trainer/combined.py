@@ -1,0 +1,112 @@
+"""Several optimizers in one; muon: Muon for hidden matrices and AdamW for the rest."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stoker.trainer.errors import check_number
+from stoker.trainer.groups import Groups
+
+
+class Combined(torch.optim.Optimizer):
+    """Several optimizers of torch as one, with the parameter groups and the state of all of them.
+
+    A step is a step of each. `optimizers` are live: you can also call them one by one.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        self.counts = [len(optimizer.param_groups) for optimizer in optimizers]
+        super().__init__([group for one in optimizers for group in one.param_groups], {})
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
+        self.share()
+        self.steps = [bare_step(optimizer) for optimizer in optimizers]
+
+    def share(self) -> None:
+        """Let the optimizers work on this one's groups and state."""
+        groups = iter(self.param_groups)
+        for optimizer, count in zip(self.optimizers, self.counts, strict=True):
+            optimizer.param_groups = [next(groups) for _ in range(count)]
+            optimizer.state = self.state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the groups and the state that `load_state_dict` has made."""
+        super().__setstate__(state)
+        self.share()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for step in self.steps:
+            step()
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """Return `step` without torch's wrappers: those of the whole are enough."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim."):
+        return optimizer.step
+    return functools.partial(inspect.unwrap(kind.step), optimizer)
+
+
+def parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that one consists of: itself, unless it is Combined."""
+    return optimizer.optimizers if isinstance(optimizer, Combined) else [optimizer]
+
+
+def muon(
+    params: Groups,
+    lr: float,
+    weight_decay: float = 0.01,
+    momentum: float = 0.95,
+    betas: Sequence[float] = (0.9, 0.999),
+    fused: bool | None = None,
+    foreach: bool | None = None,
+    module: torch.nn.Module | None = None,
+) -> Combined:
+    """Train hidden matrices with Muon, and with AdamW embeddings, the last matrix and the rest.
+
+    Jordan 2024, kellerjordan.github.io/posts/muon; with the scale of Liu 2025, arXiv 2502.16982,
+    section 2.2, by which rate and decay are those of AdamW.
+
+    Args:
+        params: Parameter groups.
+        lr: The rate of both.
+        weight_decay: Decoupled weight decay of both.
+        momentum: Share of the last update in the next one, of Muon.
+        betas: How long AdamW remembers the gradient and its square.
+        fused: As for torch.optim.AdamW.
+        foreach: As for torch.optim.AdamW.
+        module: The model, which tells embeddings and the last matrix from the others.
+    """
+    check_number("optimizer.lr", lr, least=0)
+    others: set[torch.Tensor] = set()
+    if module is not None:
+        matrices = [p for p in module.parameters() if p.ndim == 2]
+        others.update(matrices[-1:])
+        for child in module.modules():
+            if isinstance(child, torch.nn.Embedding):
+                others.add(child.weight)
+    hidden: Groups = []
+    rest: Groups = []
+    for group in params:
+        is_hidden = [p.ndim == 2 and p not in others for p in group["params"]]
+        for groups, wanted in ((hidden, True), (rest, False)):
+            chosen = zip(group["params"], is_hidden, strict=True)
+            parameters = [p for p, is_one in chosen if is_one == wanted]
+            if parameters:
+                groups.append({**group, "params": parameters})
+    optimizers: list[torch.optim.Optimizer] = []
+    if hidden:
+        scale = "match_rms_adamw"
+        optimizers.append(torch.optim.Muon(hidden, lr, weight_decay, momentum, adjust_lr_fn=scale))
+    if rest:
+        beta1, beta2 = betas
+        adamw = torch.optim.AdamW(
+            rest, lr, (beta1, beta2), weight_decay=weight_decay, fused=fused, foreach=foreach
+        )
+        optimizers.append(adamw)
+    return Combined(optimizers)
