@@ -209,7 +209,7 @@ def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> C
     if not chosen:
         return usual
 
-    def factory(optimizer: torch.optim.Optimizer, total_steps: int) -> Schedule:
+    def factory(optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
         schedule = build(usual, optimizer, total_steps)
         for name, one in chosen.items():
             part = build(one, optimizer, total_steps)

@@ -45,7 +45,7 @@ WITHOUT_BASE_CLASS = {
     "metrics": "an object with update, compute and reset",
 }
 # The packages whose functions return a part; what a function returns is unknown until it is called.
-PART_PACKAGES = {
+PART_PACKAGES: dict[str, str | tuple[str, ...]] = {
     "dataset": "stoker.data.",
     "model": "torchvision.models.",
     "optimizer": ("stoker.trainer.optimizers.", "stoker.trainer.combined."),

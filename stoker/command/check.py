@@ -158,10 +158,12 @@ def check_types(
                 continue
         if default is None or default == "???":
             continue
-        is_choice = isinstance(limit, Choice) and limit.has(value)
-        if is_choice or (isinstance(limit, Checked) and type(value) is not type(default)):
+        # It may have another type than the default.
+        if isinstance(limit, Choice) and limit.has(value):
+            continue
+        if isinstance(limit, Checked) and type(value) is not type(default):
             limit.check(name, value)
-            continue  # it may have another type than the default
+            continue
         if default == "auto":
             if isinstance(value, dict):
                 raise UserError(f"{name}={as_typed(value)}: give auto, or one value.")
