@@ -77,7 +77,7 @@ def is_description(about: object) -> bool:
 def _has_form(about: Any) -> bool:
     """Do the work of `is_description`; a missing or odd part may also raise."""
     if about["kind"] == "other":
-        known = {key for key in KEYS if about[key] is not None}
+        known = {key for key in KEYS if about.get(key) is not None}
         return known == {"dataset", "kind"} and isinstance(about["dataset"], str)
     shape = about["in_shape"]
     outputs = about["num_classes"]

@@ -96,6 +96,18 @@ def is_labelled(part: Any) -> bool:
     return isinstance(inputs, torch.Tensor) and inputs.ndim > 0 and is_class
 
 
+def loader_line(data: Data) -> str:
+    """Return the line on what a training loader of your own cannot promise; "" for our own."""
+    part = data.train
+    is_stateful = hasattr(part, "load_state_dict")
+    if data.kind != "other" or has_samples(part) or is_stream(part) or is_stateful:
+        return ""
+    return (
+        f"loader   train is your own {type(part).__name__}: a resume reads it again up to where it "
+        "stood, and is exact only if its batches follow from the global seeds"
+    )
+
+
 def make_loader(
     part: Any,
     name: str,

@@ -246,7 +246,7 @@ def predict(
     """
     about = model.about
     path = os.path.expanduser(str(path))
-    size = max(1, min(batch_size, AT_ONCE // (8 * math.prod(about["in_shape"]))))
+    size = max(1, min(batch_size, AT_ONCE // (8 * math.prod(about["in_shape"] or ()))))
     batches: Iterable[tuple[Sequence[Any], Tensor]]
     if model.columns is not None:
         from stoker.data import tables  # and with it pyarrow

@@ -80,6 +80,7 @@ def building(
     """
     from stoker.command import tuning
     from stoker.data.description import columns_line, data_line
+    from stoker.data.samples import loader_line
     from stoker.trainer import device as devices
     from stoker.trainer import parallel, seeding
 
@@ -93,6 +94,8 @@ def building(
         only = data.part_to_evaluate(split)
     loaders, why = build_loaders(cfg, data, device, only, loading)
     print(data_line(data, by_split(loaders), why, whole=split == "all"))
+    if loader_line(data) and only is None:
+        print(loader_line(data))
     if data.table is not None:
         print(f"columns  {columns_line(data.description())}")
 

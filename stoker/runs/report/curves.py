@@ -12,34 +12,37 @@ Points = list[tuple[float, float]]
 
 def frames(rows: list[Row], best: Best | None) -> list[dict[str, Any]]:
     """Return {"title", "keys", "best", "svg"} of each frame with at least two points on a line."""
-    name = metric_of(rows)
-    if best is not None and is_metric(best.name) and any(best.name in row for row in rows):
+    split = "val" if best is None else best.name.partition("/")[0]
+    if split == "train" or not any(f"{split}/loss" in row for row in rows):
+        split = "val"
+    name = metric_of(rows, split)
+    if best is not None and is_metric(best.name, split) and any(best.name in row for row in rows):
         name = best.name
-    drawn = [frame("loss", rows, "val/loss", best)]
+    drawn = [frame("loss", rows, f"{split}/loss", best)]
     if name is not None:
         drawn.append(frame("metric", rows, name, best))
     drawn.append(rate_frame(rows))
     return [one for one in drawn if one is not None]
 
 
-def metric_of(rows: list[Row]) -> str | None:
-    """Return the first validation metric that is not the loss."""
+def metric_of(rows: list[Row], split: str = "val") -> str | None:
+    """Return the first metric of a validation set that is not the loss."""
     for row in rows:
         for name in row:
-            if is_metric(name):
+            if is_metric(name, split):
                 return name
     return None
 
 
-def is_metric(name: str) -> bool:
-    return name.startswith("val/") and name != "val/loss"
+def is_metric(name: str, split: str) -> bool:
+    return name.startswith(f"{split}/") and name != f"{split}/loss"
 
 
 def frame(place: str, rows: list[Row], name: str, best: Best | None) -> dict[str, Any] | None:
     """Draw the training and validation curves of a metric, with a mark at the best epoch."""
     from stoker.runs import plots
 
-    metric = name.removeprefix("val/")
+    _, _, metric = name.partition("/")
     title = shortened(metric)
     lines = {"train": pooled(rows, f"train/{metric}"), "val": series(rows, name)}
     if max(map(len, lines.values())) < 2:
