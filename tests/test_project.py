@@ -1,7 +1,10 @@
 """A project: its file, its modules and configs, and the commands that are printed in it."""
 
+import importlib.metadata
 import os
+import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 
 from stoker import configs, project
 from stoker.command import arguments, invocation
+from stoker.runs import provenance
 from stoker.tasks.new import TEMPLATE, new
 from stoker.trainer.errors import UserError
 
@@ -151,3 +155,42 @@ def test_a_name_that_no_new_package_can_have_is_refused(folder, name, answer):
         new([name])
     assert str(caught.value) == f"new {name}: {answer}"
     assert [path.name for path in folder.iterdir()] == ["here"]
+
+
+def git(*words):
+    identity = ["-c", "user.name=me", "-c", "user.email=me@example.org"]
+    done = subprocess.run(["git", *identity, *words], check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def test_the_code_of_a_run_is_its_revision_and_the_diff_from_it(folder, monkeypatch):
+    assert provenance.Code(folder).revision() is None
+    write(folder / "tracked.py", "a = 1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "x")
+    head = git("rev-parse", "HEAD").strip()
+    clean = provenance.Code(folder)
+    assert clean.revision() == provenance.Revision(head, dirty=False)
+    assert set(clean.files()) == {"provenance/packages.txt"}
+    write(folder / "tracked.py", "a = 2\n")
+    write(folder / "secret.env", "KEY=s3cret\n")
+    code = provenance.Code(folder)
+    assert code.revision() == provenance.Revision(head, dirty=True)
+    changes = code.files()["provenance/changes.diff"]
+    assert "s3cret" not in changes and "# not tracked, left out: secret.env\n" in changes
+    write(folder / "changes.diff", changes)
+    git("checkout", "tracked.py")
+    git("apply", "changes.diff")
+    assert (folder / "tracked.py").read_text() == "a = 2\n"
+    monkeypatch.setattr(provenance, "MOST_CHANGES", 20)
+    short = provenance.Code(folder).changes().splitlines()
+    assert short[2].startswith("# cut after 20 of ") and short[3] == "diff --git a/tracked"
+
+
+def test_the_packages_are_those_that_importlib_finds():
+    expected = {}
+    for package in importlib.metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", package.name).lower()
+        expected.setdefault(name, package.version)
+    assert provenance.packages() == dict(sorted(expected.items()))

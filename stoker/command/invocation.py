@@ -39,6 +39,11 @@ def python() -> str:
     return sys.executable
 
 
+def clone() -> Path | None:
+    """Return the folder of the clone that this package is; None if it is installed."""
+    return ROOT if is_clone() else None
+
+
 def is_clone() -> bool:
     """Return whether this package is a clone of the repository, and not installed."""
     return (ROOT / SCRIPT).is_file()

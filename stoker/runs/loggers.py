@@ -11,7 +11,7 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -470,17 +470,22 @@ class ConfigFile(Callback):
     """Write the config to `path` when the training begins: put it last, after callbacks that check.
 
     A run that begins at step 0 removes the `stale` files of an older run beside it; a resumed run
-    removes those on how it ended before.
+    removes those on how it ended before. `beside` gives the text of each further file, by its name.
     """
 
     first_rank_only = True
 
     def __init__(
-        self, path: str | os.PathLike[str], config: str, stale: tuple[str, ...] = ()
+        self,
+        path: str | os.PathLike[str],
+        config: str,
+        stale: tuple[str, ...] = (),
+        beside: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self.path = Path(path)
         self.config = config
         self.stale = stale
+        self.beside = beside
 
     def on_fit_start(self, trainer: Trainer) -> None:
         folder = self.path.parent
@@ -492,3 +497,6 @@ class ConfigFile(Callback):
         for name in outdated:
             (folder / name).unlink(missing_ok=True)
         write_text(self.path, self.config)  # replaces a link instead of following it
+        for name, text in self.beside().items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            write_text(folder / name, text)

@@ -12,7 +12,7 @@ from stoker.command.shell import command, setting
 from stoker.runs import json_files
 from stoker.runs.directory import RESULT
 from stoker.runs.json_files import is_number
-from stoker.runs.provenance import Revision, versions
+from stoker.runs.provenance import Revision
 from stoker.runs.readable import numbers, seconds
 from stoker.runs.rows import last_values, metrics_in, read_rows, training_speed
 from stoker.trainer.errors import NotFinite
@@ -210,7 +210,6 @@ def of_fit(trainer: Any, saver: Any) -> RunResult:
         stopped=trainer.stop_reason,
         device=str(trainer.device),
         precision=summary.precision(trainer),
-        versions=versions(),
         parameters=sum(p.numel() for p in trainer.module.parameters()),
         memory_mib=dict(summary.memory_of_a_step(trainer)),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.runs import directory
-from stoker.runs.provenance import Revision
+from stoker.runs.provenance import Code
 from stoker.runs.result import RunResult, of_fit
 from stoker.tasks.job import sweep_name
 from stoker.tasks.parts import Parts
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def finish(
     folder: Path,
-    git: Revision | None,
+    code: Code,
     saver: "Checkpoint",
     parts: Parts,
     started: float,
@@ -38,7 +38,8 @@ def finish(
     data = parts.data
     result = of_fit(trainer, saver)
     result = dataclasses.replace(result, **timing.result_of(trainer), **doctor.result_of(trainer))
-    result.git = git
+    result.git = code.revision()
+    result.versions = code.versions()
     result.script = script
     loaders = parts.by_split()
     counts = {name: samples_in(loader) for name, loader in loaders.items()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.command import arguments, signals
 from stoker.command.trust import own_packages
-from stoker.runs.provenance import Revision
+from stoker.runs.provenance import Code
 from stoker.runs.result import RunResult, closing_lines
 from stoker.tasks import job
 from stoker.tasks.finish import efficiency, finish
@@ -41,7 +41,7 @@ class Run:
     saver: "Checkpoint"
     state: dict[str, Any] | None
     started: float
-    git: Revision | None
+    code: Code
     draws: bool
     script: str | None = None
 
@@ -68,7 +68,7 @@ class Run:
                     self.fit()
                 result = finish(
                     self.folder,
-                    self.git,
+                    self.code,
                     self.saver,
                     self.parts,
                     self.started,

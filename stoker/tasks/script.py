@@ -106,10 +106,11 @@ def train(trainer: Trainer, loaders: tuple[Any, Any, Any], folder: Path, started
         "inputs": data.description(),
     }
     text = yaml.safe_dump(config, sort_keys=False)
-    trainer.callbacks = with_files(trainer.callbacks, saver, folder, text)
-    git = provenance.revision(Path.cwd())()
+    code = provenance.of_project()
+    file = ConfigFile(folder / directory.CONFIG, text, directory.WRITTEN, code.files)
+    trainer.callbacks = with_files(trainer.callbacks, saver, folder, file)
     parts = Parts(trainer, data, loaders)
-    run = running.Run(folder, parts, saver, state, started, git, draws=True, script=command())
+    run = running.Run(folder, parts, saver, state, started, code, draws=True, script=command())
     run.train()
     run.draw_report()
 
@@ -144,14 +145,14 @@ def saver_of(trainer: Trainer, folder: Path) -> Checkpoint:
 
 
 def with_files(
-    callbacks: Sequence[Callback], saver: Checkpoint, folder: Path, config: str
+    callbacks: Sequence[Callback], saver: Checkpoint, folder: Path, config: ConfigFile
 ) -> list[Callback]:
     """Return the callbacks with those that write the files of a run; Timing measures the others."""
     files: list[Callback] = [
         JSONL(folder / directory.METRICS),
         *(callback for callback in callbacks if callback is not saver),
         saver,
-        ConfigFile(folder / directory.CONFIG, config, directory.WRITTEN),
+        config,
     ]
     files = [callback for callback in files if launch.is_first() or not callback.first_rank_only]
     return sorted(files, key=lambda callback: isinstance(callback, Timing))

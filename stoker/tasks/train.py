@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from stoker.runs.loggers import Logger
     from stoker.trainer.callbacks import Callback, Checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def train(cfg: DictConfig) -> None:
     """Train in the run directory, and lock it meanwhile."""
@@ -65,16 +63,16 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     started = job.started_at()
     from stoker.trainer import checkpoint, parallel
 
-    revision = provenance.revision(ROOT if invocation.is_clone() else Path.cwd())
+    code = provenance.of_project()
     begins = checkpoint.together(
         "resume", lambda: resume.to_resume(folder, cfg.resume, cfg.overwrite, cfg)
     )
     _, state, origin = begins or (None, None, None)
     saver = build_saver(cfg, folder)
-    callbacks = [*pruning(cfg), saver, config_file(cfg, folder)]
+    callbacks = [*pruning(cfg), saver, config_file(cfg, folder, code)]
     with building(cfg, callbacks, resumes=state is not None) as parts:
         check_effects(cfg, parts)
-        git = revision()  # git has ended long ago, and would stay a zombie process
+        git = code.revision()  # git has ended long ago, and would stay a zombie process
         saver.about = describe(cfg, parts, origin)
         add_profile(cfg, parts, folder)
         loggers = describe_to_loggers(cfg, parts, folder, git.revision if git else None)
@@ -86,7 +84,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
         )
         if state is not None:
             resume.check_data(state, saver.about["data"])
-        run = Run(folder, parts, saver, state, started, git, draws_report(cfg))
+        run = Run(folder, parts, saver, state, started, code, draws_report(cfg))
         with offering_replay():
             result = run.train(loggers, parts.threads(cfg))
     run.draw_report()
@@ -109,13 +107,15 @@ def build_saver(cfg: DictConfig, folder: Path) -> "Checkpoint":
     return saver
 
 
-def config_file(cfg: DictConfig, folder: Path) -> "Callback":
-    """Return the callback that writes config.yaml, with the typed settings in its first line."""
+def config_file(cfg: DictConfig, folder: Path, code: provenance.Code) -> "Callback":
+    """Return the callback that writes config.yaml, with the typed settings in its first line, and
+    the files on the code.
+    """
     from stoker.runs.loggers import ConfigFile
 
     typed = json.dumps(arguments.typed())
     text = f"{directory.TYPED}{typed}\n{OmegaConf.to_yaml(cfg)}"
-    return ConfigFile(folder / "config.yaml", text, directory.WRITTEN)
+    return ConfigFile(folder / "config.yaml", text, directory.WRITTEN, code.files)
 
 
 def saved_values(cfg: DictConfig) -> dict[str, Any]:
