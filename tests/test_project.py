@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -194,3 +195,36 @@ def test_the_packages_are_those_that_importlib_finds():
         name = re.sub(r"[-_.]+", "-", package.name).lower()
         expected.setdefault(name, package.version)
     assert provenance.packages() == dict(sorted(expected.items()))
+
+
+@pytest.mark.slow
+def test_a_run_is_reproduced_bit_for_bit_or_what_differs_is_named(forks, tmp_path):
+    quick = ["dataset=synthetic", "dataset.n=60", "batch_size=8", "epochs=1", "report=false"]
+    done = forks.run(tmp_path, *quick, "run_dir=run")
+    assert done.code == 0, done.err
+    same = forks.run(tmp_path, "reproduce", "run=run", "run_dir=same")
+    weights = (tmp_path / "run/model.safetensors").read_bytes()
+    assert same.code == 0 and (tmp_path / "same/model.safetensors").read_bytes() == weights
+    assert same.out.splitlines()[-1].startswith("same     bit for bit: model.safetensors (SHA-256 ")
+    config = (tmp_path / "run/config.yaml").read_text()
+    assert "  lr: 0.003\n" in config
+    write(tmp_path / "run/config.yaml", config.replace("  lr: 0.003\n", "  lr: 0.004\n"))
+    write(tmp_path / "run/provenance/packages.txt", "torch==2.0.0\n")
+    other = forks.run(tmp_path, "reproduce", "run=run", "run_dir=other")
+    lines = other.out.splitlines()
+    assert other.code == 4 and "differs  model.safetensors has other weights" in lines
+    assert "because  optimizer.lr=0.004 (was 0.003)" in lines
+    assert any(line.startswith("         packages: torch=") for line in lines)
+    write(tmp_path / "run/config.yaml", config)
+    (tmp_path / "run/model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    shutil.rmtree(tmp_path / "other")
+    flipped = forks.run(tmp_path, "reproduce", "run=run", "run_dir=other")
+    [differs] = [line for line in flipped.out.splitlines() if line.startswith("differs")]
+    assert flipped.code == 4 and differs == "differs  model.safetensors has other weights"
+    outside = config.replace("${run_dir}/not_finite", str(tmp_path / "elsewhere"))
+    write(tmp_path / "run/config.yaml", outside)
+    refused = forks.run(tmp_path, "reproduce", "run=run")
+    assert refused.code == 2 and "this is outside of the run directory" in refused.err
+    (tmp_path / "run/result.json").unlink()
+    unfinished = forks.run(tmp_path, "reproduce", "run=run")
+    assert unfinished.code == 2 and "has not finished" in unfinished.err

@@ -25,6 +25,7 @@ DONE = 0
 BUG = 1
 MISTAKE = 2
 FAILED = 3
+DIFFERENT = 4
 IN_USE = 75  # as sysexits.h has it for "try again later"
 NOBODY_READS = 128 + 13  # a shell's code for SIGPIPE
 # Failures of a disk or file system. Any other OSError is a mistake in a path.

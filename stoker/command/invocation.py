@@ -55,13 +55,18 @@ def pip_install(extra: str) -> str:
     return f"pip install {package.format(extra)}"
 
 
+def is_started() -> bool:
+    """Return whether this program has started this process as one of several."""
+    return os.environ.get("ROLE_NAME") == ROLE
+
+
 def command(start: list[str] | None = None) -> list[str]:
     """Return `start`, or torchrun's command if torchrun has started this process.
 
     `start` is a program behind its Python, by default `program()`.
     """
     start = start or program()
-    if launch.world_size() == 1 or os.environ.get("ROLE_NAME") == ROLE:
+    if launch.world_size() == 1 or is_started():
         return start
     nodes = launch.world_size() // launch.local_world_size()
     several = ["--nnodes", str(nodes), "..."] if nodes > 1 else []

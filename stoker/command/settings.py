@@ -25,9 +25,9 @@ from stoker.trainer.settings import (
     check_strategy,
 )
 
-TASKS = ("train", "plan", "evaluate", "predict", "generate", "export", "lr_find")
+TASKS = ("train", "plan", "evaluate", "predict", "generate", "export", "lr_find", "reproduce")
 TRAINING = ("train", "plan", "lr_find")  # build what the config says; the others take a run
-WITH_RUN = ("evaluate", "predict", "generate", "export")
+WITH_RUN = ("evaluate", "predict", "generate", "export", "reproduce")
 TUNINGS = ("allocator", "threads")  # what `tune_process` may change for a training on the CPU
 FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
 
@@ -170,8 +170,8 @@ SETTINGS: Mapping[str, Setting] = {
     "checkpoint.epochs": Setting(LIMITS["checkpoint.epochs"], resume="any"),
     "checkpoint.minutes": Setting(LIMITS["checkpoint.minutes"], resume="any"),
     "checkpoint.keep": Setting(LIMITS["checkpoint.keep"], resume="any"),
-    "report": Setting(Choice(("auto", True, False)), resume="any"),
-    "run_dir": Setting(TEXT, resume="any", path=True),
+    "report": Setting(Choice(("auto", True, False)), (*TRAINING, "reproduce"), "any"),
+    "run_dir": Setting(TEXT, (*TRAINING, "reproduce"), "any", path=True),
     "init_from": Setting(TEXT, path=True),
     "resume": Setting(Checked(check_resume), resume="any", path=True, once=True),
     "overwrite": Setting(resume="any", once=True),
@@ -185,9 +185,11 @@ SETTINGS: Mapping[str, Setting] = {
     # the groups; their other keys are arguments of their _target_
     "dataset": Setting(tasks=(*TRAINING, "evaluate")),
     "dataset.root": Setting(
-        tasks=(*TRAINING, "evaluate", "export"), resume="any", path=True, local=True
+        tasks=(*TRAINING, "evaluate", "export", "reproduce"), resume="any", path=True, local=True
     ),
-    "dataset.path": Setting(tasks=(*TRAINING, "evaluate", "export"), path=True, local=True),
+    "dataset.path": Setting(
+        tasks=(*TRAINING, "evaluate", "export", "reproduce"), path=True, local=True
+    ),
     "dataset.cache": Setting(tasks=(*TRAINING, "evaluate"), resume="any", path=True, local=True),
     "dataset.download": Setting(tasks=(*TRAINING, "evaluate"), resume="any"),
     "dataset.missing": Setting(tasks=(*TRAINING, "evaluate", "predict")),

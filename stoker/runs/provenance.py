@@ -78,6 +78,7 @@ class Code:
     def revision(self) -> Revision | None:
         """Return the current revision; None if there is none. Untracked files do not count."""
         status = self.status.output()
+        self.diff.output()  # both have ended, and would stay zombies
         commit = re.search(r"^# branch\.oid ([0-9a-f]+)$", status, re.MULTILINE)
         if commit is None:
             return None

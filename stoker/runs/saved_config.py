@@ -57,15 +57,62 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
     saved = load_config("run", cfg.run)
     check_buildable(cfg.run, saved)
     check_typed(cfg.task, saved)
+    changes = {
+        "run_dir": str(cfg.run),
+        "resume": "auto",
+        "device": cfg.device,
+        "strategy": "single",
+        "compile": False,
+    }
     try:
-        config = resolved("run", cfg.run, merged(cfg, saved))
+        config = resolved("run", cfg.run, merged(cfg, saved, changes))
         check.check_types("", config, resolved("run", cfg.run, defaults.defaults()))
         adapt_dataset(config["dataset"])
+        for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
+            without_downloads(group, config[group])
         check_parts(config)
     except UserError as error:
         raise of_run(cfg.run, error, "in its config.yaml, ") from None
     config["callbacks"] = evaluating_callbacks(config["callbacks"])
     return OmegaConf.create(config)
+
+
+def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
+    """Return the config of the run directory `run`, for the same training in another one.
+
+    Nothing is written outside of the new one, and no logger starts but the rows.
+    """
+    saved = load_config("run", cfg.run)
+    check_typed(cfg.task, saved)
+    changes: Config = {"task": "train", "run_dir": run_dir, "overwrite": False, "profile": False}
+    if saved.get("resume") == "never":
+        changes["resume"] = "auto"
+    if "device" in arguments.typed_keys():
+        changes["device"] = cfg.device
+    usual = defaults.defaults()
+    try:
+        config = resolved("run", cfg.run, merged(cfg, saved, changes))
+        check.check_types("", config, resolved("run", cfg.run, usual))
+        check.check_keys(config, usual)
+        check_parts(config)
+        for name, node in list(config["callbacks"].items()):
+            if is_logger(node) and name != "jsonl":
+                del config["callbacks"][name]
+            else:
+                check_inside(f"callbacks.{name}", node, run_dir)
+    except UserError as error:
+        raise of_run(cfg.run, error, "in its config.yaml, ") from None
+    return OmegaConf.create(config)
+
+
+def check_inside(key: str, node: Any, run_dir: str) -> None:
+    """Raise UserError for a callback that would write outside of the run directory."""
+    for name in ("path", "folder"):
+        value = node.get(name) if isinstance(node, dict) else None
+        if value is not None and not Path(str(value)).resolve().is_relative_to(
+            Path(run_dir).resolve()
+        ):
+            raise UserError(f"{key}.{name}={value}: this is outside of the run directory.")
 
 
 def check_typed(task: str, saved: Config) -> None:
@@ -82,8 +129,8 @@ def check_typed(task: str, saved: Config) -> None:
             )
 
 
-def merged(cfg: DictConfig, saved: Config) -> Config:
-    """Return a saved config with what a task sets, and what is typed for it."""
+def merged(cfg: DictConfig, saved: Config, changes: Config) -> Config:
+    """Return a saved config with what a task changes, and what is typed for it."""
     typed = arguments.typed_keys()
     of_the_task = [
         key for key, setting in settings.SETTINGS.items() if "train" not in setting.tasks
@@ -92,17 +139,13 @@ def merged(cfg: DictConfig, saved: Config) -> Config:
         **defaults.defaults(),
         **saved,
         **dict.fromkeys(of_the_task),
-        "run_dir": str(cfg.run),
-        "resume": "auto",
-        "device": cfg.device,
-        "strategy": "single",
-        "compile": False,
+        **changes,
     }
     if {"dataset", "dataset._target_"} & typed:
         config["dataset"] = OmegaConf.to_container(cfg.dataset, resolve=True)
         typed = {key for key in typed if not key.startswith("dataset")}
     everywhere = {key for key in typed if settings.record(key).tasks == settings.TASKS}
-    typed = typed.difference(of_the_task, everywhere)
+    typed = typed.difference(of_the_task, everywhere, changes)
     dotted.put(config, {key: OmegaConf.select(cfg, key) for key in typed})
     return config
 
@@ -125,8 +168,6 @@ def check_parts(config: Config) -> None:
     trusted.
     """
     settings.check_all(config)
-    for group in ("dataset", "model", "loss", "metrics", "callbacks", "trainer"):
-        without_downloads(group, config[group])
     for group in ("dataset", "optimizer", "scheduler", "trainer"):
         check_nested(group, config[group])
     for group in ("metrics", "callbacks"):

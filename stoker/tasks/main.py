@@ -30,6 +30,7 @@ from stoker.tasks.overfit import overfit
 from stoker.tasks.plan import plan
 from stoker.tasks.predict import predict
 from stoker.tasks.report import draw_report, draws_report
+from stoker.tasks.reproduce import again, compare
 from stoker.tasks.train import train
 from stoker.trainer import launch, stopping
 from stoker.trainer.errors import NotFinite, UserError, first_line
@@ -46,8 +47,13 @@ TASKS: dict[str, Callable[[DictConfig], None]] = {
 
 
 def run(start: float) -> None:
-    """Run the command line; `start` is the `time.perf_counter()` at which the process began."""
+    """Run the command line; `start` is the `time.perf_counter()` at which the process began.
+
+    `stoker plan` is another way to type `stoker task=plan`, and so is that of each task.
+    """
     job.process_start = start
+    if sys.argv[1:] and sys.argv[1] in settings.TASKS:
+        sys.argv[1] = f"task={sys.argv[1]}"
     is_new = sys.argv[1:2] == ["new"]
     exit_codes.run(functools.partial(new, sys.argv[2:]) if is_new else compose)
 
@@ -104,13 +110,28 @@ def prepare(cfg: DictConfig) -> None:
             OmegaConf.update(cfg, key, value)
     retarget(cfg)
     task = job.task_typed(cfg)
-    if task and launch.world_size() > 1:
+    if task and launch.world_size() > 1 and not is_rank_of_reproduce(cfg):
         program = " ".join(invocation.program())
         raise UserError(f"{task} is for one process. Type {program}, without torchrun.")
 
 
+def is_rank_of_reproduce(cfg: DictConfig) -> bool:
+    """Return whether `task=reproduce` has started this process for a run of several."""
+    return cfg.task == "reproduce" and invocation.is_started()
+
+
 def do(cfg: DictConfig) -> None:
     """Do the task, in several processes if the config asks for them."""
+    if cfg.task == "reproduce":
+        if job.in_sweep():
+            raise UserError("task=reproduce takes one run. Leave out -m.")
+        config = again(cfg)
+        if cfg.run_dir is None:
+            sys.argv.append(shell.setting("run_dir", config.run_dir))  # for further processes
+        do(config)
+        if launch.world_size() == 1:
+            compare(Path(cfg.run), Path(config.run_dir))
+        return
     several = processes.count(cfg.strategy, cfg.devices, cfg.device)
     if several > 1:
         start_processes(several, cfg)
@@ -163,7 +184,10 @@ def start_processes(several: int, cfg: DictConfig) -> None:
         advice = f"Leave out {' and '.join(typed)}" if typed else "Type strategy=single"
         raise UserError(f"{task} is for one process. {advice}.")
     if not job.in_sweep():
-        raise SystemExit(processes.start(several, sys.argv[1:]))
+        code = processes.start(several, sys.argv[1:])
+        if code:
+            raise SystemExit(code)
+        return
     folder = job.run_directory(cfg)
     typed = [*arguments.typed(), shell.setting("run_dir", folder), *arguments.search_path()]
     code = processes.start(several, typed, {"folder": folder, "trial": job.trial_of(cfg)})

@@ -72,7 +72,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     callbacks = [*pruning(cfg), saver, config_file(cfg, folder, code)]
     with building(cfg, callbacks, resumes=state is not None) as parts:
         check_effects(cfg, parts)
-        git = code.revision()  # git has ended long ago, and would stay a zombie process
+        git = code.revision()  # git has ended long ago
         saver.about = describe(cfg, parts, origin)
         add_profile(cfg, parts, folder)
         loggers = describe_to_loggers(cfg, parts, folder, git.revision if git else None)

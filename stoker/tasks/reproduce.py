@@ -1,0 +1,165 @@
+"""task=reproduce: train a run again from its saved config, and compare the two bit for bit."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from stoker.command import exit_codes, settings
+from stoker.command.dotted import is_interpolation
+from stoker.runs import directory, resume, saved_config
+from stoker.runs.result import RunResult, finished
+from stoker.runs.rows import read_rows
+from stoker.trainer import files
+from stoker.trainer.errors import UserError, first_few
+
+MOST_CAUSES = 12
+MOST_NAMES = 5  # of packages
+MOST_BYTES = 2**24  # of a file of provenance/
+UNRECORDED = "what no run records: the processor, its threads, a file that git does not track"
+OF_TIME = "/seconds"  # ends the names of what no run repeats
+
+
+def again(cfg: DictConfig) -> DictConfig:
+    """Return the config of the run directory `run`, for the same training in a new folder."""
+    if cfg.run is None:
+        raise UserError("task=reproduce needs a run directory. Type run=DIR.")
+    saved_config.check_folder(cfg.run)
+    result = finished(cfg.run)
+    if result is None:
+        raise UserError(f"run={cfg.run}: this run has not finished, so it cannot be compared.")
+    if result.stopped_by("time_limit") or result.stopped_by("pruned"):
+        assert result.stopped is not None
+        raise UserError(f"run={cfg.run}: it {result.stopped.text}, which no run repeats.")
+    run_dir = cfg.run_dir or directory.claim("reproduced", Path(cfg.run).resolve().name)
+    return saved_config.to_train_again(cfg, str(run_dir))
+
+
+def compare(before: Path, now: Path) -> None:
+    """Print whether two runs are the same bit for bit, or where they part and what differs."""
+    differences = list(parting(before, now))
+    if not differences:
+        count = len(read_rows(now / directory.METRICS))
+        sha256 = checksum(now)[:12]
+        print(f"same     bit for bit: {directory.WEIGHTS} (SHA-256 {sha256}...) and {count} rows")
+        return
+    exit_codes.codes.append(exit_codes.DIFFERENT)
+    print_lines("differs", differences)
+    print_lines("because", list(conditions(before, now))[:MOST_CAUSES] or [UNRECORDED])
+
+
+def print_lines(name: str, lines: list[str]) -> None:
+    """Print lines below each other, the first one with their name."""
+    for number, line in enumerate(lines):
+        print(f"{'' if number else name:<9}{line}")
+
+
+def parting(before: Path, now: Path) -> Iterator[str]:
+    """Yield what differs in the weights, the rows and the test of two runs."""
+    if checksum(before) != checksum(now):
+        yield f"{directory.WEIGHTS} has other weights"
+    pairs = zip(rows(before), rows(now), strict=False)
+    for old, new in pairs:
+        if old != new:
+            yield f"{directory.METRICS} from step {new['step']} on: {changes(old, new)}"
+            break
+    else:
+        if len(rows(before)) != len(rows(now)):
+            yield f"{directory.METRICS} has {len(rows(now))} rows (was {len(rows(before))})"
+    tests = [result_of(folder).tests() for folder in (before, now)]
+    if tests[0] != tests[1]:
+        yield f"{directory.RESULT}: {changes(*tests)}"
+
+
+def conditions(before: Path, now: Path) -> Iterator[str]:
+    """Yield what may be why: settings, data, the device, versions, packages and code."""
+    about = [state_of(folder) for folder in (before, now)]
+    old, new = (settings_in(entry) for entry in about)
+    yield from differing(old, {key: new.get(key, value) for key, value in old.items()})
+    for key, name in {"data": "fingerprint of the data", "world_size": "processes"}.items():
+        yield from differing(*({name: entry.get(key)} for entry in about))
+    results = [result_of(folder) for folder in (before, now)]
+    for name in ("device", "precision"):
+        yield from differing(*({name: getattr(result, name)} for result in results))
+    yield from differing(*(result.versions or {} for result in results))
+    installed = list(differing(*(packages(folder) for folder in (before, now))))
+    if installed:
+        yield f"packages: {first_few(installed, MOST_NAMES)}"
+    yield from differing(*({"git": git_of(result)} for result in results))
+    diffs = [text_of(folder / directory.CHANGES) for folder in (before, now)]
+    if diffs[0] != diffs[1]:
+        yield f"uncommitted changes: {directory.CHANGES}"
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield 'torch=2.15 (was 2.14)' for each key whose value differs."""
+    for key in {**before, **now}:
+        if before.get(key) != now.get(key):
+            yield f"{key}={now.get(key)} (was {before.get(key)})"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the first few values that differ."""
+    return first_few(list(differing(before, now)), 2)
+
+
+def checksum(folder: Path) -> str:
+    """Return the SHA-256 of the weights of a run; "" without any."""
+    path = folder / directory.WEIGHTS
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the logged rows without their times."""
+    return [untimed(row) for row in read_rows(folder / directory.METRICS)]
+
+
+def untimed(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries without those that no run repeats."""
+    return {name: value for name, value in entries.items() if not name.endswith(OF_TIME)}
+
+
+def result_of(folder: Path) -> RunResult:
+    """Return the result of a run, empty if there is none."""
+    return RunResult.read(folder) or RunResult()
+
+
+def settings_in(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a checkpoint's run that may change its result."""
+    values = saved_config.for_reading(about.get("config", {}))
+    return {
+        key: value
+        for key, value in values.items()
+        if not settings.may_differ(key) and not is_interpolation(value)
+    }
+
+
+def git_of(result: RunResult) -> str | None:
+    """Return the revision, marked if there are changes."""
+    if result.git is None:
+        return None
+    return f"{result.git.revision}{', modified' if result.git.dirty else ''}"
+
+
+def packages(folder: Path) -> dict[str, str]:
+    """Return {name: version} as a run has recorded its packages."""
+    lines = text_of(folder / directory.PACKAGES).splitlines()
+    return dict(line.split("==", 1) for line in lines if "==" in line)
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a small file; "" if there is none."""
+    try:
+        return files.read(path, MOST_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    """Return what the newest checkpoint says about its run; {} without one."""
+    from stoker.trainer import checkpoint
+
+    newest = checkpoint.newest(folder / "checkpoints")
+    return {} if newest is None else resume.about(newest[1])
