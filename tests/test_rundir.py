@@ -148,6 +148,7 @@ def test_overwrite_is_not_among_what_is_typed_to_go_on(forks, whole, tmp_path):
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
+        "provenance",
     ]
     assert list(checkpoint.files(tmp_path / "run" / "checkpoints")) == [30, 20]
     assert forks.run(tmp_path, *JOB, "run_dir=run", "seed=3").code == 0

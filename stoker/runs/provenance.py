@@ -78,7 +78,9 @@ class Code:
     def revision(self) -> Revision | None:
         """Return the current revision; None if there is none. Untracked files do not count."""
         status = self.status.output()
-        self.diff.output()  # both have ended, and would stay zombies
+        for git in (self.diff, self.clone):  # they have ended too, and would stay zombies
+            if git is not None:
+                git.output()
         commit = re.search(r"^# branch\.oid ([0-9a-f]+)$", status, re.MULTILINE)
         if commit is None:
             return None
