@@ -855,7 +855,9 @@ class Progress(Callback):
 
     @staticmethod
     def epoch(trainer: "Trainer") -> str:
-        """Return "epoch 3/10", or "epoch 2.50/10" in the middle of one."""
+        """Return "epoch 3/10", "epoch 2.50/10" in the middle of one, or "step 20/60"."""
+        if trainer.steps_per_epoch == trainer.max_steps:
+            return f"step {trainer.step:,}/{trainer.total_steps:,}"
         epochs = str(math.ceil(trainer.total_steps / trainer.steps_per_epoch))
         done = trainer.step / trainer.steps_per_epoch
         if done.is_integer():

@@ -68,9 +68,11 @@ def changed(optimizer: torch.optim.Optimizer) -> str:
 
 
 def length(trainer: "Trainer") -> str:
-    """Return '3 epochs of 8 steps = 24 steps'."""
+    """Return '3 epochs of 8 steps = 24 steps', or '24 steps' if they are the one epoch."""
     steps = "step" if trainer.total_steps == 1 else "steps"
     total = f"{trainer.total_steps:,} {steps}"
+    if trainer.steps_per_epoch == trainer.max_steps:
+        return total
     epochs = trainer.total_steps / trainer.steps_per_epoch
     if epochs < 1:
         return f"a part of an epoch = {total}"
