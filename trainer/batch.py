@@ -21,7 +21,7 @@ SampleDimOf = Callable[[str, Any], SampleDim]
 
 
 @dataclasses.dataclass
-class Parts:
+class Accumulated:
     """Several batches of a loader: the micro-batches of one step."""
 
     parts: list[Any]
@@ -159,7 +159,7 @@ def size(batch: Any, sample_dim: SampleDimOf = usual_dim) -> int:
         are_tensors = isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor)
         if are_tensors and inputs.shape[:1] == targets.shape[:1] and inputs.ndim:
             return int(inputs.shape[0])
-    if isinstance(batch, Parts):
+    if isinstance(batch, Accumulated):
         return sum(size(part, sample_dim) for part in batch.parts)
     counted, _, _ = reading(batch, sample_dim)
     known = [length for length in counted.values() if length is not None]

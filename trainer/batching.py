@@ -81,7 +81,7 @@ class Batching:
         self.step_samples = batches.size(batch, self.sample_dims)  # `samples`, in one call less
         if self.weighs_samples:
             self.step_weight = self.step_samples
-        elif isinstance(batch, batches.Parts):
+        elif isinstance(batch, batches.Accumulated):
             self.step_weight = sum(map(self.loss_weight, batch.parts))
         else:
             self.step_weight = self.loss_weight(batch)
@@ -94,7 +94,7 @@ class Batching:
     def cut(self, batch: Any) -> MicroBatches:
         """Return the micro-batches of a step with their shares, which add up to 1."""
         is_whole = self.micro_batch.parts == 1 and self.micro_batch.size is None
-        if is_whole and not isinstance(batch, batches.Parts):
+        if is_whole and not isinstance(batch, batches.Accumulated):
             return self.shared([batch]) if self.may_weigh_nothing else [(batch, None)]
         return self.shared(self.micro_batch.split(batch, self.sample_dims, self.sample_bounds))
 

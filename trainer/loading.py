@@ -259,7 +259,7 @@ class IterableLoader(Seekable):
                 place.step = epoch * self.steps + position
             self.place = place
             self.global_size = samples
-            yield parts[0] if self.accumulate == 1 else batches.Parts(parts)
+            yield parts[0] if self.accumulate == 1 else batches.Accumulated(parts)
             parts = []
             samples = 0
 

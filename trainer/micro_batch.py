@@ -79,7 +79,7 @@ class MicroBatch:
 
         Each process makes as many of them as the others.
         """
-        if isinstance(batch, batches.Parts):
+        if isinstance(batch, batches.Accumulated):
             return batch.parts
         parts = self.parts
         if self.size is not None:

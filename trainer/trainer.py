@@ -139,7 +139,7 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         """Train until the end or until a callback stops it; return the rows that were logged.
 
         Args:
-            train_loader: Iterable of batches; without a length, `max_steps` is that of the training.
+            train_loader: Iterable of batches; one without a length needs `max_steps`.
             val_loader: Iterable of batches for evaluations, or several as {name: iterable}, whose
                 results are called "name/loss" and so on; None has none.
             resume: Where to go on: a checkpoint file, its contents, or the newest in a folder. None
