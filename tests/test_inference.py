@@ -554,16 +554,14 @@ def test_the_row_whose_outputs_are_not_finite_is_named(runs, tmp_path):
         list(inference.predict(model, tmp_path / "t.csv"))
 
 
-def test_outputs_that_are_no_scores_are_given_in_python_alone(runs):
+def test_outputs_that_are_no_scores_are_given_as_they_are(runs):
     """Also where the targets have units, which other outputs have not."""
     model = package.load(runs / "prices")
     model.module = Both()
     inputs = torch.zeros(2, 5, dtype=torch.float64)
     assert torch.equal(model(inputs)["all"], ((inputs - model.mean) / model.std).float())
-    with pytest.raises(
-        UserError, match=r"returns a dict, not one number per class or target.\n.*stoker\.load"
-    ):
-        list(inference.predict(model, runs / "houses.csv"))
+    row = next(inference.predict(model, runs / "houses.csv"))
+    assert row.keys() == {"line", "all", "first"} and row["first"] == row["all"][:1]
 
 
 class Both(torch.nn.Module):
@@ -725,7 +723,7 @@ def test_a_key_is_for_its_task(forks, runs):
             "input=x",
             "epochs=3",
         ): "epochs: task=predict takes the run's own settings",
-        ("task=predict", "run=prices", "input=x", "split=val"): "split=val is for task=evaluate.",
+        ("task=predict", "run=prices", "input=x", "split=val"): "needs input= or split=",
         ("task=evaluate", "run=prices", "input=x"): "input=x is for task=predict.",
         ("format=onnx",): "format=onnx is for task=export.",
         (
@@ -1079,3 +1077,122 @@ def test_the_card_has_the_numbers_of_the_weights_that_it_is_of(forks, tmp_path):
     text = (tmp_path / "run" / "model.md").read_text(encoding="utf-8")
     assert f"those of step {first['step']}\n" in text
     assert f"- Results: val acc {first['val/acc']:.4f}; test loss " in text
+
+
+# A part of a run's own data
+
+OWN = '''
+import gc
+import weakref
+
+import torch
+from torch.utils.data import Dataset
+
+from stoker import Trainer
+
+
+class Pictures(Dataset):
+    """Dicts with a vector, a class and a name."""
+
+    def __init__(self, count, seed):
+        self.inputs = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, i):
+        return {"x": self.inputs[i], "y": int(self.inputs[i, 0] > 0), "name": f"picture {i}"}
+
+
+def pictures():
+    return {"train": Pictures(40, 0), "val": Pictures(8, 1), "test": Pictures(53, 2)}
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 2)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+def detected(model, batch):
+    outputs = model(batch["x"])
+    boxes = [row.expand(1 + i % 3, 2) for i, row in enumerate(outputs)]
+    return {"scores": outputs, "boxes": boxes, "name": batch["name"], "log": (outputs - 9).log()}
+
+
+class Detecting(Trainer):
+    living = weakref.WeakSet()
+
+    def compute_loss(self, batch):
+        outputs = self.model(batch["x"])
+        return self.loss(outputs, batch["y"]), outputs
+
+    def update_metrics(self, outputs, batch):
+        pass
+
+    def predict_batch(self, batch):
+        assert len(self.living) <= 2, "more than two batches of outputs are kept in memory"
+        outputs = detected(self.model, batch)
+        self.living.add(outputs["log"])
+        return outputs
+'''
+OWN_TYPED = [
+    "dataset._target_=own_pictures.pictures",
+    "model._target_=own_pictures.Net",
+    "trainer._target_=own_pictures.Detecting",
+]
+
+
+def test_the_rows_of_a_part_of_your_own_data_are_what_the_model_gives(forks, tmp_path):
+    """Streamed: each batch of outputs is gone before the next but one is computed."""
+    (tmp_path / "own_pictures.py").write_text(OWN)
+    done = forks.run(tmp_path, *OWN_TYPED, "max_steps=3", "report=false", "run_dir=run")
+    assert done.code == 0, done.err
+    task = ["task=predict", "run=run", "trusted=[own_pictures]", "eval_batch_size=5"]
+    done = forks.run(tmp_path, *task, "split=test", "output=out.jsonl")
+    assert done.code == 0 and "53 rows" in done.out, done.err
+
+    own = {}
+    exec(compile(OWN, "own_pictures", "exec"), own)
+    net = own["Net"]()
+    package.init_from(net, tmp_path / "run")
+    test = own["pictures"]()["test"]
+    expected = []
+    for start in range(0, 53, 5):
+        samples = [test[i] for i in range(start, min(start + 5, 53))]
+        with torch.no_grad():
+            outputs = own["detected"](net, torch.utils.data.default_collate(samples))
+        for i, sample in enumerate(samples):
+            row = {"sample": start + i, "name": sample["name"], "log": [None, None]}
+            for name in ("scores", "boxes"):
+                row[name] = outputs[name][i].tolist()
+            expected.append(row)
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert rows == expected
+    inference.write(rows, tmp_path / "out.csv")
+    cells = list(csv.DictReader(io.StringIO((tmp_path / "out.csv").read_text())))
+    assert [json.loads(row["boxes"]) for row in cells] == [row["boxes"] for row in expected]
+
+
+@pytest.mark.slow
+def test_the_rows_of_a_part_are_those_of_its_files(forks, runs):
+    """A table's rows have the lines and the units of its file, and pictures the names of theirs."""
+    of_file = {row["line"]: row for row in predicted(forks, runs, "run=prices", "input=houses.csv")}
+    rows = predicted(forks, runs, "run=prices", "split=val")
+    assert [row.pop("sample") for row in rows] == list(range(len(rows)))
+    for row in rows:
+        assert row["value"] == pytest.approx(of_file[row["line"]]["value"], rel=1e-6)
+    for row in predicted(forks, runs, "run=folder", "split=val"):
+        [same] = predicted(forks, runs, "run=folder", f"input=images/{row['file']}")
+        assert row["class"] == same["class"]
+        break
+
+
+def test_a_class_per_pixel_is_a_map_of_the_likeliest_ones():
+    about = {"kind": "classification", "num_classes": 3, "classes": None}
+    outputs = torch.randn(2, 3, 4, 5)
+    rows = list(inference.answers(outputs, about))
+    assert rows == [{"classes": outputs[i].argmax(0).tolist()} for i in range(2)]

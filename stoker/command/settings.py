@@ -118,7 +118,7 @@ SETTINGS: Mapping[str, Setting] = {
     # what the command does
     "task": Setting(Choice(TASKS), TASKS, "any"),
     "run": Setting(TEXT, WITH_RUN, "any", path=True),
-    "split": Setting(TEXT, ("evaluate",), "any"),
+    "split": Setting(TEXT, ("evaluate", "predict"), "any"),
     "input": Setting(TEXT, ("predict",), "any", path=True),
     "output": Setting(TEXT, ("predict", "export"), "any", path=True),
     "format": Setting(Choice(FORMATS), ("export",), "any"),

@@ -392,18 +392,26 @@ def without_none(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in entries if value is not None}
 
 
+def place_of(part: Any, index: int) -> dict[str, Any]:
+    """Return the file or the line of a sample, as far as its split has them."""
+    place: dict[str, Any] = {}
+    files: Any = getattr(part, "files", None)
+    if hasattr(files, "root"):
+        place["file"] = printable(Path(files[index]).relative_to(files.root))
+    lines = getattr(part, "lines", None)
+    if lines is not None:
+        place["line"] = int(lines[index])
+    return place
+
+
 def show(sample: Sample, part: Split, data: Data) -> None:
     """Add the file, the line, the picture and the columns of a sample, as far as its split has
     them.
     """
     index = sample.index
-    files: Any = getattr(part, "files", None)
-    if hasattr(files, "root"):
-        path = Path(files[index])
-        sample.file = printable(path.relative_to(files.root))
-    lines = getattr(part, "lines", None)
-    if lines is not None:
-        sample.line = int(lines[index])
+    place = place_of(part, index)
+    sample.file = place.get("file")
+    sample.line = place.get("line")
     with torch.random.fork_rng(devices=[]):  # your own split may draw
         inputs, _ = part[[index]]
     if not isinstance(inputs, Tensor):

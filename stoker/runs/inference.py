@@ -21,8 +21,9 @@ from stoker.data import images
 from stoker.data.description import Description, is_description, names_of
 from stoker.data.loader import scaling
 from stoker.runs import card, resume, saved_config
+from stoker.runs.json_files import finite
 from stoker.runs.result import finished
-from stoker.trainer import checkpoint, memory, parallel
+from stoker.trainer import checkpoint, memory, parallel, prediction
 from stoker.trainer import device as devices
 from stoker.trainer.errors import TrainingError, UserError, first_few, first_line, log, printable
 from stoker.trainer.files import replacing
@@ -238,11 +239,9 @@ def predict(
 ) -> Iterator[Row]:
     """Yield the predictions for an image, the images below a folder, or the rows of a csv file.
 
-    A row has "file" or "line", and for a classification "class", "probability" and
-    "probabilities", {class: probability}; for a regression "value", in the data's units. Only one
-    batch is read at a time. `reading`: `missing`, `delimiter`, `decimal` and `marks`, by default
-    those of the run's table. UserError for what cannot be read; with `skip` such images are left
-    out, with a warning.
+    A row has "file" or "line", and what `answers` says. Only one batch is read at a time.
+    `reading`: `missing`, `delimiter`, `decimal` and `marks`, by default those of the run's table.
+    UserError for what cannot be read; with `skip` such images are left out, with a warning.
     """
     about = model.about
     path = os.path.expanduser(str(path))
@@ -257,7 +256,10 @@ def predict(
         key = "file"
         batches = image_batches(path, about, size, skip)
     else:
-        advice = "In Python, stoker.load(DIR) takes its tensors."
+        advice = (
+            "For a part of its own data, type split=test in place of input=; "
+            "in Python, stoker.load(DIR) takes its tensors."
+        )
         if about.get("tokens") is not None:
             advice = "A text goes on from a prompt: task=generate prompt=TEXT."
         raise UserError(
@@ -268,9 +270,8 @@ def predict(
     for labels, inputs in batches:
         with torch.inference_mode():
             outputs = model(inputs.to(device))
-        check_usual(outputs, about)
-        outputs = outputs.cpu()
-        if not outputs.isfinite().all():
+        outputs = prediction.on_cpu(outputs, len(labels))
+        if card.is_usual(outputs, about) and not outputs.isfinite().all():
             first = labels[int((~outputs.isfinite()).flatten(1).any(1).nonzero()[0])]
             where = f"{printable(path)}, line {first}" if key == "line" else printable(first)
             raise TrainingError(f"{where}: the model returns numbers that are not finite.")
@@ -278,21 +279,28 @@ def predict(
             yield {key: label, **answer}
 
 
-def check_usual(outputs: Any, about: Description) -> None:
-    """Raise a UserError unless the outputs are one number per class or target."""
-    if card.is_usual(outputs, about):
+def in_units(outputs: Any, about: Description) -> Any:
+    """Return a regression's outputs in the data's units; others as they are."""
+    numbers = constants(about)
+    if "target_mean" in numbers and card.is_usual(outputs, about):
+        return outputs.double() * numbers["target_scale"] + numbers["target_mean"]
+    return outputs
+
+
+def answers(outputs: Any, about: Description) -> Iterator[Row]:
+    """Yield the prediction for each sample of the outputs for a batch.
+
+    For a classification "class", "probability" and "probabilities", {class: probability}; "classes"
+    if there is one per token or pixel; for a regression "value", in the data's units. Other outputs
+    as the model gives them: the keys of a dict, or "output".
+    """
+    if not card.is_usual(outputs, about):
+        classes = about["num_classes"] if about["kind"] == "classification" else None
+        if isinstance(outputs, Tensor) and outputs.ndim > 2 and outputs.shape[1] == classes:
+            outputs = {"classes": outputs.argmax(1)}
+        for sample in prediction.samples_of(outputs):
+            yield finite(sample if isinstance(sample, dict) else {"output": sample})
         return
-    returned = f"a {type(outputs).__name__}"
-    if isinstance(outputs, Tensor):
-        returned = f"outputs of shape {tuple(outputs.shape[1:])}"
-    raise UserError(
-        f"the model returns {returned}, not one number per class or target.\n"
-        "In Python, stoker.load(DIR) returns them."
-    )
-
-
-def answers(outputs: Tensor, about: Description) -> Iterator[Row]:
-    """Yield the prediction for each sample."""
     if about["kind"] == "regression":
         for values in outputs.tolist():
             yield {"value": values[0] if len(values) == 1 else values}
@@ -395,15 +403,20 @@ def write(rows: Iterable[Row], output: str | Path | None = None) -> int:
 
 
 def flat(row: Row) -> Row:
-    """Return the cells of a row by column: P(class) for each class, "value i" for each target."""
+    """Return the cells of a row by column: P(class) for each class, "value i" for each target.
+
+    Any other nesting is JSON in one cell.
+    """
     cells = {}
     for key, value in row.items():
         if key == "probabilities":
             for name, share in value.items():
                 cells[f"P({name})"] = share
-        elif isinstance(value, list):
+        elif key == "value" and isinstance(value, list):
             for i, number in enumerate(value):
                 cells[f"{key} {i}"] = number
+        elif isinstance(value, (dict, list)):
+            cells[key] = json.dumps(value)
         else:
             cells[key] = value
     return cells

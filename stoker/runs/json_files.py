@@ -26,7 +26,9 @@ def write_json(path: Path, contents: Any) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return the value with null for nan and infinity, which JSON lacks."""
+    """Return the value with null for nan and infinity, which JSON lacks, and lists for tensors."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

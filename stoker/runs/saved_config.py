@@ -56,7 +56,7 @@ def of_this_machine(cfg: DictConfig) -> DictConfig:
     check_folder(cfg.run)
     saved = load_config("run", cfg.run)
     check_buildable(cfg.run, saved)
-    check_typed(cfg.task, saved)
+    check_typed(cfg, saved)
     changes = {
         "run_dir": str(cfg.run),
         "resume": "auto",
@@ -83,7 +83,8 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
     Nothing is written outside of the new one, and no logger starts but the rows.
     """
     saved = load_config("run", cfg.run)
-    check_typed(cfg.task, saved)
+    check_buildable(cfg.run, saved)
+    check_typed(cfg, saved)
     changes: Config = {"task": "train", "run_dir": run_dir, "overwrite": False, "profile": False}
     if saved.get("resume") == "never":
         changes["resume"] = "auto"
@@ -115,14 +116,17 @@ def check_inside(key: str, node: Any, run_dir: str) -> None:
             raise UserError(f"{key}.{name}={value}: this is outside of the run directory.")
 
 
-def check_typed(task: str, saved: Config) -> None:
+def check_typed(cfg: DictConfig, saved: Config) -> None:
     """Raise UserError for a typed setting that the task takes from the run.
 
-    A value that the run took from the environment has to be typed.
+    A value that the run took from the environment has to be typed. A prediction for a part of the
+    run's data takes what an evaluation of it takes.
     """
+    task = cfg.task
+    tasks = {task, "evaluate"} if task == "predict" and cfg.split is not None else {task}
     before = dotted.flat(saved)
     for key in sorted(arguments.typed_keys()):
-        if task not in settings.record(key).tasks and "${" not in str(before.get(key)):
+        if tasks.isdisjoint(settings.record(key).tasks) and "${" not in str(before.get(key)):
             takes = ", ".join(f"{name}=" for name in settings.keys_of(task))
             raise UserError(
                 f"{key}: task={task} takes the run's own settings, beside device=, {takes}."

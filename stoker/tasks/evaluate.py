@@ -1,31 +1,24 @@
 """task=evaluate: test the best weights of a run on its own data, or on other data."""
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from stoker.command import arguments
 from stoker.runs import resume, saved_config
-from stoker.tasks.parts import building
+from stoker.tasks.parts import Parts, building
 from stoker.trainer.errors import UserError, first_few, log, printable
 
 
 def evaluate(cfg: DictConfig) -> None:
     """Print the numbers of the best weights of the run directory `run`."""
-    config = saved_config.of_this_machine(cfg)
-    from stoker.runs import inference
-    from stoker.trainer.metrics import MeanIoU
+    with tested(cfg) as (path, parts, part, loader):
+        from stoker.trainer.metrics import MeanIoU
 
-    if cfg.split == "all":
-        leave_uncut(config)
-    path, state = inference.best(cfg.run)
-    about = inference.description(cfg.run, state)
-    with building(config, state=state, about=about, split=cfg.split) as parts:
-        parts.trainer.load_state_dict(state)
-        part, loader = next(iter(parts.by_split().items()))
         split = "all" if cfg.split == "all" else part
-        if cfg.split is None:
-            warn_of_other_data(parts.data, state, split)
         lacking = parts.data.classes_without_samples(part)
         if lacking:
             classes = first_few(lacking, 10)
@@ -39,6 +32,27 @@ def evaluate(cfg: DictConfig) -> None:
     print(f"{split:<9}{'  '.join(numbers)}")
     for name, value in zip(names, overlaps, strict=False):
         print(f"{'iou':<9}{printable(name)} {value}")
+
+
+@contextlib.contextmanager
+def tested(cfg: DictConfig) -> Iterator[tuple[Path, Parts, str, Any]]:
+    """Build the parts of a run with its best weights, for one part of its data or of other data.
+
+    Gives the checkpoint, the parts, and the name and the loader of that part.
+    """
+    config = saved_config.of_this_machine(cfg)
+    from stoker.runs import inference
+
+    if cfg.split == "all":
+        leave_uncut(config)
+    path, state = inference.best(cfg.run)
+    about = inference.description(cfg.run, state)
+    with building(config, state=state, about=about, split=cfg.split) as parts:
+        parts.trainer.load_state_dict(state)
+        part, loader = next(iter(parts.by_split().items()))
+        if cfg.split is None:
+            warn_of_other_data(parts.data, state, part)
+        yield path, parts, part, loader
 
 
 def leave_uncut(config: DictConfig) -> None:

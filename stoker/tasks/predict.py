@@ -1,36 +1,72 @@
-"""task=predict: write the predictions of the best weights of a run for images or table rows."""
+"""task=predict: write the predictions of a run's best weights, for files or for its own data."""
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig
 
 from stoker.command import arguments
 from stoker.runs import saved_config
+from stoker.tasks.evaluate import tested
 from stoker.trainer.errors import UserError, check_choice
 
 
 def predict(cfg: DictConfig) -> None:
-    """Write the predictions of the best weights of the run directory `run` for `input`."""
-    config = saved_config.of_this_machine(cfg)
-    if cfg.input is None:
-        raise UserError("task=predict needs an input. Type input=FILE or input=FOLDER.")
+    """Write the predictions of the best weights of the run directory `run`.
+
+    They are for the files of `input`, or for the part `split` of the run's own data.
+    """
+    if (cfg.input is None) == (cfg.split is None):
+        raise UserError(
+            "task=predict needs input= or split=. Type input=FILE or input=FOLDER, "
+            "or split=test for a part of the run's data."
+        )
     from stoker.runs import inference
 
     if cfg.output is not None:
         inference.check_output(cfg.output, (".csv", ".jsonl"))
+    rows = for_split(cfg) if cfg.input is None else for_input(cfg)
+    count = inference.write(rows, cfg.output)
+    if cfg.output is not None:
+        print(f"output   {cfg.output}: {count:,} row{'' if count == 1 else 's'}")
+
+
+def for_input(cfg: DictConfig) -> Iterator[Any]:
+    """Yield the rows for an image, a folder of images, or the rows of a table."""
+    config = saved_config.of_this_machine(cfg)
+    from stoker.runs import inference
+
     model = inference.load(cfg.run, device=cfg.device)
     on_bad_sample = config.dataset.get("on_bad_sample", "error")
     check_choice("dataset.on_bad_sample", on_bad_sample, ("error", "skip"))
-    rows = inference.predict(
+    return inference.predict(
         model,
         cfg.input,
         batch_size=config.eval_batch_size,
         skip=on_bad_sample == "skip",
         **table_options(config, model),
     )
-    count = inference.write(rows, cfg.output)
-    if cfg.output is not None:
-        print(f"output   {cfg.output}: {count:,} row{'' if count == 1 else 's'}")
+
+
+def for_split(cfg: DictConfig) -> Iterator[Any]:
+    """Yield the rows for a part of the run's own data, a batch at a time.
+
+    A row has the number of its sample in that part, and its file or line if it has one.
+    """
+    from stoker.runs import examine, inference
+
+    with contextlib.ExitStack() as stack:
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the rows
+            _, parts, name, loader = stack.enter_context(tested(cfg))
+        part = parts.data.parts()[name]
+        about = parts.data.description()
+        count = 0
+        for outputs in parts.trainer.predictions(loader):
+            for answer in inference.answers(inference.in_units(outputs, about), about):
+                yield {"sample": count, **examine.place_of(part, count), **answer}
+                count += 1
 
 
 def table_options(config: DictConfig, model: Any) -> dict[str, Any]:
