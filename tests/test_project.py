@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from stoker import configs, project
 from stoker.command import arguments, invocation
+from stoker.command.help import help_text
 from stoker.runs import provenance
 from stoker.tasks.new import TEMPLATE, new
 from stoker.trainer.errors import UserError
@@ -195,6 +197,25 @@ def test_the_packages_are_those_that_importlib_finds():
         name = re.sub(r"[-_.]+", "-", package.name).lower()
         expected.setdefault(name, package.version)
     assert provenance.packages() == dict(sorted(expected.items()))
+
+
+def test_the_help_has_each_option_and_its_keys_in_80_columns(folder, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["stoker"])
+    write(folder / "configs/model/net.yaml", "_target_: mine.Net\nwidth: 1\ninner: {deep: 2}\n")
+    write(folder / "configs/model/broken.yaml", "[")
+    text = help_text()
+    assert all(len(line) <= 80 for line in text.splitlines())
+    keys = {"model.width", "model.inner.deep"}
+    options = {"model=net", "model=broken"}
+    for path in (configs.FOLDER / "model").glob("*.yaml"):
+        options.add(f"model={path.stem}")
+        keys |= {f"model.{key}" for key in OmegaConf.load(path) if key != "_target_"}
+    groups = text[text.index("Groups") : text.index("Keys")].split()
+    assert {word for word in groups if word.startswith("model.")} == keys
+    assert {word for word in groups if word.startswith("model=")} == options
+    train = text[text.index("Keys") :]
+    for key in OmegaConf.load(configs.FOLDER / "train.yaml"):
+        assert f"\n  {key}:" in train or key in ("defaults", "hydra")
 
 
 @pytest.mark.slow
