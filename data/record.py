@@ -280,6 +280,30 @@ class Data:
         """Whether each sample is of one class."""
         return self.kind == "classification" and not self.target_shape
 
+    def balanced_weights(self) -> list[float]:
+        """Return a weight for each class, which all together count the same in training.
+
+        As in scikit-learn: samples / (classes * samples of the class).
+
+        Raises:
+            UserError: The targets are not classes, or a class has no training sample.
+        """
+        targets = getattr(self.train, "targets", None)
+        if self.kind != "classification" or targets is None:
+            raise UserError(
+                f"loss.weight=balanced: {self.name} does not tell the classes of its samples. "
+                "Type a list of numbers, one per class."
+            )
+        counts = torch.bincount(targets[targets >= 0].flatten(), minlength=self.num_classes)
+        if not counts.all():
+            label = int(counts.argmin())
+            raise UserError(
+                f"loss.weight=balanced: no training sample is of class {self._class_name(label)}. "
+                "Type a list of numbers, one per class."
+            )
+        weights: list[float] = (counts.sum() / (len(counts) * counts.double())).tolist()
+        return weights
+
     def _class_counts(self, part: str) -> Tensor:
         return torch.bincount(self.parts()[part].targets, minlength=self.num_classes)
 

@@ -21,6 +21,7 @@ from stoker.trainer import checkpoint, launch, optimizers, parallel, schedules
 from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.metrics import Accuracy
+from stoker.trainer.recompute import checkpoint_blocks
 
 DOUBLE = torch.float64  # in which a sum in another order makes no difference of 1e-9
 partial = functools.partial
@@ -82,11 +83,12 @@ class Attention(nn.Module):
             nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)
         )
         self.blocks = nn.ModuleList(layers)
+        checkpoint_blocks(self)
 
     def forward(self, inputs):
         hidden = self.inputs(inputs.unsqueeze(-1))
         for block in self.blocks:
-            hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
+            hidden = block(hidden)
         return self.head(hidden.mean(1))
 
 

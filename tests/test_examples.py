@@ -18,6 +18,7 @@ from examples.autoencoder import Autoencoder, AutoencoderTrainer
 from examples.distillation import Distiller
 from examples.finetune import FineTuned
 from examples.gan import GAN, GANTrainer
+from examples.lora import merged, with_adapters
 from examples.mixup import MixupTrainer
 from examples.own_callback import Plateau
 from examples.own_loss import FocalLoss
@@ -164,6 +165,30 @@ def test_the_gan_trains_both_its_models_and_resumes_exactly(tmp_path):
     continued.fit(train_loader, val_loader, resume=tmp_path / "step_00000010.ckpt")
     for name in ("model", "optimizer", "scheduler"):
         assert_same(continued.state_dict()[name], whole.state_dict()[name], name)
+
+
+def test_adapters_resume_from_themselves_alone_and_merge_into_the_layers(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        return with_adapters(MLP((1, 8, 8), 10, hidden=(16,)), rank=2, alpha=4.0)
+
+    saver = Checkpoint(tmp_path, every=10, keep=9)
+    settings = {"loss": torch.nn.CrossEntropyLoss(), "max_steps": 30}
+    whole, test_loader = fitted(Trainer, make, callbacks=[saver], **settings)
+    state = checkpoint.load(tmp_path / "step_00000010.ckpt")
+    assert {name.rpartition(".")[2] for name in state["model"]} == {"down", "up"}
+
+    (train_loader, val_loader, _), _ = make_loaders(datasets.digits(), batch_size=64)
+    optimizer = functools.partial(torch.optim.AdamW, lr=3e-3)
+    continued = Trainer(make(), optimizer=optimizer, device="cpu", **settings)
+    continued.fit(train_loader, val_loader, resume=state)
+    for name in ("model", "optimizer", "scheduler"):
+        assert_same(continued.state_dict()[name], whole.state_dict()[name], name)
+
+    before = whole.predict(test_loader)
+    merged(whole.module)
+    assert not list(whole.module.buffers())
+    torch.testing.assert_close(whole.predict(test_loader), before, rtol=1e-4, atol=1e-5)
 
 
 def test_a_rate_that_follows_the_validation_is_that_of_a_run_that_was_stopped(tmp_path):

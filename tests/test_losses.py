@@ -5,11 +5,14 @@ batch does in plain torch, or the loss is refused by name.
 import functools
 import math
 
+import numpy as np
 import pytest
 import torch
+from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
 from stoker import Trainer
+from stoker.data.datasets import Data, TensorSplit
 from stoker.trainer.errors import UserError
 
 DOUBLE = torch.float64
@@ -298,3 +301,13 @@ def test_a_weight_per_sample_of_a_batch_is_refused():
         UserError, match=r"the weight of BCEWithLogitsLoss is \(8, 1\), one for each"
     ):
         trainer.fit([(drawn(8, 4), bits(8, 3))])
+
+
+def test_balanced_weights_are_those_of_scikit_learn():
+    targets = torch.tensor([0, 0, 0, 0, 1, 2, 2])
+    data = Data("few", TensorSplit(torch.zeros(7, 1), targets), None, None, (1,), 3)
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=targets.numpy())
+    assert data.balanced_weights() == pytest.approx(expected.tolist(), rel=1e-12)
+    data.num_classes = 4
+    with pytest.raises(UserError, match="no training sample is of class 3"):
+        data.balanced_weights()

@@ -113,6 +113,11 @@ def weights_in(key: str, node: Mapping[str, Any]) -> dict[str, Any]:
 
     weights = {}
     for name in ("weight", "pos_weight"):
+        if isinstance(node.get(name), str):
+            balanced = "balanced, or " if name == "weight" else ""
+            raise UserError(
+                f"{key}.{name}={node[name]}: give {balanced}a list of numbers, one per class."
+            )
         if isinstance(node.get(name), list):
             numbers = [check_number(f"{key}.{name}", number, least=0) for number in node[name]]
             weights[name] = torch.tensor(numbers, dtype=torch.get_default_dtype())

@@ -143,6 +143,7 @@ SETTINGS: Mapping[str, Setting] = {
     "limit_val": Setting(DATA_LIMITS["limit_val"]),
     "grad_accum_steps": Setting(LIMITS["grad_accum_steps"]),
     "micro_batch": Setting(LIMITS["micro_batch"]),
+    "activation_checkpointing": Setting(resume="any"),
     "max_grad_norm": Setting(LIMITS["max_grad_norm"]),
     "groups": Setting(LIMITS["groups"]),
     "freeze": Setting(),
@@ -302,6 +303,11 @@ def check_together(values: Mapping[str, Any]) -> None:
         raise UserError(
             "strategy=fsdp: sharded parameters are not compiled, and there is "
             f"compile={as_typed(values['compile'])}.\nType compile=false or strategy=ddp."
+        )
+    if values.get("activation_checkpointing") and values.get("compile"):
+        raise UserError(
+            "activation_checkpointing=true: a compiled model decides itself what it keeps. "
+            "Type compile=false, or leave it out."
         )
     if values.get("micro_batch") == "auto" and max(started, launch.world_size()) > 1:
         raise UserError(

@@ -204,14 +204,19 @@ def build_model(
     cfg: DictConfig, data: "Data", state: Mapping[str, Any] | None
 ) -> tuple["torch.nn.Module", Any]:
     """Return the model and the loss; UserError if they are far larger than the checkpoint's."""
-    from stoker.trainer import losses
+    from stoker.trainer import losses, recompute
 
     shapes = sizes(data)
+    loss_node = plain(cfg.loss, resolve=True)
+    if loss_node.get("weight") == "balanced":
+        loss_node["weight"] = data.balanced_weights()
     if state is not None:
-        check_size("loss", cfg.loss)
+        check_size("loss", loss_node)
         check_size("model", cfg.model, state["model"], **shapes)
     model = build("model", cfg.model, **shapes)
-    loss = build("loss", cfg.loss)
+    if cfg.activation_checkpointing:
+        recompute.checkpoint_blocks(model)
+    loss = build("loss", loss_node)
     if data.tokens is not None:
         losses.take_rows(loss)
     return model, loss

@@ -1,0 +1,90 @@
+"""Activation checkpointing: keep the inputs of each block alone, and compute it again for backward.
+
+Chen et al. 2016, arXiv 1604.06174.
+"""
+
+import collections
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from stoker.trainer.errors import UserError
+from stoker.trainer.parallel import NORMS
+
+LISTS = (torch.nn.Sequential, torch.nn.ModuleList)
+
+
+class Recomputed(torch.nn.Module):
+    """A block whose activations are computed again, with the same dropout, in the backward pass."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        contexts = functools.partial(twice, self)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def twice(block: torch.nn.Module) -> tuple[Any, Any]:
+    """Return the contexts of a block's first and second forward."""
+    return contextlib.nullcontext(), statistics_kept(block)
+
+
+@contextlib.contextmanager
+def statistics_kept(block: torch.nn.Module) -> Iterator[None]:
+    """Let BatchNorms leave their running statistics as they are: they have seen this batch."""
+    norms = [one for one in block.modules() if isinstance(one, NORMS) and one.track_running_stats]
+    momenta = [norm.momentum for norm in norms]
+    counts = [norm.num_batches_tracked.clone() for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum, count in zip(norms, momenta, counts, strict=True):
+            norm.momentum = momentum
+            norm.num_batches_tracked.copy_(count)
+
+
+def checkpoint_blocks(model: torch.nn.Module) -> list[str]:
+    """Have each block of the model recomputed, in place, and return the names of the blocks.
+
+    Blocks are the items of a Sequential or ModuleList that have a class in common with another item
+    and modules inside; of nested ones the outermost. Names and numbers stay the same, to the bit.
+
+    Raises:
+        UserError: The model has no such blocks.
+    """
+    names = list(block_names("", model))
+    if not names:
+        raise UserError(
+            f"activation_checkpointing: {type(model).__name__} has no list of blocks of one class "
+            "(in a Sequential or ModuleList). Leave it out."
+        )
+    for name in names:
+        block = model.get_submodule(name)
+        if not isinstance(block, Recomputed):
+            block.__class__ = recomputed(type(block))
+    return names
+
+
+@functools.cache
+def recomputed(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return a class like `kind`, of the same name, whose forward is computed again."""
+    return type(kind.__name__, (Recomputed, kind), {"__module__": kind.__module__})
+
+
+def block_names(prefix: str, module: torch.nn.Module) -> Iterator[str]:
+    """Yield the dotted names of the blocks inside a module."""
+    kinds = collections.Counter(type(child) for child in module.children())
+    for name, child in module.named_children():
+        is_whole = not isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        is_repeated = isinstance(module, LISTS) and kinds[type(child)] > 1
+        if is_whole and is_repeated and any(True for _ in child.children()):
+            yield f"{prefix}{name}"
+        else:
+            yield from block_names(f"{prefix}{name}.", child)
