@@ -107,8 +107,9 @@ def text(
     if trained is not None and kind != trained["tokens"]:
         raise unreadable(path, f"these are {kind}, and the run was trained on {trained['tokens']}.")
     if trained is not None and length != trained["in_shape"][0]:
+        usual = trained["in_shape"][0]
         raise UserError(
-            f"dataset.length={length}: the run was trained with {trained['in_shape'][0]}. Type that."
+            f"dataset.length={length}: the run was trained with dataset.length={usual}. Type that."
         )
     train, val, test = _parts(path, ids, fractions, length, stride or length)
     name = os.path.splitext(os.path.basename(path))[0]

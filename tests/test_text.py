@@ -131,7 +131,7 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
         ({"path": str(file), "length": 10**6}, "Type a shorter dataset.length"),
         ({"path": str(other), "length": 16, "trained": about}, "the run's text has no 'ß'"),
         ({"path": str(file), "tokens": "bytes", "trained": about}, "trained on characters"),
-        ({"path": str(file), "length": 8, "trained": about}, "was trained with 16"),
+        ({"path": str(file), "length": 8, "trained": about}, "was trained with dataset.length=16"),
     ]
     for options, message in cases:
         with pytest.raises(UserError) as caught:
