@@ -4,11 +4,17 @@
 
 import functools
 import json
+import re
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import assert_same, make_data, make_model, make_trainer
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import stoker
@@ -182,6 +188,30 @@ def test_a_task_that_builds_the_model_refuses_a_script_s_run_in_a_line(forks, ma
         stoker.fit(elsewhere, *loaders(), run_dir=tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"run_dir": None}, "run_dir=None: give the name of a folder"),
+        (
+            {"run_dir": "taken"},
+            "result.json, which no run created. Type another run_dir, or remove",
+        ),
+        ({"trainer": make_model()}, "its first argument is a Sequential"),
+        ({"test_loader": 3}, "evaluate: give a loader"),
+        ({"val_loader": {"train": []}}, "a validation loader is named 'train'"),
+    ],
+)
+def test_a_mistake_is_found_before_the_training(tmp_path, monkeypatch, given, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "result.json").write_text("{}")
+    train, val, _ = loaders()
+    usual = {"trainer": begun(), "train_loader": train, "val_loader": val, "run_dir": "run"}
+    with pytest.raises(UserError, match=re.escape(words)):
+        stoker.fit(**(usual | given))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_failure_is_in_the_result_and_the_callbacks_are_the_script_s_own(tmp_path):
     class Diverging(Callback):
         def on_step_end(self, trainer):
@@ -209,3 +239,54 @@ def test_an_uncaught_mistake_is_one_to_three_lines(monkeypatch, capsys):
     error = KeyError("x")
     sys.excepthook(KeyError, error, None)
     assert seen == [(KeyError, error, None)]
+
+
+class Slow(Callback):
+    def on_step_end(self, trainer):
+        time.sleep(0.02)
+
+
+SCRIPT = f"""
+import sys
+
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import stoker
+from test_script import Slow, begun, loaders
+
+stoker.fit(begun(Slow()), *loaders(), run_dir="run")
+sys.exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_script_that_gets_a_signal_saves_its_step_and_goes_on(forks, tmp_path, number):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    moment = {"signal": number, "delay": 0.1, "watch": "run/checkpoints/step_*.ckpt"}
+    done = forks.run(tmp_path, "--lr", "3", script="script.py", signals=[moment])
+    if number == signal.SIGKILL:
+        assert done.code == -9
+    else:
+        assert done.code == 128 + number, done.err
+        said = done.err.strip().splitlines()
+        assert re.fullmatch(r"interrupted at step \d+\. To resume:", said[0]), said
+        assert said[1].endswith("script.py --lr 3"), said
+    done = forks.run(tmp_path, "--lr", "3", script="script.py")
+    assert done.code == 0 and done.out.startswith("resumed  run at step "), done.err
+    stoker.fit(begun(Slow()), *loaders(), run_dir=tmp_path / "whole")
+    (cut, rows), (whole, expected) = (numbers(tmp_path / name) for name in ("run", "whole"))
+    assert rows == expected
+    for name in cut.keys() - {"script", "git", "versions", "overrides"}:
+        assert cut[name] == whole[name], name
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole")]
+    assert_same(*weights)
+
+
+@pytest.mark.slow
+def test_a_script_ends_with_the_codes_of_the_command(tmp_path):
+    mistake = 'raise stoker.UserError("a=1: give 2.")'
+    for first, code in (("stoker.short_errors()", 2), ("", 1)):
+        text = f"import stoker\n{first}\n{mistake}"
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+        assert done.returncode == code
+        assert (done.stderr == "error: a=1: give 2.\n") == (code == 2)

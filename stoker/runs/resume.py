@@ -92,12 +92,15 @@ def remove_partial(folder: Path) -> None:
 def check_beginning(folder: Path, cfg: Any) -> None:
     """Check a run directory without checkpoints: the run stopped too early, or there is none."""
     result = RunResult.read(folder)
+    start_over = f"type {START_OVER}"
+    if script_of(dotted.flat(cfg)) is not None:
+        start_over = "remove the folder"
     if (folder / CONFIG).exists():
         check_same(f"run_dir={folder}", load_config("run_dir", folder), cfg)
         if result is not None and result.steps is not None:
             raise TrainingError(
                 f"run_dir={folder}: the run has ended, but its checkpoints are missing.\n"
-                f"Put them back, or type {START_OVER} to start over."
+                f"Put them back, or {start_over} to start over."
             )
         print(f"starts at step 0: the run in {folder} has no checkpoint")
         return
@@ -107,7 +110,7 @@ def check_beginning(folder: Path, cfg: Any) -> None:
     if in_the_way:
         raise UserError(
             f"run_dir={folder}: a run would overwrite {in_the_way[0]}, which no run created."
-            f" Type another run_dir, or {START_OVER}."
+            f" Type another run_dir, or {start_over}."
         )
 
 

@@ -24,10 +24,11 @@ from stoker.runs.saved_config import SCRIPT
 from stoker.tasks import running
 from stoker.tasks.parts import Parts
 from stoker.tasks.report import draw_report
-from stoker.trainer import checkpoint, launch, summary
+from stoker.trainer import checkpoint, launch, misuse, summary
 from stoker.trainer.callbacks import EMA, Callback, Checkpoint
-from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.errors import TrainingError, UserError, kind_of
 from stoker.trainer.history import History
+from stoker.trainer.loading import length_of
 from stoker.trainer.state import WAYS
 from stoker.trainer.trainer import Trainer
 
@@ -57,6 +58,7 @@ def fit(
         SystemExit: A signal came.
     """
     started = time.perf_counter()
+    check_arguments(trainer, (train_loader, val_loader, test_loader), run_dir)
     folder = Path(run_dir)
     with (
         lock.held(folder) if launch.is_first() else contextlib.nullcontext(),
@@ -77,6 +79,21 @@ def fit(
     for row in rows.read_rows(folder / directory.METRICS):
         history.add(numbers(row))
     return history
+
+
+def check_arguments(trainer: Any, loaders: tuple[Any, Any, Any], run_dir: Any) -> None:
+    """Raise UserError for a mistake that would otherwise show late, or as a bug."""
+    if not isinstance(trainer, Trainer):
+        raise UserError(
+            f"stoker.fit: its first argument is {kind_of(trainer)}. "
+            "Give a Trainer, the loaders and run_dir=DIR."
+        )
+    if not isinstance(run_dir, (str, Path)) or not str(run_dir):
+        raise UserError(f"run_dir={run_dir!r}: give the name of a folder.")
+    train_loader, val_loader, test_loader = loaders
+    misuse.check_fit(trainer, train_loader, val_loader)
+    if test_loader is not None:
+        misuse.check_loader(trainer, test_loader, "evaluate")
 
 
 def leave_reason(folder: Path, error: TrainingError) -> None:
@@ -174,7 +191,7 @@ def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[
         "epochs": trainer.epochs,
         "max_steps": trainer.max_steps,
         "batch_size": getattr(train_loader, "batch_size", None),
-        "steps_per_epoch": len(train_loader) if hasattr(train_loader, "__len__") else None,
+        "steps_per_epoch": length_of(train_loader),
         "grad_accum_steps": trainer.micro_batch.parts,
         "micro_batch": "auto" if trainer.micro_batch.adapts else trainer.micro_batch.size,
         "max_grad_norm": trainer.max_grad_norm,
