@@ -379,8 +379,8 @@ class DeviceLoader(Loader):
         try:
             with random_stream("read", self.seed, split):
                 inputs, targets = self.split.tensors()
-                self.inputs: Tensor | None = inputs.to(self.device)
-                self.targets: Tensor | None = targets.to(self.device)
+                self.inputs: Tensor | None = resident_view(inputs, self.device)
+                self.targets: Tensor | None = resident_view(targets, self.device)
         except UserError:
             raise
         except Exception as error:
@@ -411,6 +411,15 @@ class DeviceLoader(Loader):
     def close(self) -> None:
         self.inputs = None
         self.targets = None
+
+
+def resident_view(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to the device; windows that overlap stay views of what they share."""
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    if size >= tensor.numel():
+        return tensor.to(device)
+    shared = tensor.as_strided((size,), (1,), 0).to(device)
+    return shared.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class HostLoader(Loader):

@@ -42,7 +42,7 @@ class TextSplit:
         self.length = length
         self.stride = stride
         self.target_shape = (length,)
-        self.nbytes: int = 8 * len(tokens)  # on the device
+        self.nbytes: int = 16 * len(tokens)  # on another device, which gets them twice
 
     def __len__(self) -> int:
         return (len(self.tokens) - self.length - 1) // self.stride + 1

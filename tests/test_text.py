@@ -17,7 +17,7 @@ from stoker import Trainer
 from stoker.command import arguments, shell
 from stoker.data import text as texts
 from stoker.data.description import is_description
-from stoker.data.loader import DeviceLoader, HostLoader, make_loaders
+from stoker.data.loader import DeviceLoader, HostLoader, make_loaders, resident_view
 from stoker.data.record import fingerprint
 from stoker.models.gpt import GPT, Past
 from stoker.runs import report
@@ -90,7 +90,9 @@ def test_a_text_is_kept_once_and_read_alike_from_the_memory_and_the_file(file):
     data = texts.text(str(path), length=16, stride=1)
     inputs, targets = data.train.tensors()
     assert inputs.untyped_storage().data_ptr() == targets.untyped_storage().data_ptr()
-    assert inputs.untyped_storage().nbytes() == 8 * len(data.train.tokens) == data.train.nbytes
+    for view in (inputs, resident_view(inputs, torch.device("meta"))):
+        assert view.shape == inputs.shape
+        assert view.untyped_storage().nbytes() == 8 * len(data.train.tokens)
     assert isinstance(data.train.tokens, np.memmap)
     options = {"batch_size": 7, "seed": 3, "shuffle": True}
     loaders = [kind(data, "train", **options) for kind in (DeviceLoader, HostLoader)]
