@@ -277,7 +277,7 @@ RUN += ["eval_every=5", "monitor=hard/loss", "dataset.workers=0"]
 
 
 @pytest.mark.slow
-def test_a_run_is_killed_goes_on_and_is_evaluated(forks, tmp_path):
+def test_a_killed_run_goes_on_with_any_number_of_workers(forks, tmp_path):
     whole = forks.run(tmp_path, *RUN, "run_dir=whole")
     assert whole.code == 0 and whole.err == "", whole.err
     assert "23 train, 9 val, 5 hard, 7 test samples" in whole.out
