@@ -58,8 +58,8 @@ def maximizes(cfg: DictConfig) -> bool:
     for name, node in cfg.metrics.items():
         metrics[name] = locate(f"metrics.{name}", node.get("_target_"))
     part, _, name = cfg.monitor.partition("/")
-    higher = getattr(metrics.get(name), "higher_is_better", None) if part == "val" else None
-    if cfg.monitor in ("val/loss", "train/loss"):
+    higher = getattr(metrics.get(name), "higher_is_better", None) if part != "train" else None
+    if name == "loss":  # of val or of a validation set with another name
         higher = False
     if not isinstance(higher, bool):
         raise UserError(
