@@ -201,7 +201,8 @@ def data_line(data: Any, loaders: Mapping[str, Any], why: str, whole: bool = Fal
     if len(data.in_shape) > 1:
         inputs = "x".join(map(str, data.in_shape))
     classes = "classes" if data.kind == "classification" else "to predict"
+    cut = f", cut{data.cut}" if data.cut else ""
     return (
         f"data     {data.name}: {', '.join(counts)} samples of {inputs}, "
-        f"{data.num_classes} {classes}; {why}"
+        f"{data.num_classes} {classes}{cut}; {why}"
     )

@@ -35,9 +35,10 @@ class Data:
     loss and the metrics. `mean` and `std`, one number per channel for pixels in 0..1, are for uint8
     images; without them uint8 is only scaled to 0..1, and floats stay as they are. A regression's
     targets are (value - target_mean) / target_scale, so that errors can be reported in the user's
-    units; both may be lists or tensors with one number per target. `table` says what a table's
-    columns are and how it is read: see tables.py. `tokens` says what a text consists of, so that a
-    model of it can read and write: see text.py.
+    units; both may be lists or tensors with one number per target. `cut` says by which rule the
+    parts were cut, if that is not chance alone. `table` says what a table's columns are and how it
+    is read: see tables.py. `tokens` says what a text consists of, so that a model of it can read
+    and write: see text.py.
 
     Of kind "other", the parts are torch data sets, iterables of batches or loaders. Nothing is
     known of their batches, so `in_shape`, `num_classes` and what follows from them are None: see
@@ -57,6 +58,7 @@ class Data:
     target_mean: float | list[float] | Tensor = 0.0
     target_scale: float | list[float] | Tensor = 1.0
     table: dict[str, Any] | None = None
+    cut: str = ""
     tokens: str | None = None
     more_val: dict[str, Any] = field(default_factory=dict)
 

@@ -175,6 +175,75 @@ def split_indices(
     return parts
 
 
+def divide(
+    targets: Tensor | int,
+    fractions: Sequence[float],
+    seed: int,
+    stratified: bool = True,
+    *,
+    folds: int = 0,
+    fold: int = 0,
+    groups: Tensor | None = None,
+    times: Tensor | None = None,
+) -> list[Tensor]:
+    """Divide samples into [train, val, test] by `split_indices`, or by another rule.
+
+    `folds`: what the test part leaves is dealt out to so many folds of one size, each with the same
+    share of each class if `stratified`, and the validation part is number `fold` of them. `groups`:
+    samples of one number stay in one part, and the fractions are those of the groups. `times`: the
+    last samples are the test part, those before it the validation part; samples of one time stay
+    together.
+    """
+    check_number("dataset.folds", folds, whole=True, least=0)
+    check_number("dataset.fold", fold, whole=True, least=0)
+    if folds == 1 or fold >= max(folds, 1):
+        raise UserError(
+            f"dataset.folds={folds} dataset.fold={fold}: give 2 folds or more, and the number of "
+            "one of them, from 0 on.\nType dataset.folds=5 dataset.fold=0."
+        )
+    if times is not None:
+        if folds or groups is not None:
+            raise UserError("dataset.split_time: leave out dataset.folds and dataset.split_group.")
+        return _by_time(times, fractions)
+    if groups is not None:
+        names, numbers = groups.unique(return_inverse=True)
+        parts = divide(len(names), fractions, seed, False, folds=folds, fold=fold)
+        return [torch.isin(numbers, part).nonzero().view(-1) for part in parts]
+    if folds == 0:
+        return split_indices(targets, fractions, seed, stratified)
+    rest, test = split_indices(targets, fractions[1:], seed, stratified)
+    if len(rest) < folds:
+        raise UserError(
+            f"dataset.folds={folds}: there are {len(rest)} samples or groups to divide."
+        )
+    generator = torch.Generator().manual_seed(mix_seed(seed, "folds"))
+    order = torch.randperm(len(rest), generator=generator)
+    if stratified and isinstance(targets, Tensor):
+        order = order[targets[rest[order]].argsort(stable=True)]
+    is_val = torch.zeros(len(rest), dtype=torch.bool)
+    is_val[order[fold::folds]] = True
+    return [rest[~is_val], rest[is_val], test]
+
+
+def _by_time(times: Tensor, fractions: Sequence[float]) -> list[Tensor]:
+    """Return the indices of the first samples, of those before the last, and of the last ones."""
+    train, *sizes = _sizes(len(times), fractions)
+    ordered = times.sort().values
+    part = torch.zeros(len(times), dtype=torch.long)
+    for number, size in enumerate(sizes, 1):
+        if size > 0:
+            part[times >= ordered[train]] = number
+        train += size
+    parts = [(part == number).nonzero().view(-1) for number in range(len(sizes) + 1)]
+    for members, size in zip(parts, [1, *sizes], strict=True):
+        if size > 0 and len(members) == 0:
+            raise UserError(
+                "dataset.split_time: too many samples have the same time, and a part would be "
+                "empty.\nType another dataset.val_fraction or dataset.test_fraction."
+            )
+    return parts
+
+
 def _sizes(count: int, fractions: Sequence[float]) -> list[int]:
     """Return how many of `count` samples go to the rest and to each part."""
     sizes = [round(count * fraction) for fraction in fractions]

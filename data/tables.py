@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stoker.data.description import Column, Description, is_description, names_of
 from stoker.data.record import Data, unknown_class
-from stoker.data.splits import TensorSplit, check_fractions, split_indices
+from stoker.data.splits import TensorSplit, check_fractions, divide
 from stoker.trainer.errors import UserError, check_choice, did_you_mean, first_few, log, printable
 from stoker.trainer.files import open_plain
 
@@ -59,6 +59,10 @@ def csv(
     val_fraction: float = 0.1,
     test_fraction: float = 0.2,
     split_seed: int = 0,
+    split_group: str | None = None,
+    split_time: str | None = None,
+    folds: int = 0,
+    fold: int = 0,
     trained: Description | None = None,
 ) -> Data:
     """A csv file with a header line, or a parquet file; one column is the target.
@@ -70,8 +74,10 @@ def csv(
     training rows; a missing category is all zeros). `decimal` and `marks`: the decimal sign, and
     characters to leave out of numbers. `kind` "auto": text is classes, and so are at most 20
     different whole numbers that are fewer than a tenth of the rows, and codes, such as 007; other
-    targets are a regression. Classes keep their spelling: 1, 01 and 1.0 are three. `trained`: the
-    description of a run's data, whose columns, classes and units are used instead of this table's.
+    targets are a regression. Classes keep their spelling: 1, 01 and 1.0 are three. `split_group`,
+    `split_time`: a column by which the rows are divided, see `divide`, and which is no input.
+    `trained`: the description of a run's data, whose columns, classes and units are used instead of
+    this table's.
     """
     check_choice("dataset.kind", kind, ("auto", "classification", "regression"))
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
@@ -85,16 +91,18 @@ def csv(
     }
     table = Table(str(path), reading)
     table.check("target", [target])
+    divided_by = [str(name) for name in (split_group, split_time) if name is not None]
+    table.check("split_group" if split_time is None else "split_time", divided_by)
     if trained is None:
         categorical = table.check("categorical", categorical)
         ignore = table.check("ignore", ignore)
-        names = [name for name in table.names if name not in (target, *ignore)]
+        names = [name for name in table.names if name not in (target, *ignore, *divided_by)]
     else:
         kind = trained["kind"]
         names = table.check_trained(check_table(trained)["columns"])
     if not names:
         raise UserError(f"{table.shown} has no column besides the target {target}.")
-    values = table.read([target, *names], [target, *categorical])
+    values = table.read([target, *names, *divided_by], [target, *categorical])
     answers = values.pop(target)
     kind, classes, targets = _read_target(target, answers, table, kind, trained)
     rows = table.complete({target: targets.isnan(), **gaps_in(values)}, target)
@@ -102,8 +110,15 @@ def csv(
     if classes is not None:
         targets = targets.long()
     # Sorted indices of the rows that are left.
-    parts = split_indices(
-        len(rows) if classes is None else targets, fractions, split_seed, classes is not None
+    parts = divide(
+        len(rows) if classes is None else targets,
+        fractions,
+        split_seed,
+        classes is not None,
+        folds=folds,
+        fold=fold,
+        groups=None if split_group is None else numbered(values[str(split_group)])[rows],
+        times=None if split_time is None else table.times(str(split_time), values)[rows],
     )
     center = 0.0
     scale = 1.0
@@ -135,6 +150,9 @@ def csv(
     splits = []
     for part in zip(*(piece.split(sizes) for piece in pieces), strict=True):
         splits.append(TensorSplit(*part) if len(part[0]) else None)
+    cut = "".join(f" by {name}" for name in divided_by)
+    if folds:
+        cut += f" into {folds} folds (fold {fold} validates)"
     return Data(
         Path(path).stem,
         splits[0],
@@ -147,6 +165,7 @@ def csv(
         target_mean=center,
         target_scale=scale,
         table={"columns": columns, **reading},
+        cut=cut,
     )
 
 
@@ -349,6 +368,17 @@ class Table:
             return tensor_of(values)
         return tensor_of(dates(values) if is_date else self.notation.numbers(values))
 
+    def times(self, name: str, columns: dict[str, Any]) -> Tensor:
+        """Return the numbers or days of a column, in which no value may be missing."""
+        for is_date in (False, True):
+            times = self.amounts(columns[name], is_date)
+            if not times.isnan().any():
+                return times
+        raise UserError(
+            f"dataset.split_time={name}: a value is missing, or neither a number nor a date such "
+            "as 2024-01-31."
+        )
+
     def describe(self, name: str, values: Any, train: Tensor, categorical: bool) -> Column:
         """Return {"name", "mean", "std"} of a numeric column, with "date" if it holds dates, and
         {"name", "categories"} of another, by the rows `train`.
@@ -465,6 +495,11 @@ def without(texts: Texts, words: Sequence[str]) -> Texts:
     """Return the texts with null for these words, in any letter case."""
     is_word = compute.is_in(compute.utf8_lower(texts), pyarrow.array(words))
     return only(compute.invert(is_word), texts)
+
+
+def numbered(values: Any) -> Tensor:
+    """Return a number for each different value."""
+    return tensor_of(values.dictionary_encode().indices.fill_null(-1))
 
 
 def gaps_in(columns: dict[str, Any]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ none is run twice.
 """
 
 import csv
+import itertools
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import statistics
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from forks import PROGRAM
@@ -633,6 +635,27 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
     assert sweep.main([str(tmp_path)]) == 0  # nobody is at work any more
     go_on = arguments_of(line_of(capsys.readouterr().out, "go on"))
     assert go_on == ["-m", "seed=0,1,2,3", "epochs=9", shell.setting("hydra.sweep.dir", tmp_path)]
+
+
+def test_folds_are_one_row_with_their_mean_and_deviation(tmp_path, capsys):
+    """As seeds are, and numpy computes them; the best is trained on all that is not tested."""
+    values = {"1e-2": [0.5, 0.625, 0.9375], "1e-3": [0.25, 0.5, 0.375]}
+    for i, (rate, fold) in enumerate(itertools.product(values, range(3))):
+        typed = [f"optimizer.lr={rate}", "dataset.folds=3", f"dataset.fold={fold}"]
+        best = {"name": "val/acc", "mode": "max", "value": values[rate][fold]}
+        result = {"overrides": typed, "best": best, "seconds": 2.0}
+        json_files.write_json(tmp_path / str(i) / "job.json", {"number": i, "overrides": typed})
+        json_files.write_json(tmp_path / str(i) / "result.json", result)
+    json_files.write_json(tmp_path / "sweep.json", {"typed": ["-m"], "jobs": 6})
+    assert sweep.main([str(tmp_path)]) == 0
+    header, *rows, best, _ = capsys.readouterr().out.splitlines()[:5]
+    assert header.split()[:3] == ["jobs", "n", "val/acc"]
+    for row, rate, names in zip(rows, values, ("0-2", "3-5"), strict=True):
+        mean, deviation = numpy.mean(values[rate]), numpy.std(values[rate], ddof=1)
+        shown = f"{mean:.4f} +- {deviation:.4f}"
+        assert re.split(" {2,}", row)[:3] == [names, "3", shown] and row.endswith(f"lr={rate}")
+    assert best == f"best     {PROGRAM} optimizer.lr=1e-2"
+    assert shown.replace("+-", "±") in (tmp_path / "sweep.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("of", "while_it"), [(jobs, "is_held"), (jobs.RunResult, "read")])

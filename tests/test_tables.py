@@ -12,12 +12,13 @@ pytest.importorskip("pyarrow")
 import pandas
 import pyarrow
 from pyarrow import parquet
+from sklearn import model_selection
 
 from stoker.command import compatible
 from stoker.data import tables
 from stoker.data.description import columns_line
 from stoker.data.notation import Notation
-from stoker.data.splits import split_indices
+from stoker.data.splits import divide, split_indices
 from stoker.trainer.errors import UserError
 
 
@@ -749,3 +750,85 @@ def test_what_is_constant_is_divided_by_one(table):
 def test_csv_without_a_file(tmp_path):
     with pytest.raises(UserError, match="there is no such file"):
         tables.csv(str(tmp_path / "none.csv"), "y")
+
+
+# ---- the rule by which the rows are divided ----
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+def test_folds_are_those_of_scikit_learn_but_for_the_shuffle(stratified):
+    """Each sample validates once; the sizes, per class too, are KFold's and StratifiedKFold's."""
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, 3, (101,), generator=generator) ** 2
+    kind = model_selection.StratifiedKFold if stratified else model_selection.KFold
+    expected = [targets[val] for _, val in kind(4).split(targets, targets)]
+    parts = [divide(targets, [0.1, 0], 7, stratified, folds=4, fold=i) for i in range(4)]
+    assert torch.equal(torch.cat([val for _, val, _ in parts]).sort().values, torch.arange(101))
+    sizes = [len(val) for _, val, _ in parts]
+    assert sorted(sizes) == sorted(map(len, expected)) and max(sizes) - min(sizes) <= 1
+    if stratified:
+        for label in targets.unique():
+            counts = [int((targets[val] == label).sum()) for _, val, _ in parts]
+            assert sorted(counts) == sorted(int((part == label).sum()) for part in expected)
+    for train, val, test in parts:
+        assert torch.equal(torch.cat([train, val]).sort().values, torch.arange(101))
+        assert len(test) == 0
+    with_test = [divide(targets, [0.1, 0.2], 7, stratified, folds=4, fold=i) for i in range(4)]
+    *_, tested = split_indices(targets, [0.1, 0.2], 7, stratified)
+    assert all(len(test) == len(tested) for _, _, test in with_test)
+    assert torch.equal(with_test[0][2], with_test[3][2])
+    assert len(torch.cat([*with_test[1][:2], with_test[2][2]]).unique()) == 101
+
+
+def test_the_rows_of_a_group_stay_in_one_part(table):
+    """Also in folds: each group validates in one fold, as by scikit-learn's GroupKFold."""
+    frame = pandas.DataFrame({"x": range(120), "who": [f"c{i * i % 23}" for i in range(120)]})
+    frame["y"] = frame["x"] % 2
+    text = frame.to_csv(index=False)
+    seen = []
+    for folds in ({}, *({"folds": 3, "fold": fold} for fold in range(3))):
+        data = table(text, target="y", split_group="who", **folds)
+        groups = [set(frame["who"].iloc[(part.lines - 2).tolist()]) for part in parts_of(data)]
+        assert len(set.union(*groups)) == sum(map(len, groups)) == frame["who"].nunique()
+        assert sum(len(part) for part in parts_of(data)) == 120
+        assert [column["name"] for column in data.table["columns"]] == ["x"]
+        seen.append(groups)
+    random, *folded = seen
+    assert set.union(*(val for _, val, _ in folded)) == folded[0][0] | folded[0][1]
+    assert sum(len(val) for _, val, _ in folded) == len(folded[0][0] | folded[0][1])
+    assert folded[0][2] == folded[1][2] == random[2]
+
+
+@pytest.mark.parametrize("write", ["%Y-%m-%d", "%Y%m%d"])
+def test_the_last_rows_by_time_are_the_test_part(table, write):
+    """Compared with pandas' sort; rows of one day stay together."""
+    numbers = [i * 37 % 100 for i in range(200)]
+    days = pandas.Timestamp("2020-03-01") + pandas.to_timedelta(numbers, "D")
+    frame = pandas.DataFrame({"x": range(200), "day": days, "y": [i % 2 for i in range(200)]})
+    text = frame.assign(day=days.strftime(write)).to_csv(index=False)
+    data = table(text, target="y", split_time="day", val_fraction=0.25, test_fraction=0.1)
+    lines = (frame.sort_values("day", kind="stable").index + 2).tolist()
+    for part, expected in zip(
+        parts_of(data), (lines[:130], lines[130:180], lines[180:]), strict=True
+    ):
+        assert set(part.lines.tolist()) == set(expected)
+    one_day = frame.assign(day="2020-01-01").to_csv(index=False)
+    with pytest.raises(UserError, match="dataset.split_time: too many samples have the same time"):
+        table(one_day, target="y", split_time="day")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"split_group": "citi"}, "dataset.split_group=citi: .* Did you mean 'city'"),
+        ({"split_time": "city"}, "dataset.split_time=city: .*a date such as 2024-01-31"),
+        ({"split_time": "age", "folds": 3}, "split_time: leave out dataset.folds"),
+        ({"folds": 1}, "dataset.folds=1 .*\\nType dataset.folds=5"),
+        ({"folds": 3, "fold": 3}, "dataset.folds=3 dataset.fold=3"),
+        ({"fold": 1}, "dataset.folds=0 dataset.fold=1"),
+        ({"folds": 200}, "dataset.folds=200: there are 80 samples"),
+    ],
+)
+def test_a_rule_that_cannot_divide_the_rows_is_refused(table, options, words):
+    with pytest.raises(UserError, match=f"(?s){words}"):
+        table(HEADER + "\n".join(rows()), target="kind", **options)

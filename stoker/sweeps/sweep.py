@@ -182,11 +182,15 @@ def summary_of(sweep: Sweep) -> str:
 
 
 def best_command(sweep: Sweep) -> str | None:
-    """Return the command of the best configuration, without a swept seed; None if there is none."""
+    """Return the command of the best configuration, without a swept seed or fold; None if there is
+    none.
+    """
     best = sweep.groups[0][0] if sweep.groups else None
     if best is None or sweep.value(best) is None or not sweep.compares:
         return None
-    left_out = ("run_dir=", "seed=") if "seed" in sweep.keys else ("run_dir=",)
+    left_out = ("run_dir=", *(f"{key}=" for key in table.REPEATS if key in sweep.keys))
+    if "dataset.fold" in sweep.keys:  # all that is not tested
+        left_out += ("dataset.folds=",)
     typed = [override for override in best.overrides if not override.startswith(left_out)]
     return command(typed)
 

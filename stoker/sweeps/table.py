@@ -25,6 +25,7 @@ from stoker.trainer import files
 from stoker.trainer.errors import printable
 from stoker.trainer.readable import number
 
+REPEATS = ("seed", "dataset.fold")  # settings of runs that are shown as one, by their mean
 MOST_ROWS = 40  # in the table on the screen
 DATA = {  # the keys that choose the data
     "dataset",
@@ -40,8 +41,8 @@ class Sweep:
 
     `keys` are the settings in which they differ. `name` is the metric that most jobs monitor, and
     `high` whether higher is better. `groups` are the finished jobs, best first; those that differ
-    only in their seed form one group, and those without the metric come last. `group_keys` are the
-    settings in which groups differ. `swept` is False for runs that were started one by one.
+    only in their seed or fold form one group, and those without the metric come last. `group_keys`
+    are the settings in which groups differ. `swept` is False for runs that were started one by one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,13 +62,13 @@ class Sweep:
         groups: dict[tuple[Any, ...], list[Job]] = {}
         for job in self.of("done"):
             is_other = self.value(job) is None
-            settings = [job.settings.get(key) for key in self.keys if key != "seed"]
+            settings = [job.settings.get(key) for key in self.keys if key not in REPEATS]
             group = groups.setdefault((is_other, *settings), [])
             group.append(job)
         self.groups = sorted(groups.values(), key=self.rank)
         self.is_grouped = any(len(group) > 1 for group in self.groups)
-        self.left_out = "seed" if self.is_grouped else ""
-        self.group_keys = [key for key in self.keys if key != self.left_out]
+        self.left_out = REPEATS if self.is_grouped else ()
+        self.group_keys = [key for key in self.keys if key not in self.left_out]
 
     def of(self, status: str) -> list[Job]:
         return [job for job in self.jobs if job.status == status]
@@ -169,7 +170,7 @@ def lines(sweep: Sweep) -> list[str]:
     test = test_name(sweep)
     keys = sweep.group_keys
     if not keys:
-        keys = [key for key in sweep.jobs[0].settings if key != sweep.left_out]
+        keys = [key for key in sweep.jobs[0].settings if key not in sweep.left_out]
     rows = [
         [
             "jobs",
