@@ -278,6 +278,11 @@ class Table:
         rows = 0
         for piece in self.pieces(names):
             rows += len(piece[names[0]])
+            if rows * len(names) > MOST_NUMBERS:
+                raise UserError(
+                    f"{self.shown} has more than {MOST_NUMBERS:,} values, which is more than fits "
+                    "in memory.\nType dataset.ignore=[COLUMN], or write your own data set."
+                )
             for name in list(numeric):
                 if self.notation.numbers(piece[name]).null_count > piece[name].null_count:
                     numeric.remove(name)

@@ -91,6 +91,24 @@ TABLES = {
 }
 
 
+def test_parquet_files(place, tables, monkeypatch):
+    """Damaged anywhere, or of few bytes and many rows."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path = place / "table.parquet"
+    parquet.write_table(pyarrow.table({"a": [1] * 10_000, "y": [0, 1] * 5_000}), path)
+    whole = path.read_bytes()
+    for start in (4, len(whole) // 2, len(whole) - 12):
+        path.write_bytes(whole[:start] + b"\xff" * 8 + whole[start + 8 :])
+        refused("no table that can be read", lambda: tables.csv(str(path), "y"))
+    path.write_bytes(whole[: len(whole) // 2])
+    refused("no table that can be read", lambda: tables.csv(str(path), "y"))
+    path.write_bytes(whole)
+    monkeypatch.setattr(tables, "MOST_NUMBERS", 19_999)
+    refused("more than 19,999 values", lambda: tables.csv(str(path), "y"))
+
+
 @pytest.fixture
 def tables():
     pytest.importorskip("pyarrow")
