@@ -783,6 +783,7 @@ class Progress(Callback):
     first_rank_only = True
     bar: Any = None  # tqdm's
     last_line: float  # when it was printed
+    is_stream: bool = False  # whether a line has the numbers since the last one
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         for line in summary.plan(trainer):
@@ -798,6 +799,8 @@ class Progress(Callback):
                 dynamic_ncols=True,
             )
         self.last_line = time.monotonic()
+        # Data without a length: its one epoch is too long for a mean.
+        self.is_stream = trainer.steps_per_epoch == trainer.max_steps
         self.start_epoch()
 
     def start_epoch(self) -> None:
@@ -874,6 +877,8 @@ class Progress(Callback):
             parts.append(f"{self.samples / self.seconds:,.0f} samples/s")
         self.numbers = {}
         self.write("  ".join(parts))
+        if self.is_stream:
+            self.start_epoch()
 
     def write(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
