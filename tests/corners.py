@@ -20,6 +20,7 @@ from stoker.models.whitened_cnn import Whiten, WhitenedCNN
 from stoker.trainer import checkpoint, launch, optimizers, parallel, schedules
 from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
 from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.loading import IterableLoader
 from stoker.trainer.metrics import Accuracy
 from stoker.trainer.recompute import checkpoint_blocks
 
@@ -236,6 +237,21 @@ def shuffled(data):
     return loaders(data)[0], torch.utils.data.DataLoader(few, 4, shuffle=True)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, part):
+        self.part = part
+
+    def __iter__(self):
+        for inputs, target in zip(self.part.inputs, self.part.targets, strict=True):
+            yield inputs + torch.rand((), dtype=inputs.dtype), target
+
+
+def streamed(data):
+    """Two batches a step from a stream, with noise in each batch."""
+    batches = torch.utils.data.DataLoader(Stream(data.train), 7, drop_last=True)
+    return IterableLoader(batches, accumulate=2, steps_per_epoch=3), loaders(data)[1]
+
+
 def make(strategy, make_model=make_model, kind=Trainer, dtype=DOUBLE, block=2**20, **settings):
     torch.manual_seed(
         launch.rank()
@@ -354,6 +370,7 @@ SAME = {
         metrics={},
         groups=[{"match": "judge.*", "lr": 3e-3, "scheduler": {"linear": {"warmup": 2}}}],
     ),
+    "a stream, and two batches a step": partial(trained, loaders=streamed, max_grad_norm=0.1),
     "a norm, a step and an evaluation of one's own": partial(
         trained, make_model=Reshaping, kind=OwnStep, loaders=shuffled, eval_every=2
     ),
