@@ -266,17 +266,23 @@ def predict(
             f"input={printable(path)}: the run was trained on {about['dataset']}, "
             f"which is neither images nor a table.\n{advice}"
         )
+    place = f"{printable(path)}, line " if key == "line" else ""
     device = next(model.parameters(), torch.empty(0)).device
     for labels, inputs in batches:
         with torch.inference_mode():
             outputs = model(inputs.to(device))
         outputs = prediction.on_cpu(outputs, len(labels))
-        if card.is_usual(outputs, about) and not outputs.isfinite().all():
-            first = labels[int((~outputs.isfinite()).flatten(1).any(1).nonzero()[0])]
-            where = f"{printable(path)}, line {first}" if key == "line" else printable(first)
-            raise TrainingError(f"{where}: the model returns numbers that are not finite.")
+        check_finite(outputs, about, place, labels)
         for label, answer in zip(labels, answers(outputs, about), strict=True):
             yield {key: label, **answer}
+
+
+def check_finite(outputs: Any, about: Description, place: str, labels: Sequence[Any]) -> None:
+    """Raise TrainingError for the first sample whose scores or values are not finite."""
+    if card.is_usual(outputs, about) and not outputs.isfinite().all():
+        first = labels[int((~outputs.isfinite()).flatten(1).any(1).nonzero()[0])]
+        name = f"{place}{printable(first)}"
+        raise TrainingError(f"{name}: the model returns numbers that are not finite.")
 
 
 def in_units(outputs: Any, about: Description) -> Any:

@@ -64,6 +64,7 @@ def for_split(cfg: DictConfig) -> Iterator[Any]:
         about = parts.data.description()
         count = 0
         for outputs in parts.trainer.predictions(loader):
+            inference.check_finite(outputs, about, "sample ", range(count, sys.maxsize))
             for answer in inference.answers(inference.in_units(outputs, about), about):
                 yield {"sample": count, **examine.place_of(part, count), **answer}
                 count += 1
