@@ -352,6 +352,7 @@ def test_another_storage_and_the_launcher_of_several_processes(forks, tmp_path, 
             True,
         ),
         ({"monitor": "val/own", "monitor_mode": "min"}, False),
+        ({"monitor": "hard/loss"}, False),
         ({"monitor": "val/own"}, None),
         (
             {
