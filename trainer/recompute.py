@@ -37,7 +37,10 @@ def twice(block: torch.nn.Module) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def statistics_kept(block: torch.nn.Module) -> Iterator[None]:
     """Let BatchNorms leave their running statistics as they are: they have seen this batch."""
-    norms = [one for one in block.modules() if isinstance(one, NORMS) and one.track_running_stats]
+    norms: list[Any] = []
+    for module in block.modules():
+        if isinstance(module, NORMS) and module.track_running_stats:
+            norms.append(module)
     momenta = [norm.momentum for norm in norms]
     counts = [norm.num_batches_tracked.clone() for norm in norms]
     for norm in norms:
@@ -68,12 +71,13 @@ def checkpoint_blocks(model: torch.nn.Module) -> list[str]:
     for name in names:
         block = model.get_submodule(name)
         if not isinstance(block, Recomputed):
-            block.__class__ = recomputed(type(block))
+            kind: Any = type(block)
+            block.__class__ = recomputed(kind)
     return names
 
 
 @functools.cache
-def recomputed(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def recomputed(kind: Any) -> Any:
     """Return a class like `kind`, of the same name, whose forward is computed again."""
     return type(kind.__name__, (Recomputed, kind), {"__module__": kind.__module__})
 

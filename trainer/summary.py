@@ -42,6 +42,12 @@ def plan(trainer: "Trainer") -> Iterator[str]:
         f"{parallel.description(trainer)}{trainer.micro_batch.description()}, "
         f"{kinds}{fused} lr {rate:g}{changed(parts(optimizer)[0])}, {schedule}"
     )
+    rules: dict[str, float] = {}
+    for group in optimizer.param_groups:
+        if "name" in group:
+            rules.setdefault(group["name"], group.get("initial_lr", 0))
+    if rules:
+        line += f"; lr of {', '.join(f'{name} {value:g}' for name, value in rules.items())}"
     if trainer.step:
         line += f", continued at step {trainer.step}"
     if trainer.step >= trainer.total_steps:
