@@ -20,6 +20,7 @@ from stoker.models.whitened_cnn import Whiten, WhitenedCNN
 from stoker.trainer import checkpoint, launch, optimizers, parallel, schedules
 from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
 from stoker.trainer.errors import TrainingError, UserError
+from stoker.trainer.freezing import Freeze
 from stoker.trainer.loading import IterableLoader
 from stoker.trainer.metrics import Accuracy
 from stoker.trainer.recompute import checkpoint_blocks
@@ -344,6 +345,11 @@ SGD = partial(optim.SGD, lr=0.1, momentum=0.9)
 SAME = {
     "a frozen weight, clipped": partial(trained, make_model=frozen, max_grad_norm=0.1),
     "a weight that is unfrozen": partial(trained, callbacks=lambda: [Thaw()]),
+    "frozen and thawed by name": partial(
+        trained,
+        callbacks=lambda: [Freeze("0.*", 7)],
+        groups=[{"match": "3.*", "lr": 0.1, "scheduler": "wsd"}],
+    ),
     "tied weights": partial(trained, make_model=Tied, callbacks=lambda: [EMA(0.9)]),
     "weights that are not always used": partial(trained, make_model=SometimesUnused),
     "lists of modules, a dict": partial(trained, make_model=Nested, kind=OfDict, block=20),
