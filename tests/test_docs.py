@@ -22,8 +22,8 @@ from PIL import Image
 
 import stoker
 from stoker.command import arguments
+from stoker.command.settings import TASKS
 from stoker.data import datasets
-from stoker.tasks.main import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))

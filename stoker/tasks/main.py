@@ -47,13 +47,8 @@ TASKS: dict[str, Callable[[DictConfig], None]] = {
 
 
 def run(start: float) -> None:
-    """Run the command line; `start` is the `time.perf_counter()` at which the process began.
-
-    `stoker plan` is another way to type `stoker task=plan`, and so is that of each task.
-    """
+    """Run the command line; `start` is the `time.perf_counter()` at which the process began."""
     job.process_start = start
-    if sys.argv[1:] and sys.argv[1] in settings.TASKS:
-        sys.argv[1] = f"task={sys.argv[1]}"
     is_new = sys.argv[1:2] == ["new"]
     exit_codes.run(functools.partial(new, sys.argv[2:]) if is_new else compose)
 
