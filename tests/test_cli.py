@@ -142,14 +142,14 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "model=ccn",
         "error: model=ccn: there is no such choice. Did you mean 'cnn'?",
-        "Type model= one of: cnn, linear, mlp, resnet",
+        "Type model= one of: cnn, gpt, linear, mlp, resnet",
     ),
     ("optimizer=adamm", "error: optimizer=adamm: there is no such choice.", "Did you mean 'adam'?"),
     ("dataset=minst", "error: dataset=minst: there is no such choice.", "Did you mean 'mnist'?"),
     (
         "task=tarin",
         "error: task=tarin: there is no such choice. Did you mean 'train'?",
-        "Type task= one of: train, plan, evaluate, predict, export, lr_find.",
+        "Type task= one of: train, plan, evaluate, predict, generate, export, lr_find, reproduce.",
     ),
     ("model=null", "model", "Type model= one of"),
     (
@@ -245,7 +245,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     (
         "model=[cnn]",
         "error: model=[cnn]: this is a group",
-        "Type model=cnn, or for a sweep -m model=cnn,linear.",
+        "Type model=cnn, or for a sweep -m model=cnn,gpt.",
     ),
     (
         "model=[mlp,cnn]",
