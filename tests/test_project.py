@@ -4,12 +4,14 @@ import importlib.metadata
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forks import PROGRAM
 from omegaconf import OmegaConf
 
 from stoker import configs, project
@@ -249,3 +251,16 @@ def test_a_run_is_reproduced_bit_for_bit_or_what_differs_is_named(forks, tmp_pat
     (tmp_path / "run/result.json").unlink()
     unfinished = forks.run(tmp_path, "reproduce", "run=run")
     assert unfinished.code == 2 and "has not finished" in unfinished.err
+
+
+@pytest.mark.slow
+def test_a_new_project_trains_in_any_of_its_folders_and_prints_commands_that_work(forks, tmp_path):
+    assert forks.run(tmp_path, "new", "blue_net").code == 0
+    inner = tmp_path / "blue_net" / "tests"
+    trained = forks.run(inner, "epochs=1", "report=false")
+    assert trained.code == 0 and "model    Net, 1,251 parameters" in trained.out, trained.err
+    [command] = [line.strip() for line in trained.out.splitlines() if "task=evaluate" in line]
+    assert command.startswith(PROGRAM) and "run=../runs/" in command
+    words = shlex.split(command.removeprefix(PROGRAM))
+    evaluated = forks.run(inner, *words)
+    assert evaluated.code == 0 and "\ntest     loss " in evaluated.out, evaluated.err
