@@ -805,7 +805,7 @@ def test_memory_report_counts_every_element():
         report["optimizer"] == 2 * 4 * parameters + 6 * 4
     )  # two means, and a step count for each of the six tensors
     assert report["buffers"] == 4 * (10 + 10) + 8
-    assert report["data"] == (60 + 25) * 6 * 4
+    assert report["data"] == (60 + 25) * (6 * 4 + 8)  # inputs in fp32, targets in int64
     assert report["peak"] > report["data"]
 
 
