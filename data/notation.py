@@ -100,8 +100,13 @@ def dates(texts: Texts) -> Any:
     or 2024-01-31 12:00.
     """
     texts = only(compute.match_substring_regex(texts, DATE), texts)
-    moments = compute.replace_substring(texts, "Z", "").cast(pyarrow.timestamp("us"))
-    return compute.divide(moments.cast(pyarrow.int64()).cast(pyarrow.float64()), MICROSECONDS)
+    days = compute.utf8_slice_codeunits(texts, 0, 10)
+    # strptime takes February 30 for March 1.
+    real = compute.strptime(days, "%Y-%m-%d", "s").cast(pyarrow.date32()).cast(pyarrow.string())
+    texts = only(compute.equal(days, real), texts)
+    texts = compute.replace_substring_regex(texts, r"(\.\d{6})\d*|Z", r"\1")  # no nanoseconds
+    moments = texts.cast(pyarrow.timestamp("us")).cast(pyarrow.int64())
+    return compute.divide(moments.cast(pyarrow.float64(), safe=False), MICROSECONDS)
 
 
 def fitting(texts: Collection[str], few: int) -> Notation | None:
