@@ -91,15 +91,21 @@ def csv(
     }
     table = Table(str(path), reading)
     table.check("target", [target])
-    divided_by = [str(name) for name in (split_group, split_time) if name is not None]
-    table.check("split_group" if split_time is None else "split_time", divided_by)
+    divided_by = []
+    for key, name in (("split_group", split_group), ("split_time", split_time)):
+        if name is not None:
+            divided_by += table.check(key, str(name))
+            if target in divided_by:
+                raise UserError(f"dataset.{key}={target}: this is the target. Type another column.")
     if trained is None:
         categorical = table.check("categorical", categorical)
         ignore = table.check("ignore", ignore)
         names = [name for name in table.names if name not in (target, *ignore, *divided_by)]
     else:
         kind = trained["kind"]
-        names = table.check_trained(check_table(trained)["columns"])
+        known = check_table(trained)["columns"]
+        names = table.check_trained(known)
+        categorical = [column["name"] for column in known if "categories" in column]
     if not names:
         raise UserError(f"{table.shown} has no column besides the target {target}.")
     values = table.read([target, *names, *divided_by], [target, *categorical])
@@ -130,7 +136,7 @@ def csv(
         targets = ((targets - center) / scale).float().unsqueeze(1)
     columns: list[Column] = []
     if trained is not None:
-        columns = trained["table"]["columns"]
+        columns = known
         table.warn_of_unknown(columns, values)
     else:
         for name in names:

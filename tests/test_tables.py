@@ -1,6 +1,7 @@
 """Tables: what a column becomes, by the training part alone, and each mistake has its answer."""
 
 import csv
+import datetime
 import io
 import re
 
@@ -17,7 +18,7 @@ from sklearn import model_selection
 from stoker.command import compatible
 from stoker.data import tables
 from stoker.data.description import columns_line
-from stoker.data.notation import Notation
+from stoker.data.notation import Notation, dates
 from stoker.data.splits import divide, split_indices
 from stoker.trainer.errors import UserError
 
@@ -381,6 +382,38 @@ def test_dates_count_in_days_as_pandas_counts_them(table):
     wrong = frame.to_csv(index=False).replace("1970-01-01,", "01.01.1970,", 1)
     with pytest.raises(UserError, match="'01.01.1970' in the column 'day' is not a number or date"):
         table(wrong, target="y", trained=data.description())
+
+
+def test_any_day_that_there_is_counts_and_no_other(tmp_path):
+    """As Python counts days; parquet holds the nanoseconds of pandas."""
+    texts = [
+        "9999-12-31",
+        "1600-02-29",
+        "2024-02-29 00:00:00.000000000Z",
+        "2024-02-30",
+        "2023-02-29",
+    ]
+    days = dates(pyarrow.array(texts)).to_pylist()
+    since = datetime.date(1970, 1, 1)
+    real = [(datetime.date.fromisoformat(text[:10]) - since).days for text in texts[:3]]
+    assert days == [*real, None, None]
+    when = pandas.date_range("2001-07-13 06:00", periods=60, freq="24h", unit="ns")
+    frame = pandas.DataFrame({"when": when, "x": range(0, 120, 2), "y": ["a", "b"] * 30})
+    frame.to_parquet(tmp_path / "t.parquet")
+    data = tables.csv(str(tmp_path / "t.parquet"), "y", split_time="x")
+    [about, *_] = data.table["columns"]
+    assert about["date"] and about["mean"] == 11516.25 + (len(data.train) - 1) / 2
+
+
+def test_categories_of_a_run_are_compared_as_texts(table):
+    """Also where all values that another table has of them are numbers."""
+    trained = [f"{code},{i / 7},{'ab'[i % 2]}" for i, code in enumerate(["01", "1", "x"] * 30)]
+    about = table("code,x,y\n" + "\n".join(trained), target="y").description()
+    lines = [f"{code},{i / 7},{'ab'[i % 2]}" for i, code in enumerate(["1", "01"] * 10)]
+    data = table("code,x,y\n" + "\n".join(lines), target="y", trained=about)
+    codes = [lines[line - 2].partition(",")[0] for line in data.train.lines]
+    assert about["table"]["columns"][0]["categories"] == ["01", "1", "x"]
+    assert [["01", "1"][row.argmax()] for row in data.train.inputs[:, :3]] == codes
 
 
 def test_parquet_is_read_as_csv_is(tmp_path):
@@ -821,6 +854,8 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
     ("options", "words"),
     [
         ({"split_group": "citi"}, "dataset.split_group=citi: .* Did you mean 'city'"),
+        ({"split_group": "kind"}, "dataset.split_group=kind: this is the target"),
+        ({"split_group": "citi", "split_time": "age"}, "dataset.split_group=citi: .* 'city'"),
         ({"split_time": "city"}, "dataset.split_time=city: .*a date such as 2024-01-31"),
         ({"split_time": "age", "folds": 3}, "split_time: leave out dataset.folds"),
         ({"folds": 1}, "dataset.folds=1 .*\\nType dataset.folds=5"),
