@@ -92,7 +92,7 @@ def text(
     check_number("dataset.length", length, whole=True, least=1)
     check_number("dataset.stride", stride, whole=True, least=1, optional=True)
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
-    path = os.path.expanduser(path)
+    path = os.path.expanduser(str(path))  # a bare 2024 on the command line is a number
     form = tokens
     if form == "auto":
         form = BY_ENDING.get(os.path.splitext(path)[1].lower(), "characters")
@@ -226,7 +226,8 @@ def encode(prompt: str, about: Description) -> list[int]:
         return [places[letter] for letter in prompt]
     ids = prompt.split()
     for number in ids:
-        if not (number.isascii() and number.isdigit() and int(number) < about["num_classes"]):
+        is_number = number.isascii() and number.isdigit() and len(number) < 10
+        if not (is_number and int(number) < about["num_classes"]):
             raise UserError(
                 f"prompt: {printable(number)} is no token id, of 0 to {about['num_classes'] - 1}."
             )

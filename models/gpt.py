@@ -188,5 +188,6 @@ def choose(
     if top_k is not None:
         lowest = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, -math.inf)
-    shares = (logits / temperature).softmax(1)
+    # The highest is 0, so that no temperature makes infinity of it.
+    shares = ((logits - logits.amax(1, keepdim=True)) / temperature).softmax(1)
     return torch.multinomial(shares, 1, generator=generator)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same
+from conftest import assert_same, make_trainer
 from forks import Forks
 from safetensors.torch import load_file
 from torch import nn
@@ -129,6 +129,7 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
         ({"path": str(objects)}, "does not hold npy"),
         ({"path": str(tmp_path)}, "no regular file"),
         ({"path": str(tmp_path / "none")}, "Type dataset.path=FILE"),
+        ({"path": 2024}, "dataset.path=2024: No such file"),
         ({"path": str(binary), "tokens": "uint16"}, "does not hold uint16"),
         ({"path": str(file), "length": 10**6}, "Type a shorter dataset.length"),
         ({"path": str(other), "length": 16, "trained": about}, "the run's text has no 'ß'"),
@@ -143,6 +144,23 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
         texts.encode("the q", about)
     for key, value in (("classes", ["ab"]), ("classes", None), ("tokens", "x"), ("kind", "other")):
         assert not is_description(about | {key: value})
+
+
+def test_a_prompt_without_tokens_is_none(file, tmp_path):
+    """And one of too many digits is refused; a training that has diverged writes nothing."""
+    about = texts.text(str(file), length=16).description()
+    model = make_gpt(classes=about["num_classes"]).eval()
+    alone = write_on(model, about, tokens=5)
+    assert write_on(model, about, "", tokens=5) == alone and len(alone) == 5
+    ids = about | {"tokens": "ids", "classes": None}
+    assert write_on(model, ids, " ", tokens=5) == write_on(model, ids, tokens=5)
+    with pytest.raises(UserError, match="is no token id"):
+        texts.encode("9" * 5000, ids)
+    with torch.no_grad():
+        model.norm.weight.fill_(math.nan)
+    samples = Samples(tmp_path / "samples.jsonl", about)
+    samples.on_log(make_trainer(model), {"step": 1, "epoch": 1, "val/loss": math.nan})
+    assert not samples.path.exists()
 
 
 def reference(model, width=16, heads=2, layers=2):
@@ -236,6 +254,8 @@ def test_what_is_written_is_drawn_from_the_plain_forward(temperature, top_k):
             new = torch.multinomial(shares, 1, generator=generator)
         tokens = torch.cat([tokens, new], 1)
     assert torch.equal(tokens, written[0])
+    coldest = model.generate(prompt, 5, temperature=1e-45)
+    assert torch.equal(coldest, model.generate(prompt, 5, temperature=0))
     with torch.no_grad():
         past = [Past() for _ in model.blocks]
         steps = [model(prompt[:, :2], past), model(prompt[:, 2:], past)]

@@ -1,5 +1,6 @@
 """What a language model writes: samples of a training, and the text that follows a prompt."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,12 @@ def write_on(
     Raises:
         UserError: The prompt has a character that the model does not know.
     """
-    if prompt is None:
+    begin = encode(prompt or "", about)
+    hidden = 0
+    if not begin:
         has_lines = about["tokens"] == "bytes" or "\n" in (about["classes"] or [])
         begin = encode("\n", about) if has_lines else [0]
-    else:
-        begin = encode(prompt, about)
+        hidden = len(begin)
     device = next(module.parameters()).device
     ids = module.generate(
         torch.tensor([begin], device=device),
@@ -46,8 +48,7 @@ def write_on(
         top_k=top_k,
         generator=torch.Generator().manual_seed(mix_seed(seed, "generate")),
     )
-    ids = ids[0].tolist()
-    return decode(ids if prompt is not None else ids[len(begin) :], about)
+    return decode(ids[0, hidden:].tolist(), about)
 
 
 class Samples(JSONL):
@@ -62,7 +63,8 @@ class Samples(JSONL):
 
     def on_log(self, trainer: Trainer, row: Row) -> None:
         sharded = any(map(parallel.is_shard, trainer.module.parameters()))
-        if "val/loss" not in row or sharded:  # no process has whole weights
+        # A model of nan has nothing to draw from; of sharded weights no process has the whole.
+        if sharded or not math.isfinite(row.get("val/loss", math.nan)):
             return
         with trainer.evaluating():
             sample = write_on(trainer.module, self.about, seed=trainer.seed)
