@@ -85,7 +85,11 @@ def is_labelled(part: Any) -> bool:
     """Return whether this is a data set of (tensor, class) with the names of its classes."""
     if not has_samples(part) or hasattr(part, "collate_fn") or len(part) == 0:
         return False
-    if not hasattr(whole_of(part), "classes") or targets_of(part) is None:
+    whole = whole_of(part)
+    # What changes targets as they are read leaves neither `targets` nor `classes` true.
+    if getattr(whole, "target_transform", None) is not None:
+        return False
+    if not hasattr(whole, "classes") or targets_of(part) is None:
         return False
     with random_stream():
         sample = part[0]

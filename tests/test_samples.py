@@ -212,6 +212,11 @@ def test_labelled_data_sets_are_a_classification():
     inputs, targets = data.train[[2, 0]]
     assert inputs[:, 0, 0, 0].tolist() == [3, 1] and targets.tolist() == [1, 1]
     assert data_of("mine", {"train": Pictures(), "val": Boxes()}).kind == "other"
+    changed = Pictures()
+    changed.target_transform = lambda label: (
+        1 - label
+    )  # as torchvision's, of which targets know not
+    assert data_of("mine", {"train": Subset(changed, range(4))}).kind == "other"
 
 
 class Stream(IterableDataset):
