@@ -1277,6 +1277,29 @@ def test_the_rows_of_a_table_have_its_columns_as_they_were_written(tmp_path):
         assert list(shown.columns.values()) == [area.removesuffix(".0") or mean, *others]
 
 
+@pytest.mark.parametrize(
+    ("unit", "sample"),
+    [
+        ("samples", {"true": 1, "predicted": 0, "tokens": ["a", "b"], "losses": [1]}),
+        ("samples", {"true": 1, "predicted": 0, "masks": ["no", "picture"]}),
+        ("tokens", {"tokens": ["a"], "losses": [1], "masks": ["no picture"]}),
+        ("numbers", {"tokens": ["a"], "losses": [1]}),
+    ],
+)
+def test_a_sample_whose_parts_do_not_fit_is_left_out(unit, sample):
+    """Whoever wrote it: the file is not trusted. One that fits is shown."""
+    record = {"split": "val", "kind": "classification", "samples": 3, "classes": ["a", "b"]}
+    record["unit"] = unit
+    if unit == "numbers":
+        record |= {"unit": "tokens", "kind": "regression", "points": [[[1], [1]]]}
+    right = {"index": 2, "true": 1, "predicted": 0, "tokens": ["a"], "losses": [1]}
+    if unit == "numbers":
+        right |= {"true": [1.0], "predicted": [2.0]}
+    seen = report.inputs.evaluation_of(record | {"worst": [{"index": 1, **sample}, right]})
+    [group] = evaluation.hardest(seen)
+    assert [shown.name for shown in group["samples"]] == ["sample 2"]
+
+
 @pytest.mark.parametrize("module", [report, sweep])
 def test_help_is_no_mistake(module, capsys):
     assert module.main(["--help"]) == 0

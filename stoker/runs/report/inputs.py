@@ -234,24 +234,24 @@ def samples_of(entries: Any, evaluation: Evaluation) -> list[Sample]:
         except TypeError:
             continue
         labels = [sample.true, sample.predicted]
-        if evaluation.unit != "samples":
-            is_known = has_positions(sample)
-        elif evaluation.kind == "regression":
+        is_known = True
+        if evaluation.kind == "regression":
             is_known = is_pair(labels)
-        else:
+        elif evaluation.unit == "samples":
             places = range(len(evaluation.classes or []))
             is_known = all(isinstance(label, int) and label in places for label in labels)
-        if is_known:
+        if is_known and has_sound_positions(sample):
             samples.append(sample)
     return samples
 
 
-def has_positions(sample: Sample) -> bool:
-    """Whether this has tokens, one loss for each, or two pictures of masks."""
-    if sample.tokens is None:
-        masks = sample.masks or []
-        return len(masks) == 2 and all(map(is_small_png, masks))
-    sample.tokens = [shortened(token, MOST_TOKEN) for token in sample.tokens[:MOST_TOKENS]]
+def has_sound_positions(sample: Sample) -> bool:
+    """Whether its tokens, if any, have one loss each, and its masks are two pictures or none."""
+    tokens = [shortened(token, MOST_TOKEN) for token in sample.tokens or []]
+    sample.tokens = tokens[:MOST_TOKENS]
+    masks = sample.masks or []
+    if len(masks) not in (0, 2) or not all(map(is_small_png, masks)):
+        return False
     return len(sample.tokens) == len(sample.losses or [])
 
 

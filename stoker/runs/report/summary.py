@@ -15,6 +15,7 @@ from stoker.trainer.readable import number
 
 PLACES = {
     "csv": "dataset.path",
+    "text": "dataset.path",
     "image_folder": "dataset.root",
 }  # the keys that locate your own data
 MOST_ERROR = 600  # letters of an error, whose last line says what to type
