@@ -58,7 +58,8 @@ class Augment:
         self.geometric: dict[str, Any] = {}
         self.mixing: list[str] = []
         self.rest: list[Callable[..., Pair]] = []
-        items = [spec] if isinstance(spec, (str, Mapping)) else spec or ()
+        is_alone = isinstance(spec, (str, Mapping)) or callable(spec)
+        items = [spec] if is_alone else spec or ()
         for item in items:
             if isinstance(item, Mapping):
                 for name, value in item.items():

@@ -277,6 +277,19 @@ def test_transforms_of_torchvision_are_called_for_each_sample_with_its_own_draws
         assert torch.equal(next(iter(loader))[0], batches[1][0])
 
 
+def test_one_function_or_transform_needs_no_list():
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    images = torch.rand(2, 3, 4, 4)
+    flip = v2.RandomHorizontalFlip(1.0)
+
+    def double(inputs, targets, generator):
+        return 2 * inputs, targets
+
+    assert Augment(flip).transforms == [flip]
+    inputs, _ = Augment(double)(images, torch.zeros(2), torch.Generator())
+    assert torch.equal(inputs, 2 * images)
+
+
 def test_transforms_of_torchvision_move_masks_with_their_images():
     v2 = pytest.importorskip("torchvision.transforms.v2")
     nearest = {"interpolation": v2.InterpolationMode.NEAREST}
