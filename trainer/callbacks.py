@@ -475,6 +475,12 @@ class ShadowWeights(Callback):
         self.sums: dict[str, int] | None = None
 
     def on_fit_start(self, trainer: "Trainer") -> None:
+        if hasattr(trainer.optimizer, "eval"):
+            name = type(self).__name__
+            raise UserError(
+                f"{name}: {type(trainer.optimizer).__name__} evaluates with averaged weights of "
+                f"its own. Leave {name} out."
+            )
         self.module = None
         self.sums = None
         current = floating_state(trainer.module)

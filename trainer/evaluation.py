@@ -119,13 +119,13 @@ def hooks(trainer: "Trainer") -> Iterator[None]:
     if trainer.is_evaluating:
         yield
         return
-    trainer.is_evaluating = True
     start = time.perf_counter()
-    try:
-        with optimizers.evaluated_weights(trainer.optimizer):
+    with optimizers.evaluated_weights(trainer.optimizer):
+        trainer.is_evaluating = True
+        try:
             trainer.call("on_eval_start")
             yield
-    finally:
-        trainer.is_evaluating = False
-        trainer.call("on_eval_end")
-        trainer.window.start += time.perf_counter() - start  # not a part of the training's time
+        finally:
+            trainer.is_evaluating = False
+            trainer.call("on_eval_end")
+    trainer.window.start += time.perf_counter() - start  # not a part of the training's time
