@@ -144,6 +144,17 @@ def test_a_resumed_stream_is_the_uninterrupted_one(reading, tmp_path):
             assert train.read[:2] == ([step % 8, step % 8 + 1] if step != 8 else [0, 1])
 
 
+def test_an_evaluation_reads_the_first_batches_of_an_endless_stream():
+    class Endless:
+        def __iter__(self):
+            return itertools.cycle(StatefulLoader(Stream(), 5))
+
+    trainer = make_trainer(max_steps=4, eval_every=2)
+    history = trainer.fit(loader(), IterableLoader(Endless(), steps_per_epoch=2))
+    expected = trainer.evaluate(itertools.islice(IterableLoader(Endless()), 2))
+    assert history.last()["val/loss"] == expected["val/loss"]
+
+
 def test_epochs_of_a_stream_go_on_where_it_stands():
     trainer = make_trainer(epochs=5)
     train = StatefulLoader(Stream(), 5)
@@ -308,11 +319,14 @@ def texts():
     return list(zip(inputs.split(4), targets.split(4), strict=True))
 
 
-def language_model(*callbacks, **settings):
+SGD = functools.partial(torch.optim.SGD, lr=0.5)
+
+
+def language_model(*callbacks, optimizer=SGD, **settings):
     return LanguageModel(
         Recurrent(),
         nn.CrossEntropyLoss(),
-        functools.partial(torch.optim.SGD, lr=0.5),
+        optimizer,
         callbacks=[Anew(), *callbacks],
         epochs=3,
         device="cpu",
@@ -343,6 +357,30 @@ def test_a_carried_state_is_that_of_a_loop_by_hand():
         assert history.last()["val/loss"] == pytest.approx(total / 5, rel=1e-6)
 
 
+def test_each_evaluation_of_a_step_begins_with_the_same_carried_state():
+    settings = {"lr": 0.5, "max_iter": 3}
+    trainer = language_model(
+        optimizer=functools.partial(torch.optim.LBFGS, **settings), max_steps=3
+    )
+    trainer.fit(texts())
+    model = Recurrent()
+    optimizer = torch.optim.LBFGS(model.parameters(), **settings)
+    before = after = None
+    for inputs, targets in texts()[:3]:
+
+        def closure(inputs=inputs, targets=targets, before=before):
+            nonlocal after
+            optimizer.zero_grad()
+            outputs, after = model(inputs, before)
+            loss = nn.functional.cross_entropy(outputs, targets)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        before = tuple(part.detach() for part in after)
+    torch.testing.assert_close(trainer.module.state_dict(), model.state_dict())
+
+
 @pytest.mark.parametrize("step", [5, 7])
 def test_a_carried_state_resumes(step, tmp_path):
     whole = language_model()
@@ -369,3 +407,5 @@ def test_each_fit_and_each_prediction_begins_without_a_state():
         kept = trainer.hidden
         trainer.evaluate([first])
         assert trainer.hidden is kept
+    trainer.close()
+    assert trainer.hidden is None

@@ -115,9 +115,11 @@ class ClosureStep:
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
         parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.sample_bounds)
         norms = []
+        carried = trainer.carried
 
         def evaluate() -> torch.Tensor:
             undo(trainer)  # each time with the same dropout
+            trainer.carried = carried
             loss = accumulate(trainer, parts)
             if trainer.max_grad_norm is not None:
                 norms.append(clip(trainer))

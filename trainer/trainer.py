@@ -247,6 +247,7 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         self.module = self.model = self.optimizer = self.optimizer_step = self.scheduler = None
         self.loss = self.scaler = self.special_step = self.train_loader = self.val_loader = None
         self.metrics = {}
+        self.carried = {}
         self.callbacks = []
         self.window.clear()
         memory.release(self.device)
