@@ -57,8 +57,9 @@ def build(
         if not sparse and all(p.is_floating_point() for p in parameters):
             options["fused"] = True
     kind = getattr(factory, "func", factory)
-    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS) and len(groups) == 2:
-        groups = [{"params": parameters}]  # it has no decay, and takes one group
+    is_lbfgs = isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS)
+    if is_lbfgs and len(groups) == 2 and "name" not in groups[0]:
+        groups = [{"params": parameters}]  # it has no decay, and takes one group without a rule
     scale_rates(groups, settings["lr"].default if "lr" in settings else None)
     try:
         optimizer = factory(groups, **options)
