@@ -40,9 +40,6 @@ def seekable(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim
     Any iterable will do, such as a plain DataLoader. An IterableLoader that a script has made says
     only how it is to be read.
     """
-    if isinstance(loader, IterableLoader):
-        steps_per_epoch = loader.steps_per_epoch
-        return IterableLoader(loader.loader, seed, sample_dim, steps_per_epoch, loader.accumulate)
     if hasattr(loader, "seek"):
         return dealt(loader, seed, sample_dim)
     return IterableLoader(loader, seed, sample_dim)
@@ -88,6 +85,9 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
     Raises:
         UserError: The loader has `seek`, and does not deal its batches out.
     """
+    if isinstance(loader, IterableLoader):
+        steps_per_epoch = loader.steps_per_epoch
+        return IterableLoader(loader.loader, seed, sample_dim, steps_per_epoch, loader.accumulate)
     if parallel.ranks() == 1 or hasattr(loader, "global_size"):
         return loader
     if hasattr(loader, "seek"):
@@ -179,7 +179,7 @@ class IterableLoader(Seekable):
     """
 
     global_size: int | None = None  # samples of the whole batch, in several processes
-    steps: int | None = None  # in an epoch; None reads one pass
+    steps: int | None = None  # in an epoch; None reads one pass, or its first `steps_per_epoch`
     place: Place | None = None  # before the first batch, and where another iteration goes on
     loaded: Place | None = None  # of a checkpoint, for the next `seek`
     is_warned: bool = False  # of a wrong length
@@ -231,7 +231,8 @@ class IterableLoader(Seekable):
             place = Place(passes=epoch, drop=position * self.accumulate)
         parts: list[Any] = []  # of a step
         samples = 0  # of their whole batches, in several processes
-        while self.steps is None or position < self.steps:
+        limit = self.steps or self.steps_per_epoch
+        while limit is None or position < limit:
             batch = self.read(place)
             if batch is not END:
                 place.number += 1
