@@ -9,7 +9,7 @@ from conftest import assert_same, make_model, make_trainer
 from torch.optim import LBFGS, SGD, AdamW, Muon
 
 from stoker.trainer import checkpoint, schedules
-from stoker.trainer.callbacks import Checkpoint
+from stoker.trainer.callbacks import EMA, Callback, Checkpoint
 from stoker.trainer.combined import Combined, muon
 from stoker.trainer.errors import UserError
 from stoker.trainer.freezing import Freeze
@@ -231,10 +231,19 @@ def test_lbfgs_adds_up_micro_batches():
         make_trainer(precision="fp16", **settings)
     with pytest.raises(UserError, match="LBFGS doesn't support per-parameter options"):
         make_trainer(groups=[{"match": "0.*", "lr": 0.1}], **settings)
+    with pytest.raises(UserError, match="LBFGS doesn't support per-parameter options"):
+        make_trainer(groups=[{"match": "*", "lr": 0.1}], **settings)
+
+
+class Ends(Callback):
+    def on_eval_end(self, trainer):
+        self.weight = trainer.module[0].weight.detach().clone()
 
 
 def test_an_evaluation_has_the_weights_of_the_optimizers_eval_and_changes_nothing():
-    trainer = make_trainer(make(), optimizer=functools.partial(Averaging, lr=LR), scheduler=None)
+    settings = {"optimizer": functools.partial(Averaging, lr=LR), "scheduler": None}
+    ends = Ends()
+    trainer = make_trainer(make(), callbacks=[ends], **settings)
     seen = []
     plain = trainer.train_step
 
@@ -248,7 +257,10 @@ def test_an_evaluation_has_the_weights_of_the_optimizers_eval_and_changes_nothin
     with trainer.evaluating():
         mean = torch.stack(seen).mean(0)
         torch.testing.assert_close(trainer.module[0].weight, mean, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ends.weight, mean, rtol=1e-12, atol=1e-12)
     assert torch.equal(trainer.module[0].weight, seen[-1])
+    with pytest.raises(UserError, match="Averaging evaluates with averaged weights of its own"):
+        make_trainer(make(), callbacks=[EMA(0.9)], **settings).fit(batches(), batches())
 
 
 def test_schedule_free_of_its_own_package(tmp_path):
@@ -286,6 +298,9 @@ def test_schedule_free_of_its_own_package(tmp_path):
         ([{"match": "*", "momentum": -1}], r"the rule of \*: Invalid momentum value"),
         ([{"match": "*", "scheduler": "cosin"}], "no scheduler cosin. Did you mean 'cosine'"),
         ([{"match": "*", "scheduler": {"cosine": {"x": 1}}}], "scheduler cosine has no x"),
+        ([{"match": "*", "scheduler": {"cosine": 3}}], "no scheduler {cosine:3}. Did you mean"),
+        ([{"match": "*", "scheduler": {}}], "no scheduler {}"),
+        ([{"match": "*", "name": "all"}], "a rule has no name"),
         ([{"lr": 1}], "give a list of rules, each with a pattern"),
         ([{"match": "*"}], "changes nothing"),
     ],

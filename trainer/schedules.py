@@ -213,11 +213,12 @@ def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> C
         schedule = build(usual, optimizer, total_steps)
         for name, one in chosen.items():
             part = build(one, optimizer, total_steps)
-            if not isinstance(schedule, Schedule) or not isinstance(part, Schedule):
-                raise UserError(
-                    "groups: a rule's scheduler goes with those of stoker.trainer.schedules, and "
-                    f"not with torch's {type(schedule).__name__}."
-                )
+            for each in (schedule, part):
+                if not isinstance(each, Schedule):
+                    raise UserError(
+                        "groups: a rule's scheduler is one of stoker.trainer.schedules beside "
+                        f"another of them, and here is torch's {type(each).__name__}."
+                    )
             schedule.factors[name] = part.factor
             schedule.description += f" ({name}: {part.description})"
         schedule.set_rates()
@@ -230,11 +231,14 @@ def named(given: Any) -> Callable[..., Any]:
     """Return the factory of "linear" or {"linear": {"warmup": 0.1}}, or what was given."""
     if callable(given):
         return given  # type: ignore[no-any-return]
-    name, arguments = (given, {}) if isinstance(given, str) else next(iter(given.items()))
+    name = as_typed(given)
+    arguments: Any = {}
+    if isinstance(given, Mapping) and len(given) == 1:
+        name, arguments = next(iter(given.items()))
     shipped = {one.__name__: one for one in (constant, linear, cosine, wsd, step, onecycle)}
-    if name not in shipped:
+    if name not in shipped or not isinstance(arguments, Mapping):
         raise UserError(
-            f"groups: there is no scheduler {as_typed(name)}.{did_you_mean(name, shipped)}\n"
+            f"groups: there is no scheduler {as_typed(given)}.{did_you_mean(name, shipped)}\n"
             f"Type scheduler: one of {', '.join(shipped)}, or as in {{linear: {{warmup: 0.1}}}}."
         )
     known = list(inspect.signature(shipped[name]).parameters)[2:]

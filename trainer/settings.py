@@ -104,6 +104,9 @@ def check_groups(rules: Any) -> Any:
                 f"groups: the rule of {rule['match']} changes nothing. Add an option of the "
                 "optimizer, such as lr or weight_decay."
             )
+        for key in ("name", "params", "lr_scale"):
+            if key in rule:
+                raise UserError(f"groups: a rule has no {key}. Leave it out of {rule['match']}'s.")
         if "lr_decay" in rule:
             check_number(f"groups: lr_decay of {rule['match']}", rule["lr_decay"], above=0, most=1)
     return rules
