@@ -290,6 +290,8 @@ def test_metrics_of_training_batches_of_dicts_are_those_of_tuples():
 def test_metrics_of_training_batches_refuse_what_computes_a_batch_twice():
     with pytest.raises(UserError, match="give micro_batch a number"):
         make_trainer(kind=TrainMetrics, micro_batch="auto")
+    with pytest.raises(UserError, match="LBFGS computes the loss of a batch many times"):
+        make_trainer(kind=TrainMetrics, optimizer=torch.optim.LBFGS)
 
 
 # Rates

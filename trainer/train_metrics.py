@@ -8,6 +8,7 @@ import torch
 from stoker.trainer import evaluation
 from stoker.trainer.errors import UserError
 from stoker.trainer.history import History
+from stoker.trainer.steps import ClosureStep
 from stoker.trainer.trainer import Trainer
 
 
@@ -24,8 +25,9 @@ class TrainMetrics(Trainer):
             pass
 
     Raises:
-        UserError: With micro_batch="auto" a batch may be computed twice, and with compile="graph"
-            no Python code of a step runs. Or no loss came from this class's `compute_loss`.
+        UserError: With micro_batch="auto" a batch may be computed twice, with LBFGS many times, and
+            with compile="graph" no Python code of a step runs. Or no loss came from this class's
+            `compute_loss`.
     """
 
     sees_outputs: bool = False  # of this fit
@@ -36,6 +38,11 @@ class TrainMetrics(Trainer):
             raise UserError(f"{type(self).__name__}: give micro_batch a number, and not 'auto'.")
         if self.special_step is not None and self.special_step.captures:
             raise UserError(f"{type(self).__name__}: leave out compile='graph'.")
+        if isinstance(self.special_step, ClosureStep):
+            raise UserError(
+                f"{type(self).__name__}: {type(self.optimizer).__name__} computes the loss of a "
+                "batch many times, and its metrics would count them all."
+            )
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
         """Train as `Trainer.fit` does."""
