@@ -272,9 +272,25 @@ class Table:
             for batch in batches:
                 piece = {}
                 for name, column in zip(names, batch.columns, strict=True):
-                    texts = compute.utf8_trim_whitespace(column.cast(pyarrow.string()))
+                    texts = compute.utf8_trim_whitespace(self._texts(name, column))
                     piece[name] = without(texts, EMPTY if name == self.target else MISSING)
                 yield piece
+
+    def _texts(self, name: str, column: Any) -> Texts:
+        """Return a column as a csv file of this notation has it; UserError for lists and bytes."""
+        try:
+            texts = column.cast(pyarrow.string())
+        except pyarrow.ArrowException:
+            advice = f"Type dataset.ignore=[{name}]."
+            if name == self.target:
+                advice = "Choose another target."
+            raise UserError(
+                f"{self.shown}: the column {name!r} holds {printable(column.type)}, "
+                f"which is neither numbers nor text.\n{advice}"
+            ) from None
+        if pyarrow.types.is_floating(column.type) or pyarrow.types.is_decimal(column.type):
+            texts = compute.replace_substring(texts, ".", self.notation.decimal)
+        return texts
 
     def read(self, names: Sequence[str], texts: Sequence[str]) -> dict[str, Any]:
         """Return the columns: float64 where all values are numbers and the name is not in `texts`,

@@ -440,9 +440,40 @@ def test_parquet_is_read_as_csv_is(tmp_path):
     [small, real, *_] = data.table["columns"]
     assert small["mean"] == pytest.approx(rows["small"].mean(), rel=1e-12)
     assert real["std"] == pytest.approx(rows["real"].std(ddof=0), rel=1e-12)
-    parquet.write_table(pyarrow.table({"a": [[1], [2]], "y": [1, 2]}), tmp_path / "list.parquet")
-    with pytest.raises(UserError, match="this is no table that can be read"):
-        tables.csv(str(tmp_path / "list.parquet"), "y")
+
+
+@pytest.mark.parametrize("real", [pyarrow.float32(), pyarrow.float64(), pyarrow.decimal128(9, 2)])
+def test_numbers_of_a_parquet_file_need_no_notation(tmp_path, real):
+    """Beside a column of texts such as 3,25%, whose settings are for texts alone."""
+    numbers = pyarrow.array([i / 4 for i in range(100)]).cast(real)
+    plain = {"x": numbers, "price": numbers.take(pyarrow.array(range(99, -1, -1)))}
+    commas = {**plain, "x": [f"{i / 4:.2f}%".replace(".", ",") for i in range(100)]}
+    for name, columns in (("plain", plain), ("commas", commas)):
+        parquet.write_table(pyarrow.table(columns), tmp_path / name)
+    expected = tables.csv(str(tmp_path / "plain"), "price")
+    data = tables.csv(str(tmp_path / "commas"), "price", decimal=",", marks="%")
+    assert data.table["columns"] == expected.table["columns"]
+    assert (data.target_mean, data.target_scale) == (expected.target_mean, expected.target_scale)
+    assert torch.equal(data.train.inputs, expected.train.inputs)
+    assert torch.equal(data.train.targets, expected.train.targets)
+    [(_, predicted)] = tables.read_batches(str(tmp_path / "commas"), data.table, 100)
+    assert predicted.view(-1).tolist() == [i / 4 for i in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [([1], "list<element: int64>"), ({"a": 1}, "struct<a: int64>"), (b"\xff", "binary")],
+)
+def test_a_column_of_lists_or_bytes_is_named(tmp_path, value, kind):
+    path = tmp_path / "t.parquet"
+    columns = {"a": [value] * 40, "x": [i / 4 for i in range(40)], "y": range(40)}
+    parquet.write_table(pyarrow.table({name: list(v) for name, v in columns.items()}), path)
+    words = f"the column 'a' holds {kind}, which is neither numbers nor text.\n"
+    with pytest.raises(UserError, match=f"{words}Type dataset.ignore=.a.\\.$"):
+        tables.csv(str(path), "y")
+    with pytest.raises(UserError, match=f"{words}Choose another target.$"):
+        tables.csv(str(path), "a")
+    assert tables.csv(str(path), "y", ignore=["a"]).in_shape == (1,)
 
 
 def test_a_table_without_pyarrow_says_what_to_type(table, monkeypatch):
