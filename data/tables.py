@@ -576,6 +576,11 @@ def _read_target(
     is_text = bool(numbers.isnan().sum() > present.null_count)
     if is_text and kind != "classification":
         instead = "" if trained else ", or type dataset.kind=classification"
+        if kind == "regression" and dates(present).null_count == present.null_count:
+            raise UserError(
+                f"{where}: the column holds dates, such as {present.drop_null()[0]}, which can be "
+                f"inputs only.\nWrite numbers in their place, such as days{instead}."
+            )
         are_mistakes, reason = table.look_at_odd(f"{where}: the column", present, instead)
         if kind == "regression" or are_mistakes:
             raise UserError(f"{where}: {reason}.\n{CORRECT}{instead}.")
@@ -597,9 +602,12 @@ def _read_target(
     if kind == "regression":
         return kind, None, numbers
     if len(names) > max(2, rows / 2):
+        advice = "Choose another column."
+        if not is_text:
+            advice = "Type dataset.kind=regression, or choose another column."
         raise UserError(
             f"{where}: {rows} rows have {len(names)} different values, too many for classes.\n"
-            "Type dataset.kind=regression, or choose another column."
+            f"{advice}"
         )
     if not is_text:
         amounts = table.notation.numbers(pyarrow.array(names)).to_pylist()

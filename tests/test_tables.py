@@ -763,7 +763,17 @@ def test_a_column_of_few_kinds_may_have_numbers_among_them(table):
         (
             lambda i: f"c{i % 35}",
             "classification",
-            "40 rows have 35 different values, too many for classes",
+            "40 rows have 35 different values, too many for classes.\nChoose another column.$",
+        ),
+        (
+            lambda i: f"2024-01-{1 + i % 30:02}",
+            "auto",
+            "40 rows have 30 different values, too many for classes.\nChoose another column.$",
+        ),
+        (
+            lambda i: f"2024-01-{1 + i % 30:02}",
+            "regression",
+            "the column holds dates, such as 2024-01-01, which can be inputs only.\nWrite numbers in",
         ),
         (
             lambda i: i / 2,
