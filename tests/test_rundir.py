@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import test_samples
 import torch
 from safetensors.torch import load_file
 
@@ -380,6 +381,42 @@ def test_a_step_that_is_not_finite_is_replayed_by_the_command_that_is_printed(fo
     whole = load_file(tmp_path / "a b" / "not_finite" / kept)
     (folder,) = (tmp_path / "runs").glob("*/not_finite")
     assert same(whole, load_file(folder / kept))
+
+
+class OfDicts(test_samples.OfDicts):
+    def predict_batch(self, batch):
+        return self.model(batch["inputs"])
+
+
+BATCHES_OF_DICTS = [
+    "dataset._target_=test_samples.make_data",
+    "trainer._target_=test_rundir.OfDicts",
+    "model._target_=test_samples.Net",
+]
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (BATCHES_OF_DICTS, ["task=evaluate", "task=predict"]),
+        (["dataset=synthetic"], ["task=evaluate", "task=predict", "task=export"]),
+        (
+            ["dataset=text", "dataset.path=text", "dataset.length=8", "model=gpt", "model.width=8"],
+            ["task=evaluate", "task=generate", "task=export"],
+        ),
+    ],
+)
+def test_the_commands_that_are_offered_work_for_data_that_are_no_files(
+    forks, tmp_path, typed, offered
+):
+    (tmp_path / "text").write_text("to be or not to be\n" * 40)
+    trained = forks.run(tmp_path, *typed, "max_steps=2", "run_dir=run", "report=false")
+    assert trained.code == 0, trained.err
+    [_, *after] = [command for _, command in commands(read_run(tmp_path / "run"))]
+    assert [shlex.split(command)[2] for command in after] == offered
+    for command in after[:2]:
+        done = forks.run(tmp_path, *shlex.split(command)[2:])
+        assert done.code == 0 and done.out, done.err
 
 
 def test_a_command_that_would_fail_again_is_not_offered(tmp_path):

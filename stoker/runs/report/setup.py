@@ -12,6 +12,8 @@ from stoker.runs import saved_config
 from stoker.runs.report.inputs import Run, checkpoints
 
 MOST_ENTRIES = 300  # settings
+OF_FILES = r"stoker\.data\.(images\.|tables\.|datasets\.(?!synthetic))"  # task=predict input=PATH
+OF_TEXT = "stoker.data.text."
 
 
 def settings(run: Run) -> dict[str, Any]:
@@ -70,11 +72,18 @@ def commands(run: Run) -> list[tuple[str, str]]:
             commands.append(("Resume it, once the cause is mended", resumed))
     if checkpoints(run.folder):
         packages = trusted(run)
-        tasks = {
-            "Evaluate it": ["task=evaluate"],
-            "Predict with it": ["task=predict", "input=PATH"],
-            "Export it": ["task=export", "format=onnx"],
-        }
+        tasks = {"Evaluate it": ["task=evaluate"]}
+        dataset = str(run.config.get("dataset._target_"))
+        if dataset.startswith(OF_TEXT):
+            tasks["Generate with it"] = ["task=generate"]
+        elif re.match(OF_FILES, dataset):
+            tasks["Predict with it"] = ["task=predict", "input=PATH"]
+        else:
+            part = "test" if "test" in (result.samples or {}) else "train"
+            tasks["Predict with it"] = ["task=predict", f"split={part}"]
+        if dataset.startswith("stoker.") or run.evaluation is not None:
+            # What a model of any samples takes is not known.
+            tasks["Export it"] = ["task=export", "format=onnx"]
         for purpose, typed in tasks.items():
             typed.insert(1, setting("run", run.folder))
             if packages:
