@@ -484,7 +484,7 @@ def more_data(facts: Facts) -> str:
     if facts.fits:
         ways.append("dataset.resident=true")
     if not ways:
-        return "no setting helps, but smaller files or a faster disk do"
+        return "no setting helps, but smaller files, a faster disk or less work per sample do"
     return f"set {' or '.join(ways)}"
 
 
