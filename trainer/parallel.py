@@ -533,7 +533,8 @@ def check_same_weights(model: torch.nn.Module) -> None:
                 f"The weights of {name} are not the same on all processes: their gradients were "
                 "not exchanged.\n"
                 "A step has to call self.model, the whole of it and once for each backward(), "
-                "not self.module."
+                "not self.module; or parts of it, with "
+                "stoker.trainer.parallel.average_gradients(part) after each backward()."
             )
 
 
