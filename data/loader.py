@@ -506,6 +506,7 @@ class StreamedOnce(Seekable):
         self.nbytes = self.loader.nbytes
         self.batch_size = self.loader.batch_size
         self.resident_bytes = self.nbytes  # it will be
+        self.targets_are_uniform = self.loader.targets_are_uniform
         self.in_shape = data.in_shape
 
     @property
