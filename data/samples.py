@@ -169,13 +169,19 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
     Raises:
         UserError: The loader does not tell its length, or the size of its batches.
     """
+    length = length_of(loader)
     if isinstance(limit, int):
         size: int | None = getattr(loader, "batch_size", None)
         lacks = "batch_size. Type a share, such as 0.1."
         if size is not None:
-            return -(-limit // size)
+            count = -(-limit // size)
+            if length is not None and count > length:
+                raise UserError(
+                    f"limit_{part}={limit}: there are only {length:,} batches of {size}. "
+                    "Leave it out, or type a lower number."
+                )
+            return count
     else:
-        length = length_of(loader)
         lacks = "len(). Type a number of samples."
         if length is not None and limit is not None:
             return max(1, round(limit * length))

@@ -91,7 +91,7 @@ def csv(
     }
     table = Table(str(path), reading)
     table.check("target", [target])
-    divided_by = []
+    divided_by: list[str] = []
     for key, name in (("split_group", split_group), ("split_time", split_time)):
         if name is not None:
             divided_by += table.check(key, str(name))

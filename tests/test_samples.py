@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from stoker import Trainer
 from stoker.data.loader import make_loaders
 from stoker.data.record import fingerprint
-from stoker.data.samples import SampleLoader, data_of
+from stoker.data.samples import SampleLoader, data_of, make_loader
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Checkpoint
 from stoker.trainer.errors import TrainingError, UserError
@@ -189,6 +189,14 @@ def test_two_validation_sets_are_two_evaluations(tmp_path):
         assert {key: history.last()[key] for key in results} == results
     best = min(row["hard/loss"] for row in history if "hard/loss" in row)
     assert saver.best["value"] == best
+
+
+def test_a_limit_above_the_samples_of_a_loader_is_refused():
+    mine = DataLoader(torch.arange(10.0), batch_size=4)
+    assert len(make_loader(mine, "val", 4, limit=12)) == 3
+    for shuffle in (False, True):
+        with pytest.raises(UserError, match="there are only 3 batches of 4"):
+            make_loader(mine, "mine", 4, limit=13, shuffle=shuffle)
 
 
 def test_labelled_data_sets_are_a_classification():
