@@ -14,7 +14,7 @@ from hydra import errors as hydra_errors
 from stoker.command import arguments, build, compatible, messages, trust
 from stoker.data.datasets import digits
 from stoker.sweeps import jobs
-from stoker.trainer import checkpoint, optimizers
+from stoker.trainer import checkpoint, misuse, optimizers
 from stoker.trainer.errors import UserError, kind_of, nearest
 from stoker.trainer.groups import parameter_groups
 
@@ -225,6 +225,18 @@ def test_an_error_in_a_step_names_the_model_and_the_batch():
             call([batch])
         note = "The model is Linear, the batch (float32 of 4x8, int64 of 4)."
         assert caught.value.__notes__ == [note]
+
+
+def test_a_list_of_many_samples_is_counted_in_the_note_of_an_error():
+    batch = {
+        "image": torch.zeros(20, 3, 8, 8),
+        "name": [f"{i}.png" for i in range(20)],
+        "boxes": [torch.zeros(2, 4), torch.zeros(2, 4), torch.zeros(1, 4)],
+    }
+    assert misuse.shapes(batch) == (
+        "{image: float32 of 20x3x8x8, name: (20 x str), "
+        "boxes: (2 x float32 of 2x4, float32 of 1x4)}"
+    )
 
 
 @pytest.mark.parametrize("name", ["CrossEntropyLoss", "BCEWithLogitsLoss"])

@@ -1,6 +1,7 @@
 """What a script may hand to the Trainer by mistake, each answered by what to give instead."""
 
 import functools
+import itertools
 import re
 import traceback
 from collections.abc import Mapping
@@ -496,7 +497,8 @@ def shapes(batch: Any) -> str:
         parts = [f"{name}: {shapes(part)}" for name, part in batch.items()]
         return "{" + ", ".join(parts) + "}"
     if isinstance(batch, (list, tuple)):
-        parts = [shapes(part) for part in batch]
+        runs = [(text, len(list(same))) for text, same in itertools.groupby(map(shapes, batch))]
+        parts = [text if count == 1 else f"{count} x {text}" for text, count in runs]
         return "(" + ", ".join(parts) + ")"
     return type(batch).__name__
 
