@@ -313,6 +313,14 @@ def test_the_examples_are_nobodys_until_they_are_typed(typed):
     assert trust.own_packages(typed) == ["examples"]
 
 
+def test_the_answer_to_a_second_package_keeps_the_first(typed):
+    typed += ["trusted=[mine]"]
+    with pytest.raises(UserError, match=r"Type trusted=\[mine,other\] if it is your own"):
+        trust.locate("model", "other.Net")
+    both = inference.in_python(UserError("Type trusted=[mine,other]."))
+    assert str(both) == 'Type trusted=["mine", "other"].'
+
+
 def test_what_is_typed_is_ones_own(typed):
     with pytest.raises(UserError, match="this is not an allowed target"):
         trust.locate("loss", "json.dumps")

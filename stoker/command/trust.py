@@ -125,12 +125,14 @@ def locate(key: str, target: str) -> Any:
     """
     place = f"{key}._target_={target}"
     top = target.partition(".")[0]
+    trusted = [one for one in arguments.typed() if one.startswith("trusted=")]
+    both = ",".join([*own_packages(trusted), top])
     if not is_trusted_by_user(target) and not is_listed(target):
         package = ".".join(target.split(".")[:2])
         near = did_you_mean(package, [package for package in TRUSTED if "." in package])
         raise UserError(
             f"{place}: this is not an allowed target.{near}\n"
-            f"Type trusted=[{top}] if it is your own."
+            f"Type trusted=[{both}] if it is your own."
         )
     try:
         located = hydra.utils.get_object(target)
@@ -149,7 +151,7 @@ def locate(key: str, target: str) -> Any:
     if not is_trusted_by_user(target) and not is_of_kind(located):
         raise UserError(
             f"{place}: this is not an allowed target.\n"
-            f"Type trusted=[{top}] if you know what it does."
+            f"Type trusted=[{both}] if you know what it does."
         )
     if not callable(located):
         raise UserError(f"{place}: this is not a class or function. Type {place}.NAME.")

@@ -162,7 +162,12 @@ def in_python(error: UserError) -> UserError:
     """Turn advice for the command line on what to trust into Python, unless it is a command."""
     if HydraConfig.initialized():
         return error
-    return UserError(re.sub(r"trusted=\[(\w+)\]", r'trusted=["\1"]', str(error)))
+    return UserError(re.sub(r"(?<=trusted=)\[([\w,]+)\]", _in_quotes, str(error)))
+
+
+def _in_quotes(names: re.Match[str]) -> str:
+    """Return the names of a match as a list in Python."""
+    return json.dumps(names[1].split(","))
 
 
 def best(folder: str | Path) -> tuple[Path, State]:
