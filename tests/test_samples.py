@@ -289,6 +289,14 @@ RUN += ["model._target_=test_samples.Net", "epochs=2", "batch_size=4", "checkpoi
 RUN += ["eval_every=5", "monitor=hard/loss", "dataset.workers=0"]
 
 
+def test_an_export_of_data_of_any_form_answers_with_a_line_that_loads(forks, tmp_path):
+    assert forks.run(tmp_path, *RUN, "report=false", "run_dir=run").code == 0
+    export = ("task=export", "run=run", "format=onnx", "trusted=[test_samples]")
+    refused = forks.run(tmp_path, *export)
+    assert refused.code == 2
+    assert 'stoker.load("run", trusted=["test_samples"])' in refused.err
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_any_number_of_workers(forks, tmp_path):
     whole = forks.run(tmp_path, *RUN, "run_dir=whole")

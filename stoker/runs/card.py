@@ -42,10 +42,6 @@ def write(
     # A single entry: several have the order of a hash, and equal weights would give unequal files.
     checkpoint.write_tensors(folder / directory.WEIGHTS, weights, {"inputs": json.dumps(about)})
     overrides = result.overrides or []
-    load = json.dumps(str(folder))
-    packages = own_packages(overrides)
-    if packages:
-        load += f", trusted={json.dumps(packages)}"
     module_text = parallel.plain_text(module)
     text = render(
         "model.md.jinja",
@@ -58,7 +54,7 @@ def write(
         results=results(result),
         step=step_of(result),
         command=result.script or command(overrides),
-        load=load,
+        load=load_arguments(folder, overrides),
     )
     write_text(folder / "model.md", f"{text}\n")
 
@@ -66,6 +62,15 @@ def write(
 def is_usual(outputs: Any, about: Description) -> bool:
     """Whether a model's outputs are one number per class, or target, for each sample."""
     return isinstance(outputs, torch.Tensor) and outputs.shape[1:] == (about["num_classes"],)
+
+
+def load_arguments(folder: str | Path, typed: list[str]) -> str:
+    """Return the arguments of stoker.load for a run that needs what is trusted in `typed`."""
+    arguments = json.dumps(str(folder))
+    packages = own_packages(typed)
+    if packages:
+        arguments += f", trusted={json.dumps(packages)}"
+    return arguments
 
 
 def is_image(about: Description) -> bool:

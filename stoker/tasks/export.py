@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from stoker.command import settings
+from stoker.command import arguments, settings
 from stoker.command.dotted import plain
 from stoker.runs import directory, saved_config
 from stoker.trainer.errors import UserError
@@ -15,16 +15,17 @@ def export(cfg: DictConfig) -> None:
     config = saved_config.of_this_machine(cfg)
     if cfg.device not in ("auto", "cpu"):
         raise UserError(f"device={cfg.device}: an export is computed on the CPU. Leave device out.")
-    from stoker.runs import exporting, inference
+    from stoker.runs import card, exporting, inference
 
     exporting.check(cfg.format, cfg.output)
     model = inference.load(cfg.run)
     if model.about["kind"] == "other":
         weights = Path(cfg.run) / directory.WEIGHTS
+        loading = card.load_arguments(cfg.run, list(arguments.typed()))
         raise UserError(
             f"task=export: what goes into this model is not known, since {model.about['dataset']} "
             f"gives any samples.\nIts weights are in {weights}; torch.onnx.export takes "
-            f"stoker.load({cfg.run!r}) and an input of yours."
+            f"stoker.load({loading}) and an input of yours."
         )
     dataset = plain(config.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}
