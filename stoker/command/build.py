@@ -157,7 +157,10 @@ def arguments_to_pass(
     given = {*passed, *node, *positional}
     for name, default in names.items():
         if default is REQUIRED and name not in given:
-            raise UserError(f"{key}.{name}: {target} needs this argument. Type +{key}.{name}=...")
+            to_type = f"+{key}.{name}=..."
+            if key == "dataset.augment":  # an item of a list has no key to type
+                to_type = f"{{_target_: {target}, {name}: ...}} in the list"
+            raise UserError(f"{key}.{name}: {target} needs this argument. Type {to_type}")
     return passed
 
 
