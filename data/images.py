@@ -164,6 +164,11 @@ def image_folder(
     )
 
 
+def _where(path: str) -> str:
+    """Return " in DIR" for a relative path, which counts from where the command was typed."""
+    return "" if os.path.isabs(path) else f" in {printable(os.getcwd())}"
+
+
 def _list_parts(
     root: str, state: "hashlib.blake2b", fewest: int
 ) -> "tuple[list[str], dict[str, Files]]":
@@ -175,7 +180,7 @@ def _list_parts(
     """
     if not os.path.isdir(root):
         raise UserError(
-            f"dataset.root={printable(root)}: there is no such folder.\n"
+            f"dataset.root={printable(root)}: there is no such folder{_where(root)}.\n"
             "Type dataset.root=DIR with one folder a class in it."
         )
     left_out: Counter[str] = Counter()

@@ -264,6 +264,14 @@ def test_image_folder_mistakes(tmp_path):
     refused(r"a/0.png: this image cannot be read .*\n.*on_bad_sample=skip", tmp_path / "two")
 
 
+def test_a_missing_folder_is_named_with_the_place_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        images.image_folder("photos")
+    words = f"dataset.root=photos: there is no such folder in {tmp_path}."
+    assert str(caught.value).splitlines()[0] == words
+
+
 def test_broken_images_can_be_left_out(tmp_path, caplog, monkeypatch):
     write_images(tmp_path / "whole", {"a": 10, "b": 20, "c": 30}, each=20)
     write_images(tmp_path / "holes", {"a": 10, "b": 20, "c": 30}, each=20)
