@@ -11,8 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import assert_same, make_data, make_model, make_trainer
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,6 +25,7 @@ from stoker.data import datasets
 from stoker.data.loader import make_loaders
 from stoker.models.mlp import MLP
 from stoker.runs import report
+from stoker.tasks import script
 from stoker.trainer import schedules
 from stoker.trainer.callbacks import EMA, Checkpoint, NaNGuard
 from stoker.trainer.metrics import Accuracy
@@ -172,6 +175,17 @@ def test_another_run_is_not_taken_for_this_one_and_what_differs_is_named(made, c
         stoker.fit(begun(**({"max_steps": 2} | change)), *loaders(), run_dir=made)
     text = str(error.value)
     assert words in text and len(text.splitlines()) <= 3, text
+
+
+def test_the_numbers_of_numpy_are_settings_like_those_of_python(tmp_path):
+    saved = []
+    for kind in (np.float64, float):  # of np.logspace, and what the same script may have later
+        rates = {"lr": kind(0.01), "betas": (kind(0.9), 0.99)}
+        optimizer = functools.partial(torch.optim.AdamW, **rates)
+        trainer = begun(max_steps=2, optimizer=optimizer, max_grad_norm=kind(1))
+        settings = script.settings_of(trainer, [], Checkpoint(tmp_path))
+        saved.append(yaml.safe_dump(settings))
+    assert saved[0] == saved[1]
 
 
 def test_a_task_that_builds_the_model_refuses_a_script_s_run_in_a_line(forks, made, tmp_path):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -182,7 +183,7 @@ def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[
     """
     averages = [callback.decay for callback in trainer.callbacks if isinstance(callback, EMA)]
     is_asked = "as asked" in trainer.precision_reason
-    return {
+    settings = {
         SCRIPT: command(),
         "model": part(trainer.module),
         "loss": part(trainer.loss),
@@ -205,6 +206,7 @@ def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[
         "monitor": saver.monitor,
         "monitor_mode": saver.mode,
     }
+    return {key: plain(value) for key, value in settings.items()}
 
 
 def optimizer_settings(optimizer: Any) -> dict[str, Any] | None:
@@ -235,9 +237,16 @@ def part(value: Any) -> dict[str, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as a config has it: numbers, texts and lists; anything else as its class."""
+    """Return a value as a config has it: numbers, texts, lists and mappings of them.
+
+    Anything else is the name of its class.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
+    if isinstance(value, np.generic):  # such as a rate of np.logspace
+        return value.item()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
