@@ -150,6 +150,7 @@ def test_a_new_project_is_the_template_and_its_test_passes(folder, capsys):
         ("class", "a package is named with letters, digits and _. Type new my_project."),
         ("../net", "a package is named with letters, digits and _. Type new net."),
         ("torch", "a package of this name exists. Type another name."),
+        ("__main__", "a package of this name exists. Type another name."),
         ("configs", "a package of this name exists. Type another name."),
         ("here", "a file or folder of this name exists. Type another name."),
     ],
@@ -229,6 +230,8 @@ def test_a_run_is_reproduced_bit_for_bit_or_what_differs_is_named(forks, tmp_pat
     weights = (tmp_path / "run/model.safetensors").read_bytes()
     assert same.code == 0 and (tmp_path / "same/model.safetensors").read_bytes() == weights
     assert same.out.splitlines()[-1].startswith("same     bit for bit: model.safetensors (SHA-256 ")
+    itself = forks.run(tmp_path, "reproduce", "run=run", "run_dir=./run")
+    assert itself.code == 2 and "this is the run itself" in itself.err
     config = (tmp_path / "run/config.yaml").read_text()
     assert "  lr: 0.003\n" in config
     write(tmp_path / "run/config.yaml", config.replace("  lr: 0.003\n", "  lr: 0.004\n"))

@@ -44,5 +44,5 @@ def check_name(name: str) -> None:
         )
     if Path(name).exists():
         raise UserError(f"new {name}: a file or folder of this name exists. Type another name.")
-    if name in FOLDERS or importlib.util.find_spec(name) is not None:
+    if name in (*FOLDERS, "__main__") or importlib.util.find_spec(name) is not None:
         raise UserError(f"new {name}: a package of this name exists. Type another name.")
