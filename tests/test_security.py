@@ -665,6 +665,38 @@ def test_a_task_for_a_run_has_nothing_built_inside_a_part(compose, good, tmp_pat
             saved_config.of_this_machine(cfg)
 
 
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        ({"_target_": "stoker.trainer.callbacks.Checkpoint", "_args_": ["/tmp"]}, "a.folder=/tmp"),
+        ({"_target_": "stoker.trainer.callbacks.NaNGuard", "folder": ".."}, "a.folder=.."),
+        ({"_target_": "stoker.trainer.callbacks.Progress", "_args_": 3}, "give a list"),
+    ],
+)
+def test_a_run_that_is_trained_again_writes_into_its_own_folder(
+    compose,  # noqa: F811
+    good,
+    tmp_path,
+    callback,
+    message,
+):
+    def again(run, **callbacks):
+        nodes = {f"callbacks__{name}": node for name, node in callbacks.items()}
+        cfg = compose("task=reproduce", f"run={hostile(good, tmp_path / run, **nodes)}")
+        return saved_config.to_train_again(cfg, str(tmp_path / "again"))
+
+    with pytest.raises(UserError, match=re.escape(message)):
+        again("outside", a=callback)
+    removes = {
+        "_target_": "stoker.runs.loggers.ConfigFile",
+        "path": str(tmp_path / "again" / "config.yaml"),
+        "config": "",
+        "stale": ["../victim"],
+    }
+    assert "jsonl" in again("usual").callbacks
+    assert "jsonl" not in again("removes", jsonl=removes).callbacks
+
+
 def test_what_python_loads_is_looked_at_before_it_takes_memory(good, tmp_path):
     for i, (key, value, message) in enumerate(
         (

@@ -13,7 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from stoker import configs
 from stoker.command import arguments, check, defaults, dotted, settings
-from stoker.command.build import check_nested, is_on, without_downloads
+from stoker.command.build import (
+    arguments_of,
+    check_nested,
+    check_node,
+    is_on,
+    without_downloads,
+)
 from stoker.runs.directory import CONFIG, TYPED
 from stoker.runs.result import are_overrides
 from stoker.trainer import files
@@ -27,6 +33,8 @@ MOST_VALUES = 10_000
 MOST_DIGITS = 1000  # of a number: Python prints none of more than 4,300, and 0x... may have any
 MOST_NAMES = 3  # of runs that are named
 SCRIPT = "script"  # the key of a script's run; its other keys are for reading alone
+LOGGERS = "stoker.runs.loggers."
+ROWS = f"{LOGGERS}JSONL"  # the logger of every run
 KEY_PATH = r"\$\{[A-Za-z_][\w.]*\}"
 
 Config = dict[str, Any]
@@ -96,10 +104,11 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
         check.check_types("", config, resolved("run", cfg.run, usual))
         check.check_keys(config, usual)
         check_parts(config)
+        adapt_downloads(config["dataset"])
         for name, node in list(config["callbacks"].items()):
-            if is_logger(node) and name != "jsonl":
+            if is_logger(node) and node["_target_"] != ROWS:
                 del config["callbacks"][name]
-            else:
+            elif is_on(node):
                 check_inside(f"callbacks.{name}", node, run_dir)
     except UserError as error:
         raise of_run(cfg.run, error, "in its config.yaml, ") from None
@@ -108,11 +117,13 @@ def to_train_again(cfg: DictConfig, run_dir: str) -> DictConfig:
 
 def check_inside(key: str, node: Any, run_dir: str) -> None:
     """Raise UserError for a callback that would write outside of the run directory."""
+    check_node(key, node)
+    names, _ = arguments_of(key, node["_target_"])
+    given = {**dict(zip(names, node.get("_args_", []), strict=False)), **node}
     for name in ("path", "folder"):
-        value = node.get(name) if isinstance(node, dict) else None
-        if value is not None and not Path(str(value)).resolve().is_relative_to(
-            Path(run_dir).resolve()
-        ):
+        value = given.get(name)
+        place = Path(str(value)).resolve()
+        if value is not None and not place.is_relative_to(Path(run_dir).resolve()):
             raise UserError(f"{key}.{name}={value}: this is outside of the run directory.")
 
 
@@ -155,15 +166,20 @@ def merged(cfg: DictConfig, saved: Config, changes: Config) -> Config:
 
 
 def adapt_dataset(dataset: Config) -> None:
-    """Have the data loaded as this machine does it, and from the disk alone."""
+    """Have the data loaded as this machine does it."""
     typed = arguments.typed_keys()
     for name in settings.LOADER_KEYS:
         is_streamed = name == "resident" and dataset.get(name) is False
         if f"dataset.{name}" not in typed and not is_streamed:
             dataset.pop(name, None)
+    adapt_downloads(dataset)
+
+
+def adapt_downloads(dataset: Config) -> None:
+    """Have the data read from this disk, and cached where this machine caches it."""
     if "download" in dataset:
         dataset["download"] = False
-    if dataset.get("cache") and "dataset.cache" not in typed:
+    if dataset.get("cache") and "dataset.cache" not in arguments.typed_keys():
         dataset["cache"] = "auto"
 
 
@@ -198,7 +214,7 @@ def is_logger(node: Any) -> bool:
     if not isinstance(node, dict):
         return False
     target = str(node.get("_target_"))
-    return target.startswith("stoker.runs.loggers.")
+    return target.startswith(LOGGERS)
 
 
 def load_config(key: str, folder: str | Path) -> Config:
@@ -395,7 +411,10 @@ def for_reading(config: Any) -> Config:
     """
     values = dotted.flat(config)
     for name in values:
-        while (followed := check.followed_key(values[name])) in values:
+        for _ in range(MOST_LEVELS):  # a key in somebody's config may follow itself
+            followed = check.followed_key(values[name])
+            if followed not in values:
+                break
             values[name] = values[followed]
     return values
 
