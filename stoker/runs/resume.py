@@ -11,7 +11,7 @@ from stoker.command import dotted, settings
 from stoker.runs.directory import CONFIG, RESULT, WRITTEN
 from stoker.runs.lock import LOCK
 from stoker.runs.result import RunResult
-from stoker.runs.saved_config import SCRIPT, load_config, of_today, script_of
+from stoker.runs.saved_config import SCRIPT, for_reading, load_config, of_today, script_of
 from stoker.trainer import files
 from stoker.trainer.errors import TrainingError, UserError, as_typed, log
 
@@ -162,12 +162,16 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
         raise UserError(
             f"{name} holds a run of {scripts[0] or 'the command'}. Type another run_dir."
         )
+    followed = [for_reading(before), for_reading(now)]
+    on = {name for values in followed for name in callbacks_on(values)}
     changed = [
         key
         for key in sorted({*before, *now})
         if before.get(key) != now.get(key)
+        and followed[0].get(key) != followed[1].get(key)
         and not settings.may_differ(key, longer=longer)
         and key != SCRIPT
+        and (not key.startswith("callbacks.") or key.split(".")[1] in on)
     ]
     if not changed:
         return
@@ -189,6 +193,17 @@ def check_same(name: str, before: Any, now: Any, *, longer: bool = False) -> Non
             f" one; to start over in its place, {START_OVER}."
         )
     raise UserError(f"{name} holds a run with other settings: {differences}.\n{advice}")
+
+
+def callbacks_on(values: dict[str, Any]) -> set[str]:
+    """Return the names of the callbacks that are on, by a run's settings {dotted key: value}.
+
+    One that is off changes nothing: an earlier version may not have had it.
+    """
+    paths = {key: key.split(".") for key in values if key.startswith("callbacks.")}
+    names = {path[1] for path in paths.values()}
+    off = {path[1] for key, path in paths.items() if values[key] is None and len(path) <= 3}
+    return names - off
 
 
 def sha256_of(path: str | Path) -> str | None:
