@@ -183,7 +183,7 @@ def open_ids(path: str, form: str) -> Tokens:
     try:
         check_regular(os.stat(path), path)
         if form == "npy":
-            ids: Any = np.load(path, mmap_mode="r", allow_pickle=False)
+            ids: Any = np.lib.format.open_memmap(path, mode="r")
         else:
             ids = np.memmap(path, np.dtype("uint8" if form == "bytes" else form), "r")
     except OSError as error:

@@ -714,7 +714,7 @@ RUN_FILES = {
     "model.md",
     "result.json",
 }
-RUN_FILES |= {"evaluation.json"}
+RUN_FILES |= {"evaluation.json", "provenance"}
 
 
 def test_the_run_directory(default):
@@ -1151,8 +1151,8 @@ def test_there_are_options_to_compose():
 def test_every_option_composes(compose, group, option):
     if group == "sweep" and option != "grid":
         pytest.importorskip(option, reason=f"needs pip install -e '.[{option}]'")
-    needed = ["dataset.path=x", "dataset.target=y"] if option == "csv" else []
-    cfg = compose(f"{group}={option}", "run_dir=here", *needed)
+    needed = {"csv": ["dataset.path=x", "dataset.target=y"], "text": ["dataset.path=x"]}
+    cfg = compose(f"{group}={option}", "run_dir=here", *needed.get(option, []))
     check.check_config(cfg)
     assert OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
@@ -1161,7 +1161,8 @@ def test_every_option_composes(compose, group, option):
 @pytest.mark.parametrize("optimizer", GROUPS["optimizer"])
 def test_every_optimizer_and_scheduler_trains(compose, tmp_path, optimizer, scheduler):
     trainer = trained(compose, tmp_path, f"optimizer={optimizer}", f"scheduler={scheduler}")
-    assert optimizer.endswith(trainer.optimizer.lower()) and trainer.schedule.startswith(scheduler)
+    name = {"muon": "combined"}.get(optimizer, optimizer)  # of Muon and AdamW
+    assert name.endswith(trainer.optimizer.lower()) and trainer.schedule.startswith(scheduler)
 
 
 @pytest.mark.parametrize("loss", GROUPS["loss"])
@@ -1173,7 +1174,12 @@ def test_every_loss_trains(compose, tmp_path, loss):
 
 @pytest.mark.parametrize("model", GROUPS["model"])
 def test_every_model_trains(compose, tmp_path, model):
-    trained(compose, tmp_path, f"model={model}", "dataset.in_shape=[3,8,8]")
+    data = ["dataset.in_shape=[3,8,8]"]
+    if model == "gpt":
+        text = tmp_path / "text.txt"
+        text.write_text("to be or not to be\n" * 50, encoding="utf-8")
+        data = ["dataset=text", f"dataset.path={text}", "dataset.length=16"]
+    trained(compose, tmp_path, f"model={model}", *data)
 
 
 @pytest.mark.slow
@@ -1262,7 +1268,7 @@ def test_the_keys_are_the_constructors_arguments(group, option):
     handed = {
         "dataset": {"trained"},
         "model": {"in_shape", "num_classes"},
-        "optimizer": {"params", "fused", "foreach"},
+        "optimizer": {"params", "fused", "foreach", "module"},
         "scheduler": {"optimizer", "total_steps"},
     }.get(group, set())
     if group == "trainer":
@@ -1279,7 +1285,8 @@ def test_the_keys_are_the_constructors_arguments(group, option):
             assert keys <= arguments
         else:
             assert keys == arguments
-        assert (node.keys() >= {*settings.LOADER_KEYS}) == (group == "dataset")
+        loading = {*settings.LOADER_KEYS} - ({"augment"} if option == "text" else set())
+        assert (node.keys() >= loading) == (group == "dataset")
         assert node.get("_partial_", False) == (group in ("optimizer", "scheduler"))
 
 
