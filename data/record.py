@@ -95,8 +95,9 @@ class Data:
 
     @property
     def target_shape(self) -> tuple[int, ...]:
-        """The shape of a sample's classes: () for one class, (T,) for one per token, (H, W) for one
-        per pixel; () for what is no classification.
+        """The shape of a sample's classes, () for one class.
+
+        It is (T,) for one class per token, (H, W) for one per pixel, and () for other kinds.
         """
         return _target_shape(self.train) if self.kind == "classification" else ()
 

@@ -28,7 +28,7 @@ OPTIONAL = ("optuna", "hydra_plugins.hydra_optuna_sweeper")
 autodoc_mock_imports = [module for module in OPTIONAL if is_missing(module)]
 maximum_signature_line_length = 100
 # Nothing is fetched, so nothing is linked to the references of other projects.
-LIBRARIES = ("hydra", "hydra_plugins", "markupsafe", "omegaconf", "optuna", "torch")
+LIBRARIES = ("hydra", "hydra_plugins", "markupsafe", "numpy", "omegaconf", "optuna", "torch")
 MODULES = "|".join([*LIBRARIES, *sys.stdlib_module_names])
 UNIMPORTED = (
     "Axes|ChildFailedError|DTensor|Figure|Image|MicroBatches|Store"  # for type checkers only
