@@ -17,7 +17,8 @@ GROUPS = {
         for path in sorted(folder.glob("*.yaml"))
     }
     for folder in sorted(CONFIGS.iterdir())
-    if folder.is_dir() and folder.name not in ("trainer", "experiment", "callbacks", "hydra")
+    if any(folder.glob("*.yaml"))
+    and folder.name not in ("trainer", "experiment", "callbacks", "hydra")
 }
 TOP = yaml.safe_load((CONFIGS / "train.yaml").read_text(encoding="utf-8"))
 KEYS = [key for key in TOP if key not in ("defaults", "hydra", "checkpoint", "metrics")]
