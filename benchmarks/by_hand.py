@@ -129,7 +129,7 @@ def replay(job, clock):
 
 def resident(job):
     """(a function: epoch -> its batches, the test batches, steps per epoch) of uint8 images that lie on the device."""
-    from stoker.data.loader import permutation
+    from stoker.data.order import permutation
 
     if job.device != "cpu":
         fast_kernels()

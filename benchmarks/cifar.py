@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks import by_hand, work
 from benchmarks.ours import configured
-from stoker.data.loader import permutation
+from stoker.data.order import permutation
 from stoker.models.whitened_cnn import WhitenedCNN
 from stoker.trainer import optimizers, seeding
 from stoker.trainer.callbacks import Callback

@@ -192,7 +192,9 @@ def test_each_command_of_a_page_is_understood(page, monkeypatch):
                 for word in command[1:]
             ]
             words = [
-                word for word in words if not re.match(r"-m$|sweep|hydra|.*=(tag|choice)\(", word)
+                word
+                for word in words
+                if not re.match(r"-m$|sweep|hydra|.*=(tag|choice|range)\(", word)
             ]
             with hydra.initialize_config_dir(str(ROOT / "configs")):
                 config = hydra.compose("train", overrides=arguments.for_hydra(words))

@@ -49,7 +49,7 @@ FILES = {
     "model.safetensors",
     "model.md",
 }
-FILES |= {"evaluation.json"}
+FILES |= {"evaluation.json", "provenance"}
 
 
 class Returned(Callback):
