@@ -1,9 +1,11 @@
 """Pages and cards from templates/.
 
-The HTML pages stand alone: no script, no network, light and dark.
+The HTML pages stand alone: no network, light and dark, and no script but templates/script.js.
 """
 
+import base64
 import functools
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +44,22 @@ def render(template: str, **facts: Any) -> str:
 @functools.cache
 def templates() -> "jinja2.Environment":
     import jinja2
+    from markupsafe import Markup
 
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+    folder = Path(__file__).with_name("templates")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
         finalize=plain,
         autoescape=jinja2.select_autoescape(["html"]),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    script = (folder / "script.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.globals["script"] = Markup(script)
+    environment.globals["script_hash"] = f"sha256-{digest}"
+    return environment
 
 
 def plain(value: Any) -> Any:
