@@ -1,6 +1,7 @@
 """Pages and cards from templates/.
 
-The HTML pages stand alone: no network, light and dark, and no script but templates/script.js.
+The HTML pages stand alone: no network, light and dark, and one inline script, which the page allows
+by its hash. That of NAME.html is script.js, then NAME.js if there is one; its style likewise.
 """
 
 import base64
@@ -15,8 +16,9 @@ from stoker.trainer.errors import printable
 
 if TYPE_CHECKING:
     import jinja2
+    import markupsafe
 
-
+TEMPLATES = Path(__file__).with_name("templates")
 # '1,234', '60.6 %', '145.2 (the mean)', '3 of 40', or an empty cell.
 NUMBER = r"([-+]?\d[\d.,]*(e[-+]?\d+)?( %| \(the mean\)| of [\d,]+)?)?"
 
@@ -38,28 +40,43 @@ class Table:
 
 def render(template: str, **facts: Any) -> str:
     """Render a template of templates/. In HTML, all facts are escaped as text, except Markup."""
+    if template.endswith(".html"):
+        facts |= inline(template.removesuffix(".html"))
     return templates().get_template(template).render(facts)
+
+
+@functools.cache
+def inline(name: str) -> dict[str, "markupsafe.Markup"]:
+    """Return the script of a page, its hash for the content security policy, and the style."""
+    from markupsafe import Markup
+
+    script = source("script.js", f"{name}.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return {
+        "script": Markup(script),
+        "script_hash": Markup(f"sha256-{digest}"),
+        "style": Markup(source("style.css", f"{name}.css")),
+    }
+
+
+def source(*names: str) -> str:
+    """Return the text of those files of templates/ that exist."""
+    paths = [TEMPLATES / name for name in names]
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths if path.exists())
 
 
 @functools.cache
 def templates() -> "jinja2.Environment":
     import jinja2
-    from markupsafe import Markup
 
-    folder = Path(__file__).with_name("templates")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         finalize=plain,
         autoescape=jinja2.select_autoescape(["html"]),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    script = (folder / "script.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment.globals["script"] = Markup(script)
-    environment.globals["script_hash"] = f"sha256-{digest}"
-    return environment
 
 
 def plain(value: Any) -> Any:
