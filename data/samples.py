@@ -3,7 +3,6 @@
 The parts of a Data of kind "other". Only their order and their batches are known here.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -158,9 +157,8 @@ def make_loader(
         )
     if limit is None:
         return part
-    if shuffle:
-        return IterableLoader(part, steps_per_epoch=batches_in(part, limit, "train"))
-    return FirstBatches(part, batches_in(part, limit, "val"))
+    use = "train" if shuffle else "val"
+    return IterableLoader(part, steps_per_epoch=batches_in(part, limit, use))
 
 
 def batches_in(loader: Any, limit: Limit, part: str) -> int:
@@ -186,21 +184,6 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
         if length is not None and limit is not None:
             return max(1, round(limit * length))
     raise UserError(f"limit_{part}={limit}: this {type(loader).__name__} has no {lacks}")
-
-
-class FirstBatches:
-    """The first batches of a loader of your own."""
-
-    def __init__(self, loader: Any, count: int) -> None:
-        self.loader = loader
-        self.count = count
-        self.batch_size: int | None = getattr(loader, "batch_size", None)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self.loader, self.count)
 
 
 class SampleLoader(Ordered):

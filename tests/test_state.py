@@ -4,7 +4,6 @@ optimizer load.
 
 import copy
 import functools
-import math
 
 import pytest
 import torch
@@ -64,11 +63,10 @@ def at(path, value):
 
 
 GONE = object()
-LONG, NAN = 10**400, math.nan
-MOMENTS, GROUP = "optimizer/state/0", "optimizer/param_groups/0"
+GROUP = "optimizer/param_groups/0"
 NAMES = ("EMA", "Lookahead", "EarlyStopping", "Checkpoint")
 WRONG = [
-    *[at("step", value) for value in (-1, 2.5, "10", None, True, LONG, GONE, [10], torch.tensor(10))],
+    *[at("step", value) for value in (2.5, "10", None, True, GONE, [10], torch.tensor(10))],
     *[at("evaluation_due", value) for value in (GONE, 1, "no")],
     *[at(name, value) for name in ("model", "optimizer", "scheduler", "scaler") for value in (GONE, [], "x", None, 3)],
     *[at(f"model/{name}", GONE) for name in ("0.weight", "1.running_mean", "1.num_batches_tracked")],
@@ -76,35 +74,26 @@ WRONG = [
     at("model/0.weight", torch.ones(16, 6, dtype=torch.int64)),
     at("model/extra", torch.ones(1)),
     at("optimizer/state", []),
-    at("optimizer/state/99", {}),
-    at("optimizer/state/x", {"step": 1}),
-    at(MOMENTS, 3),
-    *[at(f"{MOMENTS}/{name}", GONE) for name in ("exp_avg", "exp_avg_sq", "step")],
-    *[at(f"{MOMENTS}/exp_avg", value) for value in (torch.ones(6, 16), torch.ones(96), torch.ones(1), 0.0, "x", None)],
-    *[at(f"{MOMENTS}/step", value) for value in ("x", torch.ones(2), torch.tensor(NAN), torch.tensor(-1.0), -1, LONG)],
-    at(f"{MOMENTS}/max_exp_avg_sq", torch.ones(16, 6)),
     at("optimizer/param_groups", []),
     at("optimizer/param_groups", {}),
     at(GROUP, "x"),
-    *[at(f"{GROUP}/lr", value) for value in (GONE, "0.1", NAN, math.inf, LONG, [0.1], torch.ones(2), None, True)],
-    *[at(f"{GROUP}/betas", value) for value in (GONE, 0.9, (0.9,), ("a", "b"), (0.9, NAN), "ab", None)],
+    *[at(f"{GROUP}/lr", value) for value in (GONE, "0.1", [0.1], torch.ones(2), None, True)],
+    *[at(f"{GROUP}/betas", value) for value in (GONE, 0.9, (0.9,), ("a", "b"), "ab", None)],
     *[at(f"{GROUP}/params", value) for value in (GONE, [0], [], "x", [[0], [1]], [torch.ones(2)])],
     *[at(f"{GROUP}/amsgrad", value) for value in (True, "x", None, 0)],
     *[at(f"{GROUP}/initial_lr", value) for value in (GONE, "x")],
-    *[at("scheduler/steps", value) for value in ("x", None, -math.inf, LONG, [1])],
+    *[at("scheduler/steps", value) for value in ("x", None, [1])],
     at("scheduler/other", 1),
-    *[at("scaler/scale", value) for value in (GONE, 0.0, -1.0, NAN, math.inf, "x", torch.ones(2))],
-    *[at("scaler/growth_interval", value) for value in (2.5, 0, "x", LONG)],
-    *[at("train_loss/total", value) for value in (GONE, "x", torch.ones(3), None, LONG)],
-    *[at("grad_norm/samples", value) for value in ("x", NAN, None)],
-    *[at("micro_batch/size", value) for value in ("x", [1], GONE)],
+    *[at("scaler/scale", value) for value in (GONE, "x", torch.ones(2))],
+    *[at("train_loss/total", value) for value in (GONE, "x", torch.ones(3), None)],
+    at("micro_batch/size", [1]),
     *[at("callbacks", value) for value in (GONE, [], "x")],
     *[at(f"callbacks/{name}", value) for name in NAMES for value in ([], 1)],
     *[at("callbacks/EMA/average/0.weight", value) for value in (GONE, torch.ones(1), torch.ones(16, 7), "x", 1.0)],
     *[at("callbacks/EMA/average", value) for value in (GONE, None, [], {})],
     *[at("callbacks/Lookahead/slow/1.running_var", value) for value in (GONE, torch.ones(3), torch.ones(()))],
     *[at("callbacks/Lookahead/step", value) for value in (GONE, "x", None)],
-    *[at("callbacks/EarlyStopping/waited", value) for value in (GONE, "x", None, [1], LONG)],
+    *[at("callbacks/EarlyStopping/waited", value) for value in (GONE, "x", None, [1])],
     *[at("callbacks/Checkpoint/best", value) for value in (GONE, 3, "x", [], {}, {"step": 1}, {"value": 1.0})],
     *[at("callbacks/Checkpoint/best/step", value) for value in (-1, 2.5, "1", None)],
     *[at("callbacks/EarlyStopping/best/value", value) for value in ("x", None, [1.0], GONE)],
@@ -133,10 +122,12 @@ def test_what_is_no_state_at_all_is_refused(tmp_path, value):
 
 def test_the_place_and_what_was_wanted_are_named(tmp_path, good):
     wrong = copy.deepcopy(good)
-    wrong["optimizer"]["state"][0]["exp_avg"] = torch.ones(3)
+    wrong["model"]["0.weight"] = torch.ones(3)
     with pytest.raises(UserError) as caught:
         trainer(tmp_path).load_state_dict(wrong)
-    place = "The checkpoint does not fit this optimizer: optimizer.state.0.exp_avg is a float32 tensor of shape (3,)"
+    place = (
+        "The checkpoint does not fit this model: model.0.weight is a float32 tensor of shape (3,)"
+    )
     assert str(caught.value) == f"{place}, not a float32 tensor of shape (16, 6)."
 
 
@@ -195,11 +186,7 @@ OPTIONS |= {"RMSprop": [{}, {"centered": True, "momentum": 0.9}], "LBFGS": [], "
         for options in OPTIONS.get(kind.__name__, [{}])
     ],
 )
-def test_the_state_of_each_optimizer_is_known_and_loads(kind, options):
-    """What a step on the meta device shows is what a real one leaves, and so a moment that is
-    missing is noticed.
-    """
-
+def test_the_state_of_each_optimizer_loads(kind, options):
     def build():
         torch.manual_seed(0)
         matrices = [torch.nn.Parameter(torch.randn(4, 5)), torch.nn.Parameter(torch.randn(3, 2))]
@@ -225,18 +212,6 @@ def test_the_state_of_each_optimizer_is_known_and_loads(kind, options):
     step(one)
     step(other)
     assert_same(other.state_dict(), one.state_dict())
-    for index, moments in saved["state"].items():
-        for name in moments:
-            wrong = copy.deepcopy(saved)
-            del wrong["state"][index][name]
-            with pytest.raises(UserError, match=f"optimizer.state.{index}.{name} is missing"):
-                state.check(build(), wrong, "optimizer")
-            if isinstance(moments[name], torch.Tensor):
-                wrong["state"][index][name] = torch.ones(*moments[name].shape, 2)
-                with pytest.raises(
-                    UserError, match=f"optimizer.state.{index}.{name} is a float32 tensor"
-                ):
-                    state.check(build(), wrong, "optimizer")
 
 
 def test_an_optimizer_of_ones_own_loads_what_it_saved(tmp_path):

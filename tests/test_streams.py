@@ -1,5 +1,6 @@
 """Data without a length, batches that are added up, and a state carried from batch to batch."""
 
+import copy
 import functools
 import itertools
 import random
@@ -104,16 +105,30 @@ def test_a_stream_is_trained_like_data_with_a_length():
     assert [row["step"] for row in rows[0] if "val/loss" in row] == [8, 16, 24]
 
 
+def numbered():
+    """Samples and their targets."""
+    numbers = torch.arange(SAMPLES)
+    return numbers[:, None] / torch.arange(1, 7), numbers % 3
+
+
 def collated(numbers):
     """A batch of samples without a stream, with noise as well."""
     targets = torch.tensor(numbers) % 3
     return targets[:, None] + torch.rand(len(numbers), 6) + random.random(), targets
 
 
+class TooShort(list):
+    """Batches whose length is wrong: an epoch ends in the middle of a pass."""
+
+    def __len__(self):
+        return 3
+
+
 READINGS = {
     "without a state": loader,
     "with a state": lambda: StatefulLoader(Stream(), 5),
     "with a length": lambda: DataLoader(range(SAMPLES), 5, shuffle=True, collate_fn=collated),
+    "with too short a length": lambda: TooShort(DataLoader(TensorDataset(*numbered()), 5)),
     "in epochs": lambda: IterableLoader(loader(), steps_per_epoch=3),
     "in epochs with a state": lambda: IterableLoader(
         StatefulLoader(Stream(), 5), steps_per_epoch=3
@@ -218,7 +233,6 @@ def test_a_state_that_no_checkpoint_holds_is_refused(tmp_path):
     "place",
     [
         3,
-        {"passes": -1, "number": 0},
         {"passes": 0, "number": 0.5},
         {"passes": 0, "number": 1, "loader": {"given": 1}, "generator": torch.zeros(3)},
         {"passes": 0, "number": 1, "loader": {}, "generator": torch.get_rng_state()},
@@ -227,10 +241,11 @@ def test_a_state_that_no_checkpoint_holds_is_refused(tmp_path):
 def test_a_place_that_no_reading_has_is_refused(place):
     trainer = make_trainer(max_steps=2)
     trainer.fit(StatefulLoader(Stream(), 5))
+    fresh = make_trainer(max_steps=4)
+    before = copy.deepcopy(fresh.module.state_dict())
     with pytest.raises(UserError, match="The checkpoint does not fit"):
-        make_trainer(max_steps=4).fit(
-            StatefulLoader(Stream(), 5), resume={**trainer.state_dict(), "loader": place}
-        )
+        fresh.fit(StatefulLoader(Stream(), 5), resume={**trainer.state_dict(), "loader": place})
+    assert_same(fresh.module.state_dict(), before)
 
 
 # Accumulation over batches of the loader

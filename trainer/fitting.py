@@ -63,9 +63,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     if resume is not None:
         before = frozen(trainer.module)
         state = checkpoint.to_resume(resume)
-        trainer.go_on_from(state)
-        if isinstance(loader, IterableLoader):
-            loader.load_state_dict(state.get("loader", {}))
+        trainer.go_on_from(state, loader)
         if not any(isinstance(callback, Freeze) for callback in trainer.callbacks):
             warn_of_frozen(trainer.module, before)
         trainer.steps_per_epoch = steps_per_epoch  # the checkpoint's number has replaced it

@@ -318,8 +318,10 @@ class IterableLoader(Seekable):
         place = self.place
         if place is None:
             return {}
-        if self.length_is_exact and place.number == length_of(self.loader):
-            return {"passes": place.passes + 1, "number": 0}  # without reading this pass again
+        # A DataLoader knows its length, so that a resume need not read this pass to its end again.
+        is_exact = self.length_is_exact and isinstance(self.loader, DataLoader)
+        if is_exact and place.number == len(self.loader):
+            return {"passes": place.passes + 1, "number": 0}
         state: dict[str, Any] = {"passes": place.passes, "number": place.number}
         if self.is_stateful:
             state["generator"] = place.generator
@@ -340,9 +342,7 @@ class IterableLoader(Seekable):
             return
         require(isinstance(state, dict), state, "a dict", "loader")
         for name in ("passes", "number"):
-            count = state.get(name)
-            fits = type(count) is int and 0 <= count < 2**63
-            require(fits, count, "a number of batches", f"loader.{name}")
+            require(type(state.get(name)) is int, state.get(name), "a number", f"loader.{name}")
         place = Place(state["passes"], drop=state["number"])
         if self.is_stateful and "loader" in state:
             check_like(state.get("generator"), torch.get_rng_state(), "loader.generator")

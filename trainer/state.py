@@ -1,30 +1,27 @@
 """Compare a state with the part of a training that it is for, before anything is loaded."""
 
-import collections
-import contextlib
-import copy
 import inspect
-import math
 from typing import Any, NoReturn
 
 import torch
 
 from stoker.trainer import launch
-from stoker.trainer.combined import parts
 from stoker.trainer.errors import UserError, first_few
 
 # How an optimizer works, not what it computes: a GPU's checkpoint has others than the CPU needs.
 WAYS = ("foreach", "fused", "capturable")
 ANYTHING = object()
+# Parts whose state has a form that is known.
+OURS = ("train_loss", "grad_norm", "micro_batch")
 
 
 def check(part: Any, state: Any, name: str) -> None:
-    """Compare the state of a part of a training with the part; change nothing.
+    """Compare the form of a state with that of the part it is for; change nothing.
 
-    The state of a part that makes its own form of it (a custom optimizer, say) is not looked into.
+    A part with its own form of state, such as a custom optimizer, is not looked into.
 
     Raises:
-        UserError: The state is another part's, or one that no training has written.
+        UserError: The state belongs to another model, optimizer or schedule.
     """
     if isinstance(part, torch.optim.Optimizer):
         if has_usual_state(part):
@@ -35,14 +32,9 @@ def check(part: Any, state: Any, name: str) -> None:
             if not isinstance(value, torch.Tensor):
                 like[key] = ANYTHING
         check_like(state, like, name)
-    elif isinstance(part, torch.amp.GradScaler):
-        check_scaler(part, state, name)
-    elif name in ("train_loss", "grad_norm"):
-        # nan: the mean of a diverged training is not finite.
-        check_like(state, {"total": math.nan, "samples": 0, "weight": 0.0}, name)
     elif name == "scheduler":
         check_scheduler(part, state, name)
-    elif name == "micro_batch":
+    elif name in OURS or (name == "scaler" and part.is_enabled()):
         check_like(state, part.state_dict(), name)
 
 
@@ -70,23 +62,13 @@ def warn_of_frozen(module: torch.nn.Module, before: list[str]) -> None:
             launch.warn(f"Restored from the checkpoint: {shown_names} {verb} {change}.")
 
 
-def check_frozen(module: torch.nn.Module, names: list[Any]) -> None:
-    """Raise UserError unless these are names of parameters."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name in names:
-        require(isinstance(name, str) and name in parameters, name, "a parameter's name", "frozen")
-
-
 def check_like(state: Any, like: Any, name: str) -> None:
     """Compare a nesting with one of the right form: keys, lengths, shapes, numbers for numbers.
 
     Raises:
         UserError: They differ; it names the place.
     """
-    if isinstance(like, torch.Tensor):
-        if not torch.nn.parameter.is_lazy(like) and not is_like_tensor(state, like):
-            refuse(state, shown(like), name)
-    elif isinstance(like, dict):
+    if isinstance(like, dict):
         require(isinstance(state, dict), state, "a dict", name)
         for key in [*like, *state]:
             place = f"{name}.{str(key)[:80]}"
@@ -100,13 +82,14 @@ def check_like(state: Any, like: Any, name: str) -> None:
         require(fits, state, f"a list of {len(like)}", name)
         for i, item in enumerate(like):
             check_like(state[i], item, f"{name}.{i}")
-    elif isinstance(like, bool):
-        require(isinstance(state, bool), state, "true or false", name)
-    elif isinstance(like, str):
-        require(isinstance(state, str), state, "a text", name)
-    elif isinstance(like, (int, float)):
-        fits = is_number(state, finite=math.isfinite(like))
-        require(fits, state, "a number", name)
+    elif torch.nn.parameter.is_lazy(like):
+        pass
+    elif isinstance(like, torch.Tensor) and like.ndim:
+        require(is_like_tensor(state, like), state, shown(like), name)
+    elif isinstance(like, (bool, str)):
+        require(type(state) is type(like), state, f"of type {type(like).__name__}", name)
+    elif isinstance(like, (int, float, torch.Tensor)):
+        require(is_number(state), state, "a number", name)
     elif like is None:
         fits = state is None or isinstance(state, bool) or is_number(state)
         require(fits, state, "null or a number", name)
@@ -119,6 +102,13 @@ def is_like_tensor(state: Any, like: torch.Tensor) -> bool:
         and state.shape == like.shape
         and state.is_floating_point() == like.is_floating_point()
     )
+
+
+def is_number(value: Any) -> bool:
+    """Return whether this is one number, in a tensor or not."""
+    if isinstance(value, torch.Tensor):
+        return not value.ndim
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
@@ -148,97 +138,28 @@ def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
             )
 
 
-def check_scaler(scaler: torch.amp.GradScaler, state: Any, name: str) -> None:
-    """Raise UserError for numbers that no scaler has; a disabled one loads none."""
-    if not scaler.is_enabled():
-        return
-    like = scaler.state_dict()
-    check_like(state, like, name)
-    for key, value in like.items():
-        kind = type(value)
-        may_be_0 = key == "_growth_tracker"
-        fits = type(state[key]) is kind and (state[key] > 0 or (may_be_0 and not state[key]))
-        require(fits, state[key], f"a {kind.__name__} above 0", f"{name}.{key}")
-
-
 def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, name: str) -> None:
-    """Compare a state of torch's form; torch itself compares only the numbers of parameters."""
-    like = optimizer.state_dict()
-    groups = like["param_groups"]
-    form = {"state": ANYTHING, "param_groups": [ANYTHING] * len(groups)}
-    check_like(state, form, name)
+    """Compare the parameter groups, of which torch itself compares only the lengths."""
+    groups = optimizer.state_dict()["param_groups"]
+    check_like(state, {"state": ANYTHING, "param_groups": [ANYTHING] * len(groups)}, name)
+    require(isinstance(state["state"], dict), state["state"], "a dict", f"{name}.state")
     for i, group in enumerate(groups):
         check_group(state["param_groups"][i], group, f"{name}.param_groups.{i}")
-    require(
-        isinstance(state["state"], dict),
-        state["state"],
-        "a dict",
-        f"{name}.state",
-    )
-    count = sum(len(group["params"]) for group in groups)
-    present = {index: moments for index, moments in like["state"].items() if moments}
-    expected = {**expected_moments(optimizer), **present}
-    for index, moments in state["state"].items():
-        place = f"{name}.state.{str(index)[:80]}"
-        fits = type(index) is int and index in range(count) and isinstance(moments, dict)
-        require(
-            fits,
-            moments,
-            f"the state of one of {count} parameters",
-            place,
-        )
-        if index in expected:
-            check_like(moments, loosely(expected[index]), place)
-        step = moments.get("step", 0)
-        if is_number(step):
-            require(step >= 0, step, "a number of steps", f"{place}.step")
 
 
 def check_group(group: Any, like: dict[str, Any], place: str) -> None:
     """Compare one parameter group: the same parameters, switches and texts, numbers for numbers."""
     require(isinstance(group, dict), group, "a dict", place)
     for key, value in like.items():
+        if key in WAYS:
+            continue
         where = f"{place}.{key}"
         if key not in group:
             refuse("missing", None, where)
-        if key in WAYS:
-            continue
-        if key in ("params", "param_names") or isinstance(value, (bool, str)):
+        if key == "params" or isinstance(value, (bool, str)):
             require(repr(group[key]) == repr(value), group[key], value, where)
         else:
-            check_like(group[key], loosely(value), where)
-
-
-def expected_moments(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """Return {index of a parameter: what one of torch's optimizers keeps for it}.
-
-    A copy of the optimizer takes a first step on the meta device, where tensors have no memory.
-    """
-    expected: dict[int, dict[str, Any]] = {}
-    for part in parts(optimizer):
-        if not type(part).__module__.startswith("torch.optim"):
-            return {}
-        twin = copy.copy(part)
-        twin.state = collections.defaultdict(dict)
-        # Without torch's wrappers, which import its compiler: a second.
-        step = inspect.unwrap(type(part).step)
-        for group in part.param_groups:
-            stand_ins = []
-            for parameter in group["params"]:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                stand_in = torch.nn.Parameter(empty)
-                stand_in.grad = empty
-                stand_ins.append(stand_in)
-            twin.param_groups = [{**group, **dict.fromkeys(WAYS, False), "params": stand_ins}]
-            # Some read a number, after they have made their state; SparseAdam needs sparse
-            # gradients, and LBFGS a closure; Adagrad of older torch makes its state in the
-            # constructor.
-            with torch.no_grad(), contextlib.suppress(RuntimeError, KeyError, TypeError):
-                step(twin)
-            for parameter, stand_in in zip(group["params"], stand_ins, strict=True):
-                moments = twin.state[stand_in] or optimizer.state.get(parameter, {})
-                expected[len(expected)] = moments
-    return {index: moments for index, moments in expected.items() if moments}
+            check_like(group[key], value, where)
 
 
 def has_usual_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -246,31 +167,6 @@ def has_usual_state(optimizer: torch.optim.Optimizer) -> bool:
     kind = type(optimizer)
     usual = torch.optim.Optimizer
     return kind.state_dict is usual.state_dict and kind.load_state_dict is usual.load_state_dict
-
-
-def loosely(value: Any) -> Any:
-    """Return 0.0 for each number, in a tensor or not: one may stand for the other."""
-    if isinstance(value, dict):
-        return {key: loosely(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [loosely(item) for item in value]
-    if isinstance(value, torch.Tensor):
-        return value if value.ndim else 0.0
-    is_plain_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return 0.0 if is_plain_number else value
-
-
-def is_number(value: Any, finite: bool = True) -> bool:
-    """Return whether this is one real number, in a tensor or not, that torch can hold."""
-    if isinstance(value, torch.Tensor):
-        if value.ndim or value.is_complex():
-            return False
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    if isinstance(value, int):
-        return abs(value) < 2**63
-    return math.isfinite(value) or not finite
 
 
 def require(fits: bool, value: Any, wanted: Any, name: str) -> None:

@@ -11,10 +11,17 @@ from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import IterableLoader
 from stoker.trainer.micro_batch import MicroBatch
-from stoker.trainer.state import check, check_frozen, freeze, frozen, refuse
+from stoker.trainer.state import check, freeze, frozen, require
 from stoker.trainer.window import Window
 
 COUNTS = ("step", "steps_per_epoch", "epochs_before")
+# The types of what every checkpoint holds.
+KINDS = {
+    **dict.fromkeys(COUNTS, int),
+    "evaluation_due": bool,
+    "callbacks": dict,
+    "frozen": list,
+}
 
 
 class Stateful:
@@ -108,14 +115,18 @@ class Stateful:
         self.load_state_dict(checkpoint.to_load(path))
         self.epochs_before = max(self.epochs_before, begun)  # the next fit replays none of them
 
-    def load_state_dict(self, state: Any) -> None:
-        """Load what `state_dict` returned.
+    def load_state_dict(self, state: Any, loader: Any = None) -> None:
+        """Load what `state_dict` returned, also into the loader of a fit that is about to begin.
 
         Raises:
             UserError: The state is that of another model or optimizer. Nothing has been loaded.
             TrainingError: It was written by another Trainer. Nothing has been loaded.
         """
         self.check_state(state)
+        if loader is None:
+            loader = self.train_loader
+        if isinstance(loader, IterableLoader):
+            loader.load_state_dict(state.get("loader", {}))
         for name, part in self.stateful().items():
             try:
                 checkpoint.restore(part, state[name])
@@ -132,36 +143,25 @@ class Stateful:
             setattr(self, name, state[name])
         self.evaluation_due = state["evaluation_due"]
         self.carried = copies.move(state.get("carried", {}), self.device)
-        if isinstance(self.train_loader, IterableLoader):
-            self.train_loader.load_state_dict(state.get("loader", {}))
 
-    def go_on_from(self, state: Any) -> None:
+    def go_on_from(self, state: Any, loader: Any = None) -> None:
         """Load a state and freeze what was frozen in it: the next step is the one after it."""
-        self.load_state_dict(state)
+        self.load_state_dict(state, loader)
         freeze(self.module, state["frozen"])
 
     def check_state(self, state: Any) -> None:
         """Look at all of a state before any of it is loaded."""
         trainer: Any = self  # for the callbacks
         parts = self.stateful()
-        kinds: dict[str, type] = {"evaluation_due": bool, "callbacks": dict, "frozen": list}
-        for name in [*COUNTS, *kinds, *parts]:
+        for name in [*KINDS, *parts]:
             if not isinstance(state, dict) or name not in state:
                 raise TrainingError(
                     f"The checkpoint has no {name!r}: it was written by another Trainer."
                 )
-        for name, kind in kinds.items():
-            if not isinstance(state[name], kind):
-                refuse(state[name], f"of type {kind.__name__}", name)
-        for name in COUNTS:
-            count = state[name]
-            if type(count) is not int or not 0 <= count < 2**63:
-                refuse(count, f"a number of {name.partition('_')[0].rstrip('s')}s", name)
+        for name, kind in KINDS.items():
+            require(type(state[name]) is kind, state[name], f"of type {kind.__name__}", name)
         for name, part in parts.items():
             check(part, state[name], name)
-        check_frozen(self.module, state["frozen"])
-        if not isinstance(state.get("carried", {}), dict):
-            refuse(state["carried"], "of type dict", "carried")
         for name, callback in self.named_callbacks().items():
             if name in state["callbacks"]:
                 callback.check_state(trainer, state["callbacks"][name], f"callbacks.{name}")

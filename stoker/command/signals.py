@@ -24,7 +24,6 @@ def listen() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, hear)
-    sys.unraisablehook = end_unheard
 
 
 @contextlib.contextmanager
@@ -43,7 +42,6 @@ def heard(resume: str) -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        sys.unraisablehook = sys.__unraisablehook__
         ready = False
         resume_command = None
         told = False
@@ -78,13 +76,6 @@ def print_advice(text: str) -> None:
     global told
     print(text, file=sys.stderr, flush=True)
     told = True
-
-
-def end_unheard(unraisable: "sys.UnraisableHookArgs") -> None:
-    """End the process if Interrupted came up in a finalizer, which would swallow it."""
-    if isinstance(unraisable.exc_value, Interrupted):
-        os._exit(exit_code())
-    sys.__unraisablehook__(unraisable)
 
 
 @contextlib.contextmanager
