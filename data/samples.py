@@ -17,7 +17,7 @@ from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers, whole_
 from stoker.trainer import launch
 from stoker.trainer.copies import UNIFIED
 from stoker.trainer.errors import UserError, cause, kind_of
-from stoker.trainer.loading import IterableLoader, length_of
+from stoker.trainer.loading import IterableLoader, length_of, name_of
 from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
 
 AHEAD = 2  # batches that each worker prepares
@@ -102,12 +102,14 @@ def is_labelled(part: Any) -> bool:
 def loader_line(data: Data) -> str:
     """Return the line on what a training loader of your own cannot promise; "" for our own."""
     part = data.train
-    is_stateful = hasattr(part, "load_state_dict")
-    if data.kind != "other" or has_samples(part) or is_stream(part) or is_stateful:
+    if data.kind != "other" or has_samples(part) or is_stream(part):
+        return ""
+    loader = IterableLoader(part)
+    if loader.is_stateful or not loader.length_is_exact:  # `fit` warns of a stream
         return ""
     return (
-        f"loader   train is your own {type(part).__name__}: a resume reads it again up to where it "
-        "stood, and is exact only if its batches follow from the global seeds"
+        f"loader   train is your own {loader.name}: a resume reads it again up to where it stopped,"
+        " and is exact only if its batches follow from the global seeds"
     )
 
 
@@ -183,7 +185,7 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
         lacks = "len(). Type a number of samples."
         if length is not None and limit is not None:
             return max(1, round(limit * length))
-    raise UserError(f"limit_{part}={limit}: this {type(loader).__name__} has no {lacks}")
+    raise UserError(f"limit_{part}={limit}: {name_of(loader)} has no {lacks}")
 
 
 class SampleLoader(Ordered):

@@ -279,6 +279,8 @@ class Table:
     def _texts(self, name: str, column: Any) -> Texts:
         """Return a column as a csv file of this notation has it; UserError for lists and bytes."""
         try:
+            if pyarrow.types.is_timestamp(column.type) and column.type.tz:
+                column = column.cast(pyarrow.timestamp(column.type.unit, "UTC"))
             texts = column.cast(pyarrow.string())
         except pyarrow.ArrowException:
             advice = f"Type dataset.ignore=[{name}]."
@@ -448,10 +450,17 @@ class Table:
         few = count <= max(1, FEW * present)
         distinct = texts.unique().drop_null().to_pylist()
         notation = None if few else fitting(distinct, FEW_KINDS)
-        if notation is not None:
+        is_decided = self.notation.decimal == ","
+        if notation is not None and not (is_decided and notation.decimal == "."):
             raise UserError(
                 f"{where} has numbers in another notation, such as {first!r} in line "
                 f"{FIRST + place}.\nType {notation.settings()}{instead}."
+            )
+        swapped = Notation("." if self.notation.decimal == "," else ",")
+        if swapped.numbers(texts.filter(pyarrow.array(odd.numpy()))).null_count == 0:
+            raise UserError(
+                f"{where} has {first!r} in line {FIRST + place}, in another notation than other "
+                f"numbers of the file.\nWrite one notation everywhere, such as 1234.5{instead}."
             )
         are_mistakes = count < present / 2 and (few or len(distinct) > FEW_KINDS)
         return are_mistakes, f"{count} of {present} values {are} {first!r} in line {FIRST + place}"
@@ -460,7 +469,7 @@ class Table:
         """Warn of a column of numbers that tells nothing about the target."""
         is_whole = (amounts == amounts.floor()).all()
         if amounts.min() == amounts.max():
-            reason = "has one value only, and says nothing"
+            reason = "has one value only, as far as a float64 can tell, and says nothing"
         elif len(amounts) >= FEWEST_ROWS and is_whole and (amounts.diff() > 0).all():
             reason = "counts the rows, and a number of that kind says nothing of a new row"
         else:

@@ -1,5 +1,6 @@
 """torchvision's transforms, applied to each training sample as it is read."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,8 +33,8 @@ class PerSample:
 
     What is drawn for a sample depends on the seed, the epoch and its index alone, in any batch of
     any process. Pixels of a mask that come from outside the image are ignored by the loss. A split
-    with `originals(indices)`, images of any size, gives those if the transforms set the size, as
-    RandomResizedCrop does.
+    with `originals(indices)`, images of any size, gives those if a RandomResizedCrop or a Resize is
+    among the transforms.
     """
 
     def __init__(self, transforms: Sequence[Any], in_shape: Sequence[int], seed: int) -> None:
@@ -49,17 +50,12 @@ class PerSample:
         self.sets_size = self._sets_size()
 
     def _sets_size(self) -> bool:
-        """Return whether an image of another size gets the right one."""
-        channels, height, width = self.in_shape
-        larger = torch.zeros(channels, 2 * height + 1, 2 * width + 2, dtype=torch.uint8)
-        states = random_states(CPU)
-        try:
-            inputs, _ = self.apply(larger, torch.tensor(0))
-        except UserError:
-            return False  # the first sample will tell
-        finally:
-            set_random_states(states)
-        return inputs.shape == self.in_shape
+        """Return whether images are resized here, and not only cut, as by RandomCrop."""
+        from torchvision.transforms import v2
+
+        resizes = (v2.RandomResizedCrop, v2.Resize)
+        modules = itertools.chain.from_iterable(step.modules() for step in self.transforms)
+        return any(isinstance(module, resizes) for module in modules)
 
     def read(self, split: Any, epoch: int, indices: list[int]) -> tuple[Tensor, Tensor]:
         """Return (inputs, targets) of these samples, transformed as in this epoch."""

@@ -205,6 +205,16 @@ EARLY = [  # what is typed; what the answer names; what it suggests
         "one of: basic",
     ),
     ("model", "error: model: this is not understood.", "key=value, as in epochs=3"),
+    (
+        "dataset=csv dataset.decimal=,",
+        "error: dataset.decimal=,: this is not understood.",
+        "\"dataset.decimal=','\".",
+    ),
+    (
+        "dataset.augment.0._target_=torchvision.transforms.v2.Resize",
+        "error: dataset.augment[0]: there is no such entry.",
+        "Type the whole list: 'dataset.augment=[...]'.",
+    ),
     ("epochs=${nope}", "error: epochs=${nope}: there is no key nope", ""),
     ("~model", "error: model: every run needs this key.", "Leave out ~model."),
     ("~seed", "error: seed: every run needs this key.", "Leave out ~seed."),

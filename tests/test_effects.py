@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from stoker.command import compatible
 from stoker.data.datasets import Data, TensorSplit
 from stoker.tasks import parts
-from stoker.tasks.effects import check_effects
+from stoker.tasks.effects import check_decided, check_effects
 from stoker.trainer import schedules
 from stoker.trainer.errors import UserError
 
@@ -53,6 +53,23 @@ def test_a_warmup_is_shorter_than_the_training():
 def test_what_would_change_nothing_is_refused(processed, typed, message):
     with pytest.raises(UserError, match=message):
         check(processed(*SMALL, "dataset.num_classes=10", *typed.split()))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "by", "other"),
+    [
+        ("limit_train", 0.5, "steps_per_epoch", 7),
+        ("dataset.val_fraction", 0.3, "dataset.folds", 5),
+    ],
+)
+def test_of_two_settings_for_one_thing_one_is_refused(key, value, by, other):
+    cfg = OmegaConf.create({"dataset": {}})
+    OmegaConf.update(cfg, key, value)
+    check_decided(cfg, {key})
+    OmegaConf.update(cfg, by, other)
+    check_decided(cfg, {by})  # `key` is a default
+    with pytest.raises(UserError, match=f"{key}={value}: {by}={other} decides this"):
+        check_decided(cfg, {key, by})
 
 
 def test_a_metric_of_a_config_file_is_not_refused(processed):

@@ -15,9 +15,11 @@ from conftest import assert_same, make_trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from stoker import Trainer
+from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import make_loaders
 from stoker.data.record import fingerprint
 from stoker.data.samples import SampleLoader, data_of, make_loader
+from stoker.runs import examine
 from stoker.trainer import checkpoint
 from stoker.trainer.callbacks import Checkpoint
 from stoker.trainer.errors import TrainingError, UserError
@@ -253,7 +255,7 @@ def test_what_is_no_part_is_refused(parts, message):
         ({"augment": ["flip"]}, r"dataset\.augment: only data whose inputs are known"),
         ({"resident": True}, r"dataset\.resident: only data"),
         ({"limit_train": 30}, "limit_train=30: there are only 23 samples"),
-        ({"limit_val": 0.5}, r"limit_val=0\.5: this DataLoader has no len\(\)\. Type a number"),
+        ({"limit_val": 0.5}, r"limit_val=0\.5: Stream has no len\(\)\. Type a number"),
     ],
 )
 def test_settings_that_these_data_cannot_have(options, message):
@@ -311,3 +313,16 @@ def test_a_killed_run_goes_on_with_any_number_of_workers(forks, tmp_path):
     assert_same(states[0]["model"], states[1]["model"])
     result = json.loads((tmp_path / "whole" / "result.json").read_text())
     assert result["best"]["name"] == "hard/loss"
+
+
+def test_chance_is_that_of_the_samples_that_limit_val_chooses():
+    labels = (torch.arange(40) % 3 == 0).long()
+    parts = [TensorSplit(torch.randn(40, 4), labels) for _ in range(2)]
+    data = Data("tensors", *parts, None, (4,), 2)
+    (_, loader, _), _ = make_loaders(data, batch_size=4, limit_val=7)
+    examination = examine.Classes("val", loader, data)
+    for inputs, targets in loader:
+        examination.update(inputs[:, :2], targets)
+    examination.compute()
+    counts = labels[loader.order(0)].bincount()
+    assert examination.evaluation.chance == counts.max().item() / 7

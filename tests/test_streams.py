@@ -198,7 +198,7 @@ def test_workers_read_each_sample_once():
 @pytest.mark.parametrize(
     ("train", "settings", "words"),
     [
-        (loader(), {"epochs": 2}, "DataLoader has no len"),
+        (loader(), {"epochs": 2}, "Stream has no len"),
         ((batch for batch in loader()), {"max_steps": 9}, "generator, gives no batch when it is"),
         (iter(()), {"max_steps": 9}, "gives no batch"),
         (IterableLoader(loader(), accumulate=2), {"max_steps": 9, "micro_batch": 2}, "micro_batch"),
@@ -211,7 +211,7 @@ def test_what_cannot_be_read_is_refused(train, settings, words):
 
 def test_what_a_checkpoint_cannot_do_is_said_before_the_training(tmp_path, caplog):
     make_trainer(callbacks=[Checkpoint(tmp_path / "a")], max_steps=2).fit(loader())
-    assert "no state_dict: to resume is to read it from its start" in caplog.text
+    assert "its loader keeps no state, so a resume reads it again" in caplog.text
     assert "Checkpoint(every=N)" in caplog.text
     caplog.clear()
     saver = Checkpoint(tmp_path / "b", every=1)

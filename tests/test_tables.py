@@ -4,6 +4,7 @@ import csv
 import datetime
 import io
 import re
+import statistics
 
 import pytest
 import torch
@@ -791,8 +792,29 @@ def test_a_column_that_has_one_value_is_named(table, caplog):
     lines = [f"{i % 7},{i * i % 11},2" for i in range(60)]
     table("rooms,price,floor\n" + "\n".join(lines), target="price", kind="regression")
     [record] = caplog.records
-    said = "'floor' has one value only, and says nothing. Leave it out: dataset.ignore=[floor]."
-    assert record.getMessage().endswith(said)
+    said = "one value only, as far as a float64 can tell, and says nothing. Leave it out: "
+    assert record.getMessage().endswith(f"'floor' has {said}dataset.ignore=[floor].")
+
+
+@pytest.mark.parametrize(
+    ("values", "decimal", "line"),
+    [(["3,4", "17.61", "2"], ".", 2), (["3.4", "17.5", "2.1"], ",", 2), (["2.5", "3,4"], ".", 3)],
+)
+def test_two_decimal_signs_in_a_file_are_refused(table, values, decimal, line):
+    lines = [f"{values[i % len(values)]};{i % 7};{'ab'[i % 2]}" for i in range(60)]
+    with pytest.raises(UserError, match=f"line {line}, in another notation than other numbers"):
+        table("x;z;y\n" + "\n".join(lines), target="y", delimiter=";", decimal=decimal)
+
+
+def test_moments_of_any_time_zone_count_in_utc(tmp_path):
+    moments = [datetime.datetime(2024, 1, 1 + i, 1) for i in range(20)]
+    zoned = pyarrow.array(moments, pyarrow.timestamp("us", "UTC"))
+    columns = {"y": ["a", "b"] * 10, "t": zoned.cast(pyarrow.timestamp("us", "Europe/Paris"))}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    path = str(tmp_path / "t.parquet")
+    [column] = tables.csv(path, "y", val_fraction=0, test_fraction=0).table["columns"]
+    seconds = [moment.replace(tzinfo=datetime.timezone.utc).timestamp() for moment in moments]
+    assert column["mean"] == pytest.approx(statistics.mean(seconds) / 86_400)
 
 
 def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):

@@ -21,6 +21,7 @@ from stoker.data.loader import DeviceLoader, HostLoader, make_loaders, resident_
 from stoker.data.record import fingerprint
 from stoker.models.gpt import GPT, Past
 from stoker.runs import report
+from stoker.runs.inference import Trained
 from stoker.runs.samples import Samples, write_on
 from stoker.trainer import checkpoint, losses
 from stoker.trainer.callbacks import Callback
@@ -78,6 +79,12 @@ def test_windows_are_slices_of_the_text(file, form):
         assert_same(part.tensors(), (inputs, targets))
     about = data.description()
     assert is_description(json.loads(json.dumps(about)))
+    trained = Trained(GPT((16,), data.num_classes, layers=1, width=8), about).eval()
+    for length in (1, 16):
+        tokens = data.train[[0]][0][:, :length]
+        assert torch.equal(trained(tokens), trained.module(tokens))
+    with pytest.raises(UserError, match=r"the model takes a torch.Tensor, \(N, 16\)"):
+        trained(torch.zeros(1, 17, dtype=torch.int64))
     written = texts.decode(ids, about)
     assert written == (file.read_text("utf-8") if "s" in form[4:] else " ".join(map(str, ids)))
     assert texts.encode(written, about) == ids

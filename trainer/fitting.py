@@ -108,8 +108,8 @@ def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
         return
     if not loader.is_stateful:
         launch.warn(
-            f"{loader.name} has no state_dict: to resume is to read it from its start and to drop "
-            "what was trained on. torchdata's StatefulDataLoader goes on where it stood."
+            f"{loader.name}: its loader keeps no state, so a resume reads it again from the start "
+            "and drops what was trained on.\ntorchdata's StatefulDataLoader resumes where it stood."
         )
     if trainer.steps_per_epoch == trainer.total_steps and not any(s.every for s in savers):
         launch.warn(

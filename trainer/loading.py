@@ -53,6 +53,13 @@ def length_of(iterable: Any) -> int | None:
         return None
 
 
+def name_of(loader: Any) -> str:
+    """Return the class to speak of: the loader's, or that of the stream in a plain DataLoader."""
+    if type(loader) is DataLoader and isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return type(loader.dataset).__name__
+    return type(loader).__name__
+
+
 def epoch_length(loader: Any, max_steps: int | None) -> int:
     """Return the steps of an epoch: `max_steps`, the whole training, if the loader has no length.
 
@@ -64,7 +71,7 @@ def epoch_length(loader: Any, max_steps: int | None) -> int:
     if steps is None and is_read_in_order:
         steps = max_steps
     if steps is None:
-        name = loader.name if isinstance(loader, IterableLoader) else type(loader).__name__
+        name = loader.name if isinstance(loader, IterableLoader) else name_of(loader)
         advice = "Give it a __len__ method."
         if is_read_in_order:
             advice = (
@@ -192,7 +199,7 @@ class IterableLoader(Seekable):
         steps_per_epoch: int | None = None,
         accumulate: int = 1,
     ) -> None:
-        self.name = type(loader).__name__
+        self.name = name_of(loader)
         if not hasattr(loader, "__iter__"):
             raise UserError(f"{self.name} is not a loader: give an iterable of batches.")
         parallel.check_sampler(loader)

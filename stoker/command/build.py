@@ -160,7 +160,10 @@ def arguments_to_pass(
             to_type = f"+{key}.{name}=..."
             if key == "dataset.augment":  # an item of a list has no key to type
                 to_type = f"{{_target_: {target}, {name}: ...}} in the list"
-            raise UserError(f"{key}.{name}: {target} needs this argument. Type {to_type}")
+            reason = ""
+            if key == "model" and name in ("in_shape", "num_classes"):
+                reason = "The data set does not tell the shape of its samples.\n"
+            raise UserError(f"{key}.{name}: {target} needs this argument. {reason}Type {to_type}")
     return passed
 
 

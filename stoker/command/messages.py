@@ -164,11 +164,14 @@ def not_understood(error: BaseException) -> str | None:
                 "In a string, put quotes inside those of the shell: "
                 "\"dataset.path='my(table.csv'\"."
             )
+    key, _, value = typed.partition("=")
+    quoted = "\"dataset.path='my täble.csv'\""
+    if value and "'" not in value and '"' not in value:
+        quoted = f"\"{key}='{value}'\""
     return (
         f"{typed}: this is not understood. Settings are key=value, as in epochs=3, "
         "and lists 'key=[1,2]'.\n"
-        "Put a value with unusual characters in quotes inside those of the shell: "
-        "\"dataset.path='my täble.csv'\"."
+        f"Put a value with unusual characters in quotes inside those of the shell: {quoted}."
     )
 
 
@@ -179,6 +182,9 @@ def hydra_key(error: BaseException) -> str | None:
     if not key:
         return None
     unknown = re.match(r"Key '\w+' not in '\w+'\.?(?: Did you mean: '(\w+)')?", str(cause))
+    if "list index out of range" in str(cause):
+        name = re.sub(r"\[\d+\]$", "", key)
+        return f"{key}: there is no such entry. Type the whole list: '{name}=[...]'."
     if unknown is None:
         return f"{key}: {first_line(cause)}."
     hint = ""

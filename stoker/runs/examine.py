@@ -48,6 +48,9 @@ class Examination:
         self.split = split
         self.data = data
         self.batch_size: int = loader.batch_size  # of all processes together
+        self.order: Tensor | None = None  # the samples that limit_val has chosen
+        if loader.samples < getattr(loader, "whole", 0):
+            self.order = loader.order(0)
         self.reset()
 
     def reset(self) -> None:
@@ -173,6 +176,8 @@ class Classes(Examination):
     def complete(self, evaluation: Evaluation) -> None:
         evaluation.classes = names_of_classes(self.data)
         labels = self.data.parts()[self.split].targets
+        if self.order is not None:
+            labels = labels[self.order]
         evaluation.chance = labels.bincount().max().item() / len(labels)
         if self.confusion is not None:
             evaluation.confusion = self.confusion.compute().tolist()
@@ -360,10 +365,9 @@ def evaluate(
         del trainer.metrics[NAME]
     del results[f"{split}/{NAME}"]
     record = examination.evaluation
-    if record is not None and loader.samples < getattr(loader, "whole", 0):  # by limit_val
-        order = loader.order(0)
+    if record is not None and examination.order is not None:
         for sample in record.shown():
-            sample.index = int(order[sample.index])
+            sample.index = int(examination.order[sample.index])
     return results, record
 
 

@@ -92,6 +92,8 @@ class Trained(torch.nn.Module):
         """Raise a UserError for inputs of another type or shape than the data set's."""
         shape = self.about["in_shape"]
         advice = ""
+        if self.about.get("tokens") and isinstance(inputs, Tensor) and inputs.ndim == 2:
+            shape = [min(shape[0], inputs.shape[1])]  # a shorter text is fine
         if not isinstance(inputs, Tensor):
             given = f"a {type(inputs).__name__}"
             advice = "\nGive torch.as_tensor(inputs) for an array or lists of numbers."

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
     from stoker.tasks.parts import Parts
 
 
+# {key: the key that decides in its place}.
+DECIDED_BY = {
+    "limit_train": "steps_per_epoch",
+    "dataset.val_fraction": "dataset.folds",
+}
+
+
 def check_effects(cfg: DictConfig, parts: "Parts") -> None:
     """Raise UserError for the first typed setting that would change nothing."""
     from stoker.trainer.metrics import TopK
@@ -25,6 +32,7 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
             "or type dataset.val_fraction=0.1."
         )
     check_own_loaders(cfg, parts, typed)
+    check_decided(cfg, typed)
     for name, metric in parts.trainer.metrics.items():
         is_typed = f"metrics.{name}.k" in typed
         classes = parts.data.num_classes
@@ -32,6 +40,17 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
             raise UserError(
                 f"metrics.{name}.k={metric.k}: one of {parts.data.num_classes} classes is always "
                 f"among them. Type metrics.{name}.k={parts.data.num_classes - 1} or less."
+            )
+
+
+def check_decided(cfg: DictConfig, typed: set[str]) -> None:
+    """Raise UserError for a typed setting in whose place another one decides."""
+    for key, other in DECIDED_BY.items():
+        deciding = OmegaConf.select(cfg, other)
+        if key in typed and deciding:
+            raise UserError(
+                f"{key}={OmegaConf.select(cfg, key)}: {other}={deciding} decides this. "
+                "Leave one of them out."
             )
 
 

@@ -19,7 +19,7 @@ def generate(cfg: DictConfig) -> None:
     if not hasattr(model.module, "generate"):
         raise UserError(
             f"run={cfg.run}: its {type(model.module).__name__} has no method generate. "
-            "That of models/gpt.py shows how to write one."
+            "stoker.models.gpt.GPT shows how to write one."
         )
     options = {"tokens": cfg.tokens, "temperature": cfg.temperature}
     given = {name: value for name, value in options.items() if value is not None}
