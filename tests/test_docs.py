@@ -1,15 +1,16 @@
-"""The site: it is built without a warning and without the network, knows every module, and its
-commands are real.
+"""The site is built without a warning and needs no network, the reference has each public name, and
+the commands and blocks of all pages work.
 """
 
 import ast
 import importlib.util
-import itertools
 import os
 import pkgutil
 import re
+import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import zlib
@@ -17,31 +18,52 @@ from pathlib import Path
 
 import hydra
 import pytest
+import yaml
 from forks import PROGRAM, Forks
 from PIL import Image
 
 import stoker
 from stoker.command import arguments
+from stoker.command.dotted import flat
 from stoker.command.settings import TASKS
 from stoker.data import datasets
+from stoker.project import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
+README = ROOT / "README.md"
+PAGES = [README, *DOCS]
 BUILDERS = ("sphinx", "furo", "myst_parser")
 MISSING = [name for name in BUILDERS if importlib.util.find_spec(name) is None]
 AFTER = ROOT / "docs" / "after-training.md"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+THEIRS = "my(package|_project)|=mine|=mixer|^new$"  # files of the reader
+
+
+def text_of(page):
+    return page.read_text(encoding="utf-8")
 
 
 def commands(text):
-    """The `python ...` commands of a text, each a list of words without `python`; a backslash ends
-    no line.
+    """The commands of a text that train, each a list of words that starts with train.py, or with -m
+    for a module; a backslash ends no line.
     """
     lines = re.sub(r"\\\n\s*", " ", text).splitlines()
-    lines = [line.strip() for line in lines if re.match(r"\s*python (train\.py|-m) ", line)]
-    return [shlex.split(line, comments=True)[1:] for line in lines]
+    result = []
+    for line in lines:
+        match = re.match(r"\s*(python |stoker |torchrun .* )(?=train\.py|-m |\S+=|\w+ )", line)
+        if match is not None and (match[1] == "stoker " or re.search("train.py|-m ", line)):
+            words = shlex.split(line[match.end() :], comments=True)
+            result.append(["train.py", *words] if match[1] == "stoker " else words)
+    return result
+
+
+def blocks(page, language):
+    """The fenced blocks of a page in a language."""
+    pattern = rf"^```{language}\n(.*?)^```"
+    return re.findall(pattern, text_of(page), re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -78,56 +100,56 @@ def site(tmp_path_factory):
     return folder / "site"
 
 
-def modules_of_stoker():
-    """Each module of the package by its name, with its file."""
-    modules = pkgutil.walk_packages(stoker.__path__, "stoker.")
-    # The folders beside stoker/ are mapped into the package by its installation.
-    for folder in ("trainer", "data", "models"):
-        name = f"stoker.{folder}"
-        modules = itertools.chain(modules, pkgutil.walk_packages([str(ROOT / folder)], f"{name}."))
-    for module in modules:
-        path = Path(module.module_finder.path, module.name.rpartition(".")[2])
-        file = path / "__init__.py" if module.ispkg else path.with_suffix(".py")
-        yield module.name, file
+def names_in(code):
+    """The names of the package that a piece of Python imports, each where it is defined."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stoker"):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                place = pkgutil.resolve_name(name)
+                is_module = not hasattr(place, "__module__")
+                yield name if is_module else f"{place.__module__}.{place.__qualname__}"
 
 
-def test_the_reference_has_every_module_and_what_has_a_docstring_there(site):
+@pytest.mark.slow
+def test_the_reference_has_each_name_that_the_docs_and_configs_use(site):
     _, contents = site.joinpath("objects.inv").read_bytes().split(b"using zlib.\n")
     known = {line.split()[0] for line in zlib.decompress(contents).decode().splitlines()}
-    names = set()
-    for module, file in modules_of_stoker():
-        nodes = ast.parse(file.read_text(encoding="utf-8")).body
-        nodes = [node for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-        # A package that defines nothing is described by the page of its modules.
-        if module.endswith("__main__") or (file.name == "__init__.py" and not public(nodes)):
-            continue
-        names.add(module)
-        assert module in known, f"docs/api/ lacks .. automodule:: {module}"
-        lacking = [name for name in public(nodes) if f"{module}.{name}" not in known]
-        assert lacking == [], module
-    assert {
-        "stoker.trainer.trainer",
-        "stoker.models.mlp",
-        "stoker.data.datasets",
-        "stoker.command.settings",
-        "stoker.runs.report.summary",
-        "stoker.sweeps.sweep",
-        "stoker.diagnostics.doctor",
-        "stoker.tasks.main",
-    } <= names
+    used = set()
+    for file in (*ROOT.glob("examples/*.py"), *ROOT.glob("stoker/template/my_project/*.py")):
+        used.update(names_in(text_of(file)))
+    for page in PAGES:
+        used.update(names_in(python_of(page)))
+    for path in ROOT.glob("configs/*/*.yaml"):
+        if path.parent.name != "sweep":
+            targets = re.findall(r"_target_: (stoker\.\w+\.[\w.]+)", text_of(path))
+            used.update(target for target in targets)
+    assert {"stoker.data.record.Data", "stoker.models.mlp.MLP"} <= used
+    modules = {name.rpartition(".")[0] for name in known}
+    assert used - known - modules == set()
+    page = text_of(ROOT / "docs" / "api" / "stoker.md")
+    table = dict(re.findall(r"^\| `stoker\.(\w+)` \|.*?(?:`(stoker[\w.]+)`|$)", page, re.MULTILINE))
+    assert sorted(table) == sorted(stoker.__all__)
+    assert {place for place in table.values() if place} <= known
 
 
-def public(nodes):
-    """The names of documented classes and functions that are not private."""
-    return [node.name for node in nodes if node.name[0] != "_" and ast.get_docstring(node)]
+@pytest.mark.slow
+def test_the_page_of_settings_has_every_key_and_option(site):
+    page = (site / "settings.html").read_text(encoding="utf-8")
+    options = set(re.findall(r">([\w/]+=\w+)<", page))
+    for path in ROOT.glob("configs/*/**/*.yaml"):
+        group = path.parent.relative_to(ROOT / "configs").as_posix()
+        assert f"{group}={path.stem}" in options
+    keys = flat(yaml.safe_load(text_of(ROOT / "configs" / "train.yaml")))
+    for key in [*keys, "optimizer.lr", "sweep.trials", "callbacks.early_stopping.min_delta"]:
+        if not re.match(r"defaults|hydra", key):
+            assert f'id="setting-{re.sub("[._]", "-", key)}"' in page, key
+    [row] = re.findall(r'<p id="setting-optimizer-lr">.*?</tr>', page, re.DOTALL)
+    cells = re.sub(r"<[^>]*>", " ", row)
+    assert "number" in cells and "0.003" in cells and "0.05" in cells
 
 
-def test_the_reference_starts_with_each_public_name():
-    page = (ROOT / "docs" / "api" / "stoker.md").read_text(encoding="utf-8")
-    named = re.findall(r"^\| `stoker\.(\w+)`", page, re.MULTILINE)
-    assert sorted(named) == sorted(stoker.__all__)
-
-
+@pytest.mark.slow
 def test_the_site_needs_no_network_and_can_be_searched(site):
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > len(DOCS)
@@ -146,14 +168,7 @@ def test_the_site_needs_no_network_and_can_be_searched(site):
         assert f'"{page.relative_to(ROOT / "docs").with_suffix("").as_posix()}"' in index
 
 
-def test_the_page_of_settings_has_every_file_of_the_configs():
-    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^```{literalinclude} \.\./(configs/.*)$", page, re.MULTILINE)
-    assert sorted(shown) == sorted(
-        path.relative_to(ROOT).as_posix() for path in ROOT.glob("configs/**/*.yaml")
-    )
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_pages_and_a_search_open_from_the_disk_without_an_error(site, tmp_path):
     options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
@@ -161,8 +176,8 @@ def test_pages_and_a_search_open_from_the_disk_without_an_error(site, tmp_path):
         " --disable-component-update --enable-logging=stderr --virtual-time-budget=3000 --dump-dom"
     )
     for page, wanted in (
-        ("index.html", "<h1>Stoker"),
-        ("search.html?q=EarlyStopping", "callbacks.EarlyStopping"),
+        ("index.html", '<button class="copy"'),
+        ("search.html?q=learning+rate", 'search"><li class="kind-index"><a href="settings.html'),
     ):
         command = [
             CHROMIUM,
@@ -176,61 +191,100 @@ def test_pages_and_a_search_open_from_the_disk_without_an_error(site, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_each_command_of_a_page_is_understood(page, monkeypatch):
     """Composed, and nothing is trained.
 
     What a page includes from examples/ is that folder's to test.
     """
     monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py")])  # beside which the groups lie
-    for command in commands(page.read_text(encoding="utf-8")):
-        if command[0] == "train.py" and "--help" not in command:
-            arguments.check(command[1:])
-            # Of a sweep one job, without what starts the jobs.
-            words = [
-                re.sub(r"^([\w.]+=[\w.-]+),.*", r"\1", word) if "-m" in command else word
-                for word in command[1:]
-            ]
-            words = [
-                word
-                for word in words
-                if not re.match(r"-m$|sweep|hydra|.*=(tag|choice|range)\(", word)
-            ]
-            with hydra.initialize_config_dir(str(ROOT / "configs")):
-                config = hydra.compose("train", overrides=arguments.for_hydra(words))
-            assert config.task in TASKS
+    for command in commands(text_of(page)):
+        is_theirs = any(re.search(THEIRS, word) for word in command)
+        if command[0] != "train.py" or "--help" in command or is_theirs:
+            continue
+        arguments.check(command[1:])
+        # Of a sweep one job, without what starts the jobs.
+        words = command[1:]
+        if "-m" in command:
+            words = [re.sub(r"^([\w.]+=[\w.-]+),.*", r"\1", word) for word in words]
+        left_out = r"-m$|--cfg|job$|sweep|hydra|.*=(tag|choice|range)\("
+        words = [word for word in words if not re.match(left_out, word)]
+        with hydra.initialize_config_dir(str(ROOT / "configs")):
+            config = hydra.compose("train", overrides=arguments.for_hydra(words))
+        assert config.task in TASKS
+
+
+def test_each_block_of_a_page_has_a_language_and_can_be_read():
+    for page in PAGES:
+        fences = re.findall(r"^```(.*)\n", text_of(page), re.MULTILINE)[::2]
+        assert [fence for fence in fences if not fence] == [], page
+        for block in blocks(page, "yaml"):
+            assert yaml.safe_load(block), page
+        for block in blocks(page, "toml"):
+            assert tomllib.loads(block), page
+        for block in blocks(page, "{code-block} python"):  # of other libraries
+            ast.parse(re.sub(r"^:.*\n", "", block, flags=re.MULTILINE))
+
+
+def test_the_readme_is_short_and_its_links_exist():
+    lines = text_of(README).splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 100
+    for link in re.findall(r"\]\(([^)#]+)", text_of(README)):
+        assert link.startswith("https:") or (ROOT / link).exists(), link
 
 
 def python_of(page):
     """The blocks of Python of a page, one after the other, as somebody who reads it would type
     them.
     """
-    return "\n".join(
-        re.findall(
-            r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-        )
-    )
+    return "\n".join(blocks(page, "python"))
 
 
 def run_python(code, folder):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Run code as a script in a folder, in this process, and return its names."""
+    file = folder / "blocks.py"
+    file.write_text(code, encoding="utf-8")
+    before, place = signal.getsignal(signal.SIGINT), Path.cwd()
+    os.chdir(folder)
+    try:
+        return runpy.run_path(str(file), run_name="__main__")
+    finally:
+        os.chdir(place)
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page in DOCS if python_of(page) and page != AFTER], ids=lambda page: page.stem
+    "page",
+    [page for page in PAGES if python_of(page) and page != AFTER],
+    ids=lambda page: page.stem,
 )
-def test_the_python_of_a_page_runs(page, tmp_path):
-    run_python(python_of(page), tmp_path)
+def test_the_python_of_a_page_runs(page, tmp_path, capfd):
+    names = run_python(python_of(page), tmp_path)
+    if page == README:
+        printed, _ = capfd.readouterr()
+        torch, inputs = names["torch"], names["inputs"]
+        assert re.match(r"\{'val/loss': 0\.\d+\}\n", printed)
+        distiller = names["Distiller"](
+            torch.nn.Linear(8, 2),
+            torch.nn.CrossEntropyLoss(),
+            torch.optim.AdamW,
+            device="cpu",
+            epochs=3,
+            callbacks=[names["PrintRate"]()],
+        )
+        distiller.fit(names["loader"])
+        steps = [line.split()[0] for line in capfd.readouterr()[0].splitlines()]
+        assert steps == ["20", "40", "60"]
+        outputs = distiller.module(inputs)
+        plain = torch.nn.functional.cross_entropy(outputs, names["labels"])
+        loss = plain + 0.1 * outputs.square().mean()
+        assert abs(distiller.evaluate(names["loader"])["val/loss"] - loss.item()) < 1e-5
 
 
 @pytest.mark.slow
-def test_what_comes_after_a_training_is_as_its_page_says(forks, tmp_path):
+def test_what_comes_after_a_training_is_as_its_page_says(forks, tmp_path, capfd):
     """Its commands for runs/mine, then its Python: what is exported and served answers as the test
     says.
     """
@@ -258,7 +312,9 @@ assert json.loads(answer) == {classes}
     server = 'server = HTTPServer(("localhost", 8000), Answer)'
     code = python_of(AFTER)
     assert server in code
-    printed = run_python(code.replace(server, "") + ask, tmp_path)
+    capfd.readouterr()
+    run_python(code.replace(server, "") + ask, tmp_path)
+    printed, _ = capfd.readouterr()
     shown = re.search(r"^test .* acc ([\d.]+)$", text, re.MULTILINE)[1]
     assert abs(float(re.search(r"tensor\(([\d.]+)", printed)[1]) - float(shown)) < 0.01
 
