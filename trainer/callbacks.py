@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from stoker.trainer import checkpoint, launch, parallel, settings, summary
+from stoker.trainer import checkpoint, launch, parallel, settings, summary, terminal
 from stoker.trainer.errors import (
     NotFinite,
     UserError,
@@ -30,6 +30,7 @@ from stoker.trainer.state import ANYTHING, check_like, frozen, refuse
 from stoker.trainer.window import NUMBERS
 
 if TYPE_CHECKING:
+    from stoker.trainer.live import Live
     from stoker.trainer.trainer import Trainer
 
 Row = dict[str, Any]
@@ -783,27 +784,24 @@ class NaNGuard(Callback):
 class Progress(Callback):
     """Print a line per epoch with loss, metrics, speed and what is given to `trainer.log`.
 
-    On a terminal there is a bar as well, elsewhere a line now and then in long epochs.
+    On a terminal these are the rows of a table, above a line that follows each step. Elsewhere a
+    line appears now and then in a long epoch.
     """
 
     first_rank_only = True
-    bar: Any = None  # tqdm's
+    live: "Live | None" = None  # on a terminal
     last_line: float  # when it was printed
     is_stream: bool = False  # whether a line has the numbers since the last one
+    is_evaluated: bool = False  # in this step
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         for line in summary.plan(trainer):
-            print(line)
-        if sys.stdout.isatty():
-            import tqdm
+            terminal.show(line)
+        if terminal.is_terminal(sys.stdout):
+            from stoker.trainer.live import Live
 
-            self.bar = tqdm.tqdm(
-                total=trainer.total_steps,
-                initial=trainer.step,
-                leave=False,
-                unit="step",
-                dynamic_ncols=True,
-            )
+            monitors = [callback for callback in trainer.callbacks if isinstance(callback, Monitor)]
+            self.live = Live(trainer, monitors[-1] if monitors else None)
         self.last_line = time.monotonic()
         # Data without a length: its one epoch is too long for a mean.
         self.is_stream = trainer.steps_per_epoch == trainer.max_steps
@@ -818,6 +816,8 @@ class Progress(Callback):
         self.means: dict[str, Mean] = {}  # over the samples, of other numbers of the training
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
+        if self.live is not None:
+            self.live.add(row)
         if "train/samples" in row:
             weight = weight_of(row)
             self.loss += row.get("train/loss", 0.0) * weight
@@ -827,9 +827,8 @@ class Progress(Callback):
         for name, value in row.items():
             if isinstance(value, float) and not self.is_usual(name):
                 self.numbers[name] = self.mean(name, value, row)
-        is_evaluation = any(f"{split}/loss" in row for split in by_name(trainer.val_loader))
-        if is_evaluation and trainer.step % trainer.steps_per_epoch:
-            self.line(self.epoch(trainer))
+        if any(f"{split}/loss" in row for split in by_name(trainer.val_loader)):
+            self.is_evaluated = True
 
     def mean(self, name: str, value: float, row: Row) -> float:
         """Return the mean so far in the epoch of a number of the training; others as they are."""
@@ -845,22 +844,24 @@ class Progress(Callback):
         return name in (*NUMBERS, "epoch") or name.startswith("train/lr/")
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        if trainer.step % trainer.steps_per_epoch == 0:  # with what was logged in `on_epoch_end`
+        ends_epoch = trainer.step % trainer.steps_per_epoch == 0
+        if ends_epoch or self.is_evaluated:  # with what was logged in `on_epoch_end`
             self.line(self.epoch(trainer))
+        if ends_epoch:
             self.start_epoch()
-        if self.bar is not None:
-            self.bar.update(trainer.step - self.bar.n)
+        if self.live is not None:
+            self.live.step()
         elif time.monotonic() > self.last_line + SILENCE:
             self.line(f"step {trainer.step:,}/{trainer.total_steps:,}")
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         if not trainer.failed and self.numbers:  # logged after the last line
             self.line(self.epoch(trainer))
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        if self.live is not None:
+            self.live.close()
+            self.live = None
         if trainer.stop_reason:
-            print(f"stopped at step {trainer.step}: {trainer.stop_reason}")
+            terminal.show(f"stopped at step {trainer.step}: {trainer.stop_reason}")
 
     @staticmethod
     def epoch(trainer: "Trainer") -> str:
@@ -875,21 +876,27 @@ class Progress(Callback):
 
     def line(self, where: str) -> None:
         """Print a line with the numbers so far."""
-        parts = [where]
+        numbers = {}
         if self.weight:
-            parts.append(f"loss {number(self.loss / self.weight)}")
-        parts += [f"{name} {number(value)}" for name, value in self.numbers.items()]
-        if self.seconds:
-            parts.append(f"{self.samples / self.seconds:,.0f} samples/s")
+            numbers["loss"] = self.loss / self.weight
+        numbers.update(self.numbers)
+        speed = f"{self.samples / self.seconds:,.0f}" if self.seconds else ""
+        if self.live is not None:
+            self.live.row(numbers, speed)
+        else:
+            parts = [where, *(f"{name} {number(value)}" for name, value in numbers.items())]
+            if speed:
+                parts.append(f"{speed} samples/s")
+            self.write("  ".join(parts))
         self.numbers = {}
-        self.write("  ".join(parts))
+        self.is_evaluated = False
         if self.is_stream:
             self.start_epoch()
 
     def write(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
+        """Print a line, above the one that follows each step."""
         self.last_line = time.monotonic()
-        if self.bar is None:
+        if self.live is None:
             print(text, flush=True)
         else:
-            self.bar.write(text)
+            self.live.write(text)

@@ -17,7 +17,7 @@ from stoker import __version__, project
 from stoker.command import arguments, processes, ranks, signals
 from stoker.command.help import help_text
 from stoker.command.messages import explanation, message
-from stoker.trainer import launch, stopping
+from stoker.trainer import launch, stopping, terminal
 from stoker.trainer.errors import RunInUse, TrainingError, UserError, cause, first_line, printable
 
 # docs/exit-codes.md explains each. The code of a signal is 128 plus its number.
@@ -75,6 +75,8 @@ def run_and_report(main: Callable[[], Any]) -> int:
     ranks.quieten()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     logging.getLogger("hydra").setLevel(logging.CRITICAL)
+    if logging.lastResort is not None:  # it prints the warnings
+        logging.lastResort.setFormatter(terminal.Wrapping())
     try:
         signals.ready = True
         project.current().enter()
@@ -177,7 +179,7 @@ def report(error: BaseException, note: Callable[[int], Any] | None = None) -> in
         code = BUG if ended is None else ended
     codes.append(code)
     if text and not isinstance(error, processes.JobFailed):  # whose processes have printed it
-        print(text, file=sys.stderr, flush=True)
+        terminal.show_error(text)
     if text and note:
         note(code)
     return code

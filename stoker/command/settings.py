@@ -126,6 +126,7 @@ SETTINGS: Mapping[str, Setting] = {
     "tokens": Setting(Number(whole=True, least=1, optional=True), ("generate",), "any"),
     "temperature": Setting(Number(least=0, optional=True), ("generate",), "any"),
     "top_k": Setting(Number(whole=True, least=1, optional=True), ("generate",), "any"),
+    "model_summary": Setting(FLAG, TRAINING, "any"),
     "profile": Setting(FLAG, ("train",), "any"),
     "overfit": Setting(Number(whole=True, least=1, optional=True), ("train",), "any"),
     "debug": Setting(FLAG, TASKS, "any"),

@@ -56,6 +56,25 @@ def per_sample(module: torch.nn.Module, in_shape: tuple[int, ...] | None) -> int
     """
     if in_shape is None:
         return None
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not parameters or any(map(parallel.is_shard, parameters)):
+        return None
+    counting = counter()
+    try:
+        with modes_restored(module), counting, torch.enable_grad():
+            outputs = module.eval()(torch.zeros(1, *in_shape, device=parameters[0].device))
+            tensors = [leaf for _, leaf in batches.entries(outputs) if torch.is_tensor(leaf)]
+            tensors = [tensor for tensor in tensors if tensor.requires_grad]
+            zeros = [torch.zeros_like(tensor) for tensor in tensors]
+            # backward() would start a collective that the other ranks do not join.
+            torch.autograd.grad(tensors, parameters, zeros, allow_unused=True)
+    except Exception:  # user code may raise anything
+        return None
+    return counting.get_total_flops() or None
+
+
+def counter() -> Any:
+    """Return a context that counts FLOPs; `get_total_flops` returns their number so far."""
     # Without Triton it warns once per process.
     logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
     from torch.utils import flop_counter  # takes 0.1 s
@@ -66,22 +85,7 @@ def per_sample(module: torch.nn.Module, in_shape: tuple[int, ...] | None) -> int
     mode: Any = getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode)
     dispatch = inspect.unwrap(mode.__torch_dispatch__)
     vars(dispatch).setdefault("__dynamo_disable", dispatch)
-
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if not parameters or any(map(parallel.is_shard, parameters)):
-        return None
-    counter = flop_counter.FlopCounterMode(display=False)
-    try:
-        with modes_restored(module), counter, torch.enable_grad():
-            outputs = module.eval()(torch.zeros(1, *in_shape, device=parameters[0].device))
-            tensors = [leaf for _, leaf in batches.entries(outputs) if torch.is_tensor(leaf)]
-            tensors = [tensor for tensor in tensors if tensor.requires_grad]
-            zeros = [torch.zeros_like(tensor) for tensor in tensors]
-            # backward() would start a collective that the other ranks do not join.
-            torch.autograd.grad(tensors, parameters, zeros, allow_unused=True)
-    except Exception:  # user code may raise anything
-        return None
-    return counter.get_total_flops() or None
+    return flop_counter.FlopCounterMode(display=False)
 
 
 @functools.cache

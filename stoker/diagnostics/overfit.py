@@ -9,7 +9,7 @@ import torch
 
 from stoker.diagnostics.doctor import Doctor
 from stoker.trainer import batch as batches
-from stoker.trainer import schedules, summary
+from stoker.trainer import schedules, summary, terminal
 from stoker.trainer.callbacks import Callback
 from stoker.trainer.errors import TrainingError, UserError
 from stoker.trainer.loading import length_of, seekable
@@ -102,12 +102,12 @@ def learn(
 
 def print_opening(trainer: Trainer, count: int) -> None:
     device, model, _ = summary.plan(trainer)
-    print(f"{device}\n{model}")
+    terminal.show(f"{device}\n{model}")
     batch = f"the first {count} batches" if count > 1 else "the first batch"
     rate = trainer.optimizer.param_groups[0].get("initial_lr", 0)
     optimizer = f"{type(trainer.optimizer).__name__} lr {rate:g}"
     most = f"at most {trainer.total_steps:,} steps"
-    print(f"overfit  {batch}, without augmentation, for {most}, {optimizer}")
+    terminal.show(f"overfit  {batch}, without augmentation, for {most}, {optimizer}")
 
 
 def targets_of(given: list[Any]) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ import torch
 
 from stoker.runs.page import render
 from stoker.runs.readable import duration, seconds
-from stoker.trainer import checkpoint, graph, schedules, summary
+from stoker.trainer import checkpoint, graph, schedules, summary, terminal
 from stoker.trainer import device as devices
 from stoker.trainer.batch import entries
 from stoker.trainer.callbacks import EMA, Callback, Lookahead, NaNGuard
@@ -66,7 +66,7 @@ class Watch(Callback):
 
     def on_fit_start(self, trainer: Trainer) -> None:
         for line in summary.plan(trainer):
-            print(line, flush=True)
+            terminal.show(line)
         self.steps = trainer.total_steps
         self.timed = 0
         self.first = 0.0

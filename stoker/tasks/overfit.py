@@ -3,6 +3,7 @@
 from omegaconf import DictConfig, open_dict
 
 from stoker.tasks.parts import building
+from stoker.trainer import terminal
 
 
 def overfit(cfg: DictConfig) -> None:
@@ -14,4 +15,4 @@ def overfit(cfg: DictConfig) -> None:
     with building(cfg) as parts:
         with parts.threads(cfg):
             verdict = learn(parts.trainer, parts.loaders[0], cfg.overfit, cfg.max_steps)
-        print(f"verdict  {verdict}")
+        terminal.show(f"verdict  {verdict}")

@@ -15,6 +15,7 @@ from stoker.command.trust import locate
 from stoker.runs import directory
 from stoker.sweeps import launchers
 from stoker.tasks.report import draws_report
+from stoker.trainer import terminal
 from stoker.trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -93,11 +94,11 @@ def building(
         prepare(data, state, about)
         only = data.part_to_evaluate(split)
     loaders, why = build_loaders(cfg, data, device, only, loading)
-    print(data_line(data, by_split(loaders), why, whole=split == "all"))
+    terminal.show(data_line(data, by_split(loaders), why, whole=split == "all"))
     if loader_line(data) and only is None:
-        print(loader_line(data))
+        terminal.show(loader_line(data))
     if data.table is not None:
-        print(f"columns  {columns_line(data.description())}")
+        terminal.show(f"columns  {columns_line(data.description())}")
 
     seeding.seed_generators(device, seeding.mix_seed(settings.check("seed", cfg.seed), "model"))
     model, loss = build_model(cfg, data, state)
@@ -105,7 +106,12 @@ def building(
         from stoker.runs.weights import init_from
 
         report = str(init_from(model, cfg.init_from))
-        print("init     " + report.replace("\n", "\n         "))
+        terminal.show("init     " + report.replace("\n", "\n         "))
+    if state is None and cfg.model_summary:
+        from stoker.diagnostics import layers
+
+        in_shape = sizes(data).get("in_shape")
+        print("\n".join(layers.lines(model, in_shape, data.tokens is not None)))
     metrics = build_metrics(cfg, model, loss, data, state)
     callbacks = build_callbacks(cfg, [*samples(cfg, model, data), *more_callbacks])
     optimizer = build("optimizer", cfg.optimizer)

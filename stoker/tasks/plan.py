@@ -13,6 +13,7 @@ from stoker.runs import resume, saved_config
 from stoker.tasks.effects import check_effects
 from stoker.tasks.job import names_of, started_at, typed_for_run
 from stoker.tasks.parts import building
+from stoker.trainer import terminal
 from stoker.trainer.errors import as_typed
 
 
@@ -48,12 +49,16 @@ def plan(cfg: DictConfig) -> None:
     text = lines(estimate, startup, evaluations, saves, cfg.checkpoint.keep, cfg.max_minutes)
     changed = not_default(dotted.plain(cfg))
     named = ", ".join(f"{key}={as_typed(value)}" for key, value in changed.items())
-    print(f"set      {named or 'nothing'} (everything that differs from its class's default)")
-    print("\n".join(text))
+    terminal.show(
+        f"set      {named or 'nothing'} (everything that differs from its class's default)"
+    )
+    terminal.show("\n".join(text))
     place = cfg.run_dir or f"{project.current().runs_folder}/<date>-{'-'.join(names_of(cfg))}"
     if begins:
         place += f", which would resume at step {begins:,}"
-    print(f"run      {place}; nothing was written\n         {shell.command(typed_for_run())}")
+    terminal.show(
+        f"run      {place}; nothing was written\n         {shell.command(typed_for_run())}"
+    )
 
 
 def newest_step(folder: Path | None) -> int:

@@ -15,7 +15,7 @@ from stoker.tasks import job
 from stoker.tasks.finish import efficiency, finish
 from stoker.tasks.parts import Parts
 from stoker.tasks.report import draw_report, report_command
-from stoker.trainer import launch, stopping
+from stoker.trainer import launch, stopping, terminal
 
 if TYPE_CHECKING:
     from stoker.runs.loggers import Logger
@@ -98,7 +98,8 @@ class Run:
     def print_result(self, result: RunResult) -> None:
         """Print the result, and add what takes longer to measure."""
         packages = own_packages(arguments.typed())
-        print("\n".join(closing_lines(self.folder, result, packages)), flush=True)
+        for line in closing_lines(self.folder, result, packages):
+            terminal.show(line, "bold" if line.startswith(("best ", "test ")) else None)
         more = efficiency(self.parts, result)
         if more:
             dataclasses.replace(result, **more).write(self.folder)

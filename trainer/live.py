@@ -1,0 +1,178 @@
+"""What `Progress` shows on a terminal: a table of the epochs, and a last line that is redrawn."""
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import tqdm
+from tqdm.std import EMA
+
+from stoker.trainer import terminal
+from stoker.trainer.errors import log
+from stoker.trainer.readable import number
+
+if TYPE_CHECKING:
+    from stoker.trainer.callbacks import Monitor
+    from stoker.trainer.trainer import Trainer
+
+Cells = dict[str, str]
+
+GAP = "  "
+OPTIONAL = ("lr", "samples/s")  # columns that are left out where the table is too wide
+ROWS = 20  # between two headers
+EVERY = 0.1  # seconds between two drawings
+
+
+class Live:
+    """A table with a row per epoch or evaluation, and a line for the current step below it.
+
+    Both have the same columns. A table that is too wide becomes lines of names and values.
+    """
+
+    def __init__(self, trainer: "Trainer", monitor: "Monitor | None") -> None:
+        self.trainer = trainer
+        self.monitor = monitor  # tells the best
+        self.bar = tqdm.tqdm(file=sys.stdout, bar_format="{desc}", leave=False)
+        self.loss = EMA()
+        self.current: Cells = {}  # the last values
+        self.names: Cells = {}  # of all values so far; each has an empty cell
+        self.columns: list[str] = []  # of the table; none before its first row, or if it is wide
+        self.widths: dict[str, int] = {}
+        self.rows: int = 0  # since the header
+        self.first_step: int = trainer.step
+        self.start: float = time.monotonic()
+        self.drawn: float = 0.0
+        log.addFilter(self.clear)
+
+    def clear(self, _: logging.LogRecord) -> bool:
+        """Clear the line, so that a warning begins on an empty one."""
+        self.bar.clear()
+        return True
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take the numbers of the training from a logged row."""
+        if "train/loss" in row:
+            self.current["loss"] = short(self.loss(row["train/loss"]))
+        if row.get("train/seconds"):
+            self.current["lr"] = f"{row['train/lr']:.2g}"
+            self.current["samples/s"] = f"{row['train/samples'] / row['train/seconds']:,.0f}"
+
+    def place(self, is_over: bool) -> Cells:
+        """Return {"epoch": "3/10", "step": "60/200"}, of the epoch that is over or going on.
+
+        There is no epoch if all steps make one.
+        """
+        trainer = self.trainer
+        cells = {"step": f"{trainer.step}/{trainer.total_steps}"}
+        if trainer.steps_per_epoch == trainer.max_steps:
+            return cells
+        epochs = math.ceil(trainer.total_steps / trainer.steps_per_epoch)
+        done = trainer.step / trainer.steps_per_epoch
+        text = f"{done:.0f}" if done.is_integer() else f"{done:.2f}"
+        if not is_over:
+            text = str(min(int(done) + 1, epochs))
+        return {"epoch": f"{text}/{epochs}", **cells}
+
+    def row(self, numbers: Mapping[str, float], speed: str) -> None:
+        """Print the row of an epoch or an evaluation."""
+        best = self.monitor.best if self.monitor else None
+        is_best = best is not None and best["step"] == self.trainer.step
+        values = {name: short(value) for name, value in numbers.items()}
+        self.current.update(values)
+        self.names.update(dict.fromkeys(values, ""))
+        cells = {
+            **self.place(is_over=True),
+            **self.names,
+            **values,
+            "best": "*" if is_best else "",
+            "lr": self.current.get("lr", ""),
+            "samples/s": speed,
+            "left": "",
+        }
+        self.arrange(cells)
+        if self.columns:
+            self.bar.write(self.aligned(cells))
+        else:
+            self.write(labelled(cells))
+        self.rows += 1
+        self.draw()
+
+    def arrange(self, cells: Cells) -> None:
+        """Choose the columns for a row, and print a header where one is due."""
+        for name, text in cells.items():
+            least = {"left": 5, "best": 6}.get(name, 7)
+            if name in ("epoch", "step"):
+                least = 2 * len(text.partition("/")[2]) + 1
+            self.widths[name] = max(self.widths.get(name, least), len(name), len(text))
+        columns = list(cells)
+        for name in OPTIONAL:
+            if self.total(columns) >= terminal.width():
+                columns.remove(name)
+        if self.total(columns) >= terminal.width():
+            columns = []
+        if columns != self.columns or self.rows % ROWS == 0:
+            self.columns = columns
+            self.rows = 0
+            if columns:
+                header = self.aligned({name: name for name in columns})
+                self.bar.write(terminal.styled(header, "bold"))
+
+    def total(self, columns: list[str]) -> int:
+        return sum(self.widths[name] + len(GAP) for name in columns) - len(GAP)
+
+    def aligned(self, cells: Cells) -> str:
+        """Return cells as a row of the table."""
+        texts = [cells.get(name, "").rjust(self.widths[name]) for name in self.columns]
+        return GAP.join(texts).rstrip()
+
+    def step(self) -> None:
+        """Draw the line, unless it was drawn a moment ago."""
+        if time.monotonic() > self.drawn + EVERY:
+            self.draw()
+
+    def draw(self) -> None:
+        """Draw the line of the current step."""
+        self.drawn = time.monotonic()
+        cells = {
+            **self.place(is_over=False),
+            "loss": self.current.get("loss", ""),
+        }  # the first ones matter most
+        done = self.trainer.step - self.first_step
+        if done:
+            rest = self.trainer.total_steps - self.trainer.step
+            cells["left"] = self.bar.format_interval((self.drawn - self.start) / done * rest)
+        cells.update(self.current)
+        if self.monitor is not None and self.monitor.best is not None:
+            cells["best"] = short(self.monitor.best["value"])
+        text = self.aligned(cells)
+        if not self.columns:
+            text = labelled(cells, terminal.width() - 1)
+        self.bar.set_description_str(text[: terminal.width() - 1].replace("\xa0", " "))
+
+    def write(self, text: str) -> None:
+        """Print text above the line."""
+        self.bar.write(terminal.wrapped(text).replace("\xa0", " "))
+
+    def close(self) -> None:
+        """Remove the line."""
+        log.removeFilter(self.clear)
+        self.bar.set_description_str(" " * (terminal.width() - 1))  # a typed ^C is behind the line
+        self.bar.close()
+
+
+def short(value: float) -> str:
+    """Return "0.9861" or "3.2e-05", of a width that changes little."""
+    return f"{value:.1e}" if 0 < abs(value) < 0.001 else number(value)
+
+
+def labelled(cells: Cells, room: float = math.inf) -> str:
+    """Return "epoch 3/10  loss 0.1182" of the cells that fit, with no break within one of them."""
+    text = ""
+    for name, value in cells.items():
+        part = f"{name}\xa0{value}"
+        if value and len(text) + len(GAP) + len(part) <= room:
+            text += f"{GAP}{part}"
+    return text.removeprefix(GAP)

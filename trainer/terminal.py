@@ -1,0 +1,74 @@
+"""Text for a terminal: wrapped at words, with restrained colour. A pipe gets it as it is."""
+
+import logging
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping
+from typing import TextIO
+
+INDENT = " " * 9  # below the text of a line such as "model    MLP, 85,002 parameters"
+STYLES: Mapping[str, str] = {"bold": "1", "red": "31"}
+# A wrapped command could not be copied.
+COMMAND = re.compile(r"(^|: )(\S*python[\d.]*|stoker|torchrun) ")
+
+
+def is_terminal(file: TextIO) -> bool:
+    """Return whether a file is a terminal that can redraw a line."""
+    return file.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def width() -> int:
+    """Return the number of columns."""
+    return shutil.get_terminal_size().columns
+
+
+def wrapped(text: str, indent: str = INDENT) -> str:
+    """Wrap lines at words, with a hanging indent; keep commands, and lines that are indented."""
+    lines = []
+    for line in text.split("\n"):
+        if len(line) > width() and not line.startswith(" ") and not COMMAND.search(line):
+            line = textwrap.fill(
+                line,
+                width(),
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def styled(text: str, style: str) -> str:
+    """Return text in this style, or as it is if NO_COLOR is set."""
+    if os.environ.get("NO_COLOR"):
+        return text
+    return f"\033[{STYLES[style]}m{text}\033[0m"
+
+
+class Wrapping(logging.Formatter):
+    """Wraps the warnings that go to the standard error of a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return wrapped(text, indent="  ") if is_terminal(sys.stderr) else text
+
+
+def show(text: str, style: str | None = None) -> None:
+    """Print text for people."""
+    if is_terminal(sys.stdout):
+        text = wrapped(text)
+        if style is not None:
+            text = styled(text, style)
+    print(text, flush=True)
+
+
+def show_error(text: str) -> None:
+    """Print the message of an error."""
+    if is_terminal(sys.stderr):
+        text = wrapped(text, indent="       ")
+        if text.startswith("error:"):
+            text = styled("error:", "red") + text.removeprefix("error:")
+    print(text, file=sys.stderr, flush=True)
