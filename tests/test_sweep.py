@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 
 from stoker.command import exit_codes, shell
 from stoker.runs import directory, json_files, lock
+from stoker.runs.rows import read_rows
 from stoker.sweeps import jobs, launchers, sweep
 from stoker.trainer.callbacks import Callback as TrainerCallback
 
@@ -148,7 +149,7 @@ def swept(forks, tmp_path_factory):
 @pytest.mark.slow
 def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
     header, *rows = rows_of(swept.out)
-    assert header == ["jobs", "n", "val/acc", "test/acc", "seconds", "settings"]
+    assert header == ["job", "val/acc", "test/acc", "seconds", "settings"]
     expected = []
     for first, lr in ((0, "0.001"), (6, "0.01")):
         jobs = [swept.jobs[first + i] for i in (0, 2, 4)]
@@ -159,14 +160,14 @@ def test_seeds_are_one_row_with_their_mean_and_deviation(swept):
         shown = [f"{statistics.mean(part):.4f} +- {statistics.stdev(part):.4f}" for part in parts]
         seconds = f"{statistics.mean(job['seconds'] for job in jobs):.1f}"
         names = ",".join(str(first + i) for i in (0, 2, 4))
-        row = [names, "3", *shown, seconds, f"optimizer.lr={lr} model.dropout=0.0"]
+        row = [names, *shown, seconds, f"optimizer.lr={lr} model.dropout=0.0"]
         expected.append((statistics.mean(parts[0]), row))
     expected.sort(reverse=True)
     assert rows[:2] == [row for _, row in expected]
     assert [row[:2] for row in rows[2:]] == [[str(i), "failed"] for i in (1, 3, 5, 7, 9, 11)]
     assert (
         rows[2][2]
-        == "optimizer.lr=0.001 seed=0 model.dropout=2.0: give a number at least 0 and at most 0.95."
+        == "optimizer.lr=0.001 seed=0: model.dropout=2.0: give a number at least 0 and at most 0.95."
     )
     assert line_of(swept.out, "sweep") == "all: 6 done, 6 failed; also in sweep.csv and sweep.html"
     assert line_of(swept.out, "best") == f"{PROGRAM} {shlex.join(JOB)} {expected[0][1][-1]}"
@@ -225,43 +226,43 @@ class Page(HTMLParser):
         self.text += data
 
 
-def dots(text, kind):
-    """The places of the jobs of a kind ("done", "lost" or "best") in each plot of a page."""
-    places = []
-    for part in re.findall(rf'<g id="setting\d+-{kind}">(.*?)</g>', text):
-        places.append(re.findall(r'<use [^>]*x="([\d.-]+)" y="([\d.-]+)"', part))
-    return [[(float(x), float(y)) for x, y in points] for points in places]
+def plotted(text):
+    """The numbers from which the page draws."""
+    return json.loads(
+        re.search(r'<script type="application/json" id="sweep">(.*?)</script>', text)[1]
+    )
 
 
-def test_the_page_has_a_dot_for_each_job_and_stands_alone(swept):
+def test_the_page_has_the_numbers_of_each_job_and_stands_alone(swept):
     text = (swept.folder / "sweep.html").read_text(encoding="utf-8")
     page = Page(text)
-    titles = re.findall(r"<figcaption><b>(.*?)</b>", text)
-    assert titles == ["optimizer.lr", "seed", "model.dropout"]
-    assert list(map(len, dots(text, "done"))) == list(map(len, dots(text, "lost"))) == [6] * 3
-    assert list(map(len, dots(text, "best"))) == [1] * 3
-    for done, best in zip(dots(text, "done"), dots(text, "best"), strict=True):
-        assert best[0] in done and best[0][1] == min(y for _, y in done)  # the highest
+    plots = plotted(text)
+    assert [key["name"] for key in plots["keys"]] == ["optimizer.lr", "seed", "model.dropout"]
+    assert [key["values"] for key in plots["keys"]] == [
+        ["0.001", "0.01"],
+        list("012"),
+        ["0.0", "2.0"],
+    ]
+    assert len(plots["jobs"]) == 12
+    for job in plots["jobs"]:
+        result = swept.jobs[int(job["name"])]
+        assert job["value"] == result.get("best", {}).get("value")
+        settings = [
+            f"{key['name']}={key['values'][place]}"
+            for key, place in zip(plots["keys"], job["settings"], strict=True)
+        ]
+        assert settings == result["overrides"][-3:]
+        rows = read_rows(swept.folder / job["name"] / "metrics.jsonl")
+        curve = [[row["epoch"], row["val/acc"]] for row in rows if "val/acc" in row]
+        assert numpy.allclose(job["curve"], curve, rtol=1e-4) and len(curve) == len(job["curve"])
+    links = [attributes["href"] for tag, attributes in page.seen if tag == "a"]
+    assert line_of(swept.out, "report") == f"all/{links[0]}" and links[0] in links[1:]
+    assert all((swept.folder / link).is_file() for link in links)
     assert not {"link", "img", "iframe"} & {tag for tag, _ in page.seen}
-    link, same = [
-        attributes["href"] for tag, attributes in page.seen if tag == "a"
-    ]  # above, and in the row of the job
-    assert (
-        line_of(swept.out, "report") == f"all/{link}"
-        and (swept.folder / link).is_file()
-        and link == same
+    assert not re.search(r"url\((?!#)", text) and not re.search(
+        r"https?:(?!//www.w3.org/2000/svg)", text
     )
-    assert not re.search(r"url\((?!#)", text) and not re.search(r"https?:", text)
     assert "prefers-color-scheme: dark" in text and line_of(swept.out, "best") in page.text
-
-
-def test_no_dot_is_outside_of_its_plot(swept):
-    text = (swept.folder / "sweep.html").read_text(encoding="utf-8")
-    [size] = set(re.findall(r'viewBox="0 0 ([\d.]+ [\d.]+)"', text))
-    width, height = map(float, size.split())
-    for done, lost in zip(dots(text, "done"), dots(text, "lost"), strict=True):
-        assert all(0 < x < width and 0 < y < height for x, y in done + lost)
-        assert min(y for _, y in lost) > max(y for _, y in done)  # at the foot
 
 
 def test_all_of_it_is_built_again_from_the_directories(swept, tmp_path, capsys):
@@ -538,8 +539,8 @@ def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
     (runs / "three" / "result.json").unlink()
     assert sweep.main([str(runs)]) == 0
     header, both, three, best, end = capsys.readouterr().out.splitlines()
-    assert header.split() == ["jobs", "n", "val/acc", "test", "seconds", "settings"]
-    assert re.split(" {2,}", both.strip())[:3] == ["one +1", "2", "0.6250 +- 0.1768"]
+    assert header.split() == ["job", "val/acc", "test", "seconds", "settings"]
+    assert re.split(" {2,}", both.strip())[:2] == ["one +1", "0.6250 +- 0.1768"]
     assert re.split(" {2,}", three)[:2] == ["three", "unfinished"] and three.endswith(
         "optimizer.lr=1e-2: no row yet"
     )
@@ -547,8 +548,8 @@ def test_a_folder_of_single_runs_has_the_same_table(tmp_path, capsys):
     assert end == f"runs     {runs}: 2 done, 1 unfinished; also in sweep.csv and sweep.html"
     text = (runs / "sweep.html").read_text(encoding="utf-8")
     assert "<h1>Runs in runs</h1>" in text and "3 runs: 2 done, 1 unfinished" in text
-    assert re.findall(r"<th.*?>(.*?)</th>", text)[:4] == ["runs", "val/acc", "n", "settings"]
-    assert [len(points) for points in dots(text, "done")] == [2, 2]  # each that is done
+    assert re.findall(r"<th\b.*?>(.*?)</th>", text)[:4] == ["runs", "status", "val/acc", "settings"]
+    assert [job["name"] for job in plotted(text)["jobs"]] == ["one", "two"]  # each that is done
     assert not list(runs.rglob("report.html"))
 
 
@@ -591,12 +592,10 @@ def test_of_runs_on_different_data_none_is_the_best(tmp_path, capsys):
         ["a", "val/r2 0.7500"],
     ]
     text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
-    assert "best first" not in text and "svg" not in {tag for tag, _ in Page(text).seen}
-    heads = re.findall(r"<th.*?>(.*?)</th>", text)
-    assert (
-        heads[:6] == ["runs", "val/acc", "settings", "test/acc", "test/loss", "seconds"]
-        and heads[-1] == "note"
-    )
+    assert "best first" not in text and plotted(text)["jobs"] == []
+    heads = re.findall(r"<th\b.*?>(.*?)</th>", text)
+    names = ["runs", "status", "val/acc", "settings", "test/acc", "test/loss", "seconds", "note"]
+    assert heads == names
     assert '<a href="c%20d/report.html">c d</a>' in text and text.count("<a ") == 1
     assert "<td>it is nan. Type lr.</td>" in text and 'class="best"' not in text
     for name in bests:
@@ -649,11 +648,11 @@ def test_folds_are_one_row_with_their_mean_and_deviation(tmp_path, capsys):
     json_files.write_json(tmp_path / "sweep.json", {"typed": ["-m"], "jobs": 6})
     assert sweep.main([str(tmp_path)]) == 0
     header, *rows, best, _ = capsys.readouterr().out.splitlines()[:5]
-    assert header.split()[:3] == ["jobs", "n", "val/acc"]
+    assert header.split()[:2] == ["job", "val/acc"]
     for row, rate, names in zip(rows, values, ("0-2", "3-5"), strict=True):
         mean, deviation = numpy.mean(values[rate]), numpy.std(values[rate], ddof=1)
         shown = f"{mean:.4f} +- {deviation:.4f}"
-        assert re.split(" {2,}", row)[:3] == [names, "3", shown] and row.endswith(f"lr={rate}")
+        assert re.split(" {2,}", row)[:2] == [names, shown] and row.endswith(f"lr={rate}")
     assert best == f"best     {PROGRAM} optimizer.lr=1e-2"
     assert shown.replace("+-", "±") in (tmp_path / "sweep.html").read_text(encoding="utf-8")
 
@@ -695,19 +694,19 @@ def test_the_page_of_a_large_sweep_of_anybody_has_only_text_of_theirs(tmp_path, 
     assert sweep.main([str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert all(line.isprintable() for line in out.splitlines()) and len(out.splitlines()) < 50
-    page = Page((tmp_path / "sweep.html").read_text(encoding="utf-8"))
-    assert [tag for tag, _ in page.seen if tag in ("script", "img")] == ["script"]
-    assert not any(name.startswith("on") for _, attributes in page.seen for name in attributes)
     text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
-    assert list(map(len, dots(text, "done"))) == [490] * 4
-    assert list(map(len, dots(text, "lost"))) == [10] * 4
+    page = Page(text)
+    scripts = [attributes for tag, attributes in page.seen if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "sweep"}, {}]
+    assert "img" not in {tag for tag, _ in page.seen}
+    assert not any(name.startswith("on") for _, attributes in page.seen for name in attributes)
+    plots = plotted(text)
     values = {str(i): (i * 37 % 101) / 10 for i in range(500) if i % 50 != 49}
+    assert {job["name"]: job["value"] for job in plots["jobs"] if job["row"] < 490} == values
+    assert [job["value"] for job in plots["jobs"] if job["row"] >= 490] == [None] * 10
     best = (max if mode == "max" else min)(values.values())
-    assert values[rows_of("\n\n" + out)[1][0]] == best
-    for done, place in zip(dots(text, "done"), dots(text, "best"), strict=True):
-        heights = [y for _, y in done]
-        assert place[0] in done
-        assert place[0][1] == (min(heights) if mode == "max" else max(heights))
+    assert values[rows_of("\n\n" + out)[1][0]] == plots["jobs"][0]["value"] == best
+    assert plots["jobs"][0]["row"] == 0
 
 
 def test_a_spreadsheet_runs_nothing_of_the_csv(tmp_path):
@@ -753,8 +752,13 @@ def test_a_pruned_job_has_a_cross(tmp_path):
         json_files.write_json(tmp_path / str(i) / "result.json", result)
     json_files.write_json(tmp_path / jobs.SWEEP, {})
     assert sweep.main([str(tmp_path)]) == 0
-    text = (tmp_path / "sweep.html").read_text(encoding="utf-8")
-    assert list(map(len, dots(text, "done"))) == list(map(len, dots(text, "lost"))) == [2]
+    jobs_drawn = plotted((tmp_path / "sweep.html").read_text(encoding="utf-8"))["jobs"]
+    assert [(job["status"], job["value"]) for job in jobs_drawn] == [
+        ("done", 0),
+        ("done", 1),
+        ("pruned", None),
+        ("pruned", None),
+    ]
     assert launchers.line(jobs.read_job(tmp_path / "3")).endswith(": pruned at evaluation 1")
 
 
@@ -769,7 +773,7 @@ def test_a_job_is_pruned_by_its_search_and_not_by_the_words_of_a_callback(forks,
     best = [result["best"]["value"] for result in results]
     [row] = rows_of(done.out)[1:]
     mean_and_deviation = f"{statistics.mean(best):.4f} +- {statistics.stdev(best):.4f}"
-    assert row[:3] == ["0-1", "2", mean_and_deviation]
+    assert row[:2] == ["0-1", mean_and_deviation]
     with open(tmp_path / "all" / "sweep.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [(row["status"], float(row["val/acc"])) for row in rows] == [

@@ -92,15 +92,15 @@ def is_sweep(folder: Path) -> bool:
 
 
 def read_jobs(folder: Path) -> list[Job]:
-    """Read the jobs of a sweep, or the runs in any other folder, by name: 2 comes before 10."""
+    """Read the jobs of a sweep, or the runs in any other folder, by name."""
     names = (JOB, "result.json") if is_sweep(folder) else ("config.yaml",)
     paths = {path.parent for name in names for path in folder.glob(f"*/{name}")}
-    return [read_job(path) for path in sorted(paths, key=by_number)]
+    return [read_job(path) for path in sorted(paths, key=lambda path: natural(path.name))]
 
 
-def by_number(path: Path) -> list[tuple[int, int, str]]:
-    """Return the sort key of a folder's name, which compares its numbers as numbers."""
-    parts = re.split(r"(\d+)", path.name)
+def natural(text: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that compares the numbers in a text as numbers: 2 comes before 10."""
+    parts = re.split(r"(\d+)", text)
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
 
 
@@ -197,12 +197,13 @@ def differences(
     )
 
 
-def typed_for(job: Job, keys: Iterable[str]) -> list[str]:
-    """Return the typed settings of a job for these keys."""
-    typed = [key for key in keys if key in job.settings]
+def typed_for(job: Job, keys: Iterable[str], shown: Callable[[str], str] = str) -> list[str]:
+    """Return the typed settings of a job for these keys, their values as `shown`."""
+    settings = {key: job.settings[key] for key in keys if key in job.settings}
+    # `~key` removes a setting, and needs no value.
     return [
-        key if key.startswith("~") and not job.settings[key] else f"{key}={job.settings[key]}"
-        for key in typed
+        f"{key}={shown(value)}" if value or key[0] != "~" else key
+        for key, value in settings.items()
     ]
 
 

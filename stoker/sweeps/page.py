@@ -1,61 +1,160 @@
-"""The page of a sweep: its tables, and a plot of the results over each setting."""
+"""The page of a sweep: its table, and what templates/sweep.js draws its plots from."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
-from stoker.runs import plots, report
+import numpy
+
+from stoker.runs import report
+from stoker.runs.directory import METRICS
 from stoker.runs.page import render
-from stoker.runs.report.words import shortened
-from stoker.sweeps import jobs, table
+from stoker.runs.plots import thin
+from stoker.runs.rows import metrics_in, read_rows
+from stoker.sweeps import table
+from stoker.sweeps.jobs import Job, natural, typed_for
 from stoker.sweeps.table import Sweep
-from stoker.trainer.readable import number
+from stoker.trainer.errors import printable
 
-MOST_SETTINGS = 24  # plotted settings
+MOST_SETTINGS = 24  # plotted
+MOST_POINTS = 20_000  # of all curves together
+BINS = 5  # groups of the numbers of a setting with more values
+DEFAULT = "(default)"  # the value of a setting that was not typed
 
 
-def of_sweep(
-    sweep: Sweep, counts: str, best: str | None, again: str | None, link: str | None = None
-) -> str:
+def of_sweep(sweep: Sweep, counts: str, best: str | None, again: str | None) -> str:
     """Return the page of a sweep.
 
     `counts` says how many jobs are done; `best` and `again` are the commands for the best job and
-    for the remaining jobs; `link` leads to the best job's report.
+    for the remaining jobs.
     """
+    shown = plots(sweep)
     return render(
         "sweep.html",
         sweep=sweep,
         table=table,
-        typed_for=jobs.typed_for,
-        number=number,
+        typed_for=typed_for,
         tests=table.tests_of(sweep),
         counts=counts,
         best=best,
         again=again,
-        link=link,
-        report=report.NAME,
-        reported=[job.name for job in sweep.jobs if has_report(sweep, job)],
-        figures=figures(sweep),
+        link=lambda job: link_of(sweep, job),
+        plots=shown,
+        importances=importances(shown),
     )
 
 
-def has_report(sweep: Sweep, job: jobs.Job) -> bool:
-    """Whether there is a report of the job in the sweep's folder, where no link leads out of it."""
+def link_of(sweep: Sweep, job: Job) -> str | None:
+    """Return the link to the report of a job; None without one, or if it may lead elsewhere."""
     folder = sweep.folder / job.name
-    return not folder.is_symlink() and (folder / report.NAME).is_file()
+    if folder.is_symlink() or not (folder / report.NAME).is_file():
+        return None
+    return f"{quote(job.name)}/{report.NAME}"
 
 
-def figures(sweep: Sweep) -> list[dict[str, Any]]:
-    """Return {"title", "svg"} of the results over each setting; [] if nothing can be compared."""
-    jobs = sweep.of("done") + sweep.of("pruned") + sweep.of("failed")
-    if not sweep.compares or not jobs:
+def plots(sweep: Sweep) -> dict[str, Any]:
+    """Return what the page draws, for JSON: the settings, and a record for each job that ended.
+
+    Nothing but numbers, and texts without control characters.
+    """
+    rows = [*sweep.groups, *([job] for job in sweep.unfinished)]
+    ended = [
+        (i, job)
+        for i, row in enumerate(rows)
+        for job in row
+        if sweep.compares and job.status in ("done", "pruned", "failed")
+    ]
+    keys = sweep.keys[:MOST_SETTINGS] if ended else []
+    records = []
+    choices = [values_of(sweep, [job for _, job in ended], key) for key in keys]
+    for row, job in ended:
+        value = sweep.value(job) if job.status == "done" else None
+        settings = [job.settings.get(key, DEFAULT) for key in keys]
+        record = {
+            "name": printable(job.name),
+            "link": link_of(sweep, job),
+            "row": row,
+            "status": job.status,
+            "value": value if value is not None and math.isfinite(value) else None,
+            "shown": "" if value is None else table.digits(value),
+            "settings": [
+                values.index(text) for values, text in zip(choices, settings, strict=True)
+            ],
+            "curve": curve_of(sweep, job, MOST_POINTS // len(ended)),
+        }
+        records.append(record)
+    return {
+        "metric": printable(sweep.name or "result"),
+        "high": sweep.high,
+        "job": "job" if sweep.swept else "run",
+        "keys": [axis(key, values) for key, values in zip(keys, choices, strict=True)],
+        "jobs": records,
+    }
+
+
+def values_of(sweep: Sweep, jobs: list[Job], key: str) -> list[str]:
+    """Return the values of a setting in their order: as typed in a grid, sorted in a search."""
+    in_order = sorted(jobs, key=lambda job: natural(job.name))
+    values = list(dict.fromkeys(job.settings.get(key, DEFAULT) for job in in_order))
+    return sorted(values, key=natural) if sweep.is_search else values
+
+
+def axis(key: str, values: list[str]) -> dict[str, Any]:
+    """Return the record of a setting; its `numbers` are None if its values are choices."""
+    numbers = [table.as_number(value) for value in values]
+    is_finite = all(number is not None and math.isfinite(number) for number in numbers)
+    return {
+        "name": printable(key),
+        "values": [printable(table.short(value)) for value in values],
+        "numbers": numbers if is_finite else None,
+    }
+
+
+def curve_of(sweep: Sweep, job: Job, most: int) -> list[tuple[float, float]]:
+    """Return (epoch, value) of the monitored metric, with at most about `most` points."""
+    try:
+        rows = map(metrics_in, read_rows(sweep.folder / job.name / METRICS))
+        points = [
+            (row["epoch"], row[sweep.name]) for row in rows if row.get(sweep.name) is not None
+        ]
+    except (OSError, KeyError):
         return []
-    values = [sweep.value(job) if job.status == "done" else None for job in jobs]
-    done = [i for i, value in enumerate(values) if value is not None]
-    choose = max if sweep.high else min
-    best = choose(done, key=lambda i: values[i] or 0, default=0)
-    drawn = []
-    for i, key in enumerate(sweep.keys[:MOST_SETTINGS]):
-        settings = [job.settings.get(key, "(default)") for job in jobs]
-        label = f"{sweep.name or 'result'} over {key}, best at {settings[best]}"
-        svg = plots.results(f"setting{i}", settings, values, best, label)
-        drawn.append({"title": shortened(key, 60), "svg": svg})
-    return drawn
+    points = [
+        (x, y) for x, y in points if isinstance(x, int | float) and isinstance(y, int | float)
+    ]
+    return [(round(x, 4), float(f"{y:.5g}")) for x, y in thin(points, max(4, most))]
+
+
+def importances(plots: dict[str, Any]) -> list[tuple[str, float]]:
+    """Return (setting, `importance`) of each setting, the most important one first."""
+    done = [job for job in plots["jobs"] if job["value"] is not None]
+    values = [job["value"] for job in done]
+    shares = []
+    for i, key in enumerate(plots["keys"]):
+        places = [job["settings"][i] for job in done]
+        if key["numbers"]:
+            places = [key["numbers"][place] for place in places]
+            if len(set(places)) > BINS:
+                edges = numpy.quantile(places, numpy.linspace(0, 1, BINS + 1)[1:-1])
+                places = numpy.searchsorted(edges, places).tolist()
+        shares.append((key["name"], importance(places, values)))
+    return sorted(shares, key=lambda pair: -pair[1])
+
+
+def importance(groups: Sequence[Any], values: Sequence[float]) -> float:
+    """Return the share of the variance of the values' ranks that their groups explain.
+
+    It is the epsilon squared of a Kruskal-Wallis test (Kelley 1935): adjusted for chance, so about
+    0 for a setting that does nothing. Ranks keep a diverged job from hiding all others.
+    """
+    count = len(values)
+    names, group = numpy.unique(groups, return_inverse=True)
+    if not 1 < len(names) < count:
+        return 0.0
+    _, order, repeats = numpy.unique(values, return_inverse=True, return_counts=True)
+    ranks = (repeats.cumsum() - (repeats - 1) / 2)[order]
+    means = numpy.bincount(group, ranks) / numpy.bincount(group)
+    within = numpy.square(ranks - means[group]).sum() / (count - len(names))
+    variance = ranks.var(ddof=1)
+    return max(0.0, float(1 - within / variance)) if variance else 0.0

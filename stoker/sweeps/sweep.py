@@ -8,10 +8,11 @@ are written.
 import importlib
 import itertools
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import unquote
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -28,6 +29,8 @@ from stoker.sweeps.jobs import JOB, STATUSES, SWEEP
 from stoker.sweeps.table import Sweep
 from stoker.trainer import files, launch
 from stoker.trainer.errors import UserError, cause, log, printable
+
+REPORTS = 0.05  # share of the time of the jobs that goes into drawing their reports
 
 
 class SweepCallback(Callback):
@@ -150,7 +153,7 @@ def check_goes_on(folder: Path, planned: list[list[str]]) -> None:
 
 
 def report(sweep: Sweep, draws: bool = True) -> None:
-    """Print the lines that end a sweep; write sweep.csv, sweep.html and the best job's report."""
+    """Print the lines that end a sweep; write sweep.csv, sweep.html and the jobs' reports."""
     from stoker.sweeps import page
 
     summary = summary_of(sweep)
@@ -165,8 +168,12 @@ def report(sweep: Sweep, draws: bool = True) -> None:
         lines.append(f"go on    {again}")
     print("\n".join(map(printable, lines)), flush=True)
     table.write_csv(sweep, sweep.folder / "sweep.csv")
-    drawn = draw_best(sweep) if best and draws and sweep.swept else None
-    html = page.of_sweep(sweep, summary, best, again, drawn)
+    if draws and sweep.swept:
+        draw_reports(sweep)
+    link = page.link_of(sweep, sweep.groups[0][0]) if best else None
+    if link:
+        print(printable(f"report   {sweep.folder}/{unquote(link)}"), flush=True)
+    html = page.of_sweep(sweep, summary, best, again)
     files.write_text(sweep.folder / "sweep.html", html)
 
 
@@ -205,21 +212,27 @@ def command_for_the_rest(sweep: Sweep) -> str | None:
     return again
 
 
-def draw_best(sweep: Sweep) -> str | None:
-    """Draw the report of the best job and return the link to it; None if that fails."""
+def draw_reports(sweep: Sweep) -> None:
+    """Draw the missing reports of the finished jobs, best first, for REPORTS of the jobs' time."""
     from stoker.runs import report
 
-    job = sweep.groups[0][0]
-    folder = sweep.folder / job.name
-    if folder.is_symlink():  # it may point outside the sweep
-        return None
-    try:
-        print(printable(f"report   {report.write(folder)}"), flush=True)
-    except Exception as error:
-        name = printable(job.name)
-        log.warning("job %s: its report could not be drawn (%s).", name, cause(error))
-        return None
-    return f"{quote(job.name)}/{report.NAME}"
+    done = [job for group in sweep.groups for job in group]
+    limit = REPORTS * sum(job.seconds or 0.0 for job in done)
+    start = time.perf_counter()
+    for job in done:
+        folder = sweep.folder / job.name
+        path = folder / report.NAME
+        # A link may point outside the sweep.
+        if folder.is_symlink() or not (folder / CONFIG).is_file() or path.exists():
+            continue
+        try:
+            report.write(folder)
+        except Exception as error:
+            name = printable(job.name)
+            log.warning("job %s: its report could not be drawn (%s).", name, cause(error))
+            return
+        if time.perf_counter() - start > limit:
+            return
 
 
 def show(folder: Path) -> None:

@@ -23,10 +23,10 @@ from stoker.sweeps.jobs import (
 )
 from stoker.trainer import files
 from stoker.trainer.errors import printable
-from stoker.trainer.readable import number
 
 REPEATS = ("seed", "dataset.fold")  # settings of runs that are shown as one, by their mean
-MOST_ROWS = 40  # in the table on the screen
+MOST_DONE = 30  # rows of the table on the screen
+MOST_UNFINISHED = 10
 DATA = {  # the keys that choose the data
     "dataset",
     "dataset._target_",
@@ -66,9 +66,10 @@ class Sweep:
             group = groups.setdefault((is_other, *settings), [])
             group.append(job)
         self.groups = sorted(groups.values(), key=self.rank)
-        self.is_grouped = any(len(group) > 1 for group in self.groups)
-        self.left_out = REPEATS if self.is_grouped else ()
+        is_grouped = any(len(group) > 1 for group in self.groups)
+        self.left_out = REPEATS if is_grouped else ()
         self.group_keys = [key for key in self.keys if key not in self.left_out]
+        self.unfinished = [job for status in STATUSES[1:] for job in self.of(status)]
 
     def of(self, status: str) -> list[Job]:
         return [job for job in self.jobs if job.status == status]
@@ -116,36 +117,71 @@ def present(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
+def decimals(value: float) -> int:
+    """Return how many decimals show four digits of a number, or of one below 1."""
+    size = abs(value)
+    return 4 if size < 1 or not math.isfinite(size) else max(0, 3 - int(math.log10(size)))
+
+
+def digits(value: float) -> str:
+    """'0.9861', '12.35', '51,920', '3.2e-05': a number in three to four digits."""
+    if 0 < abs(value) < 0.001 or abs(value) >= 1e15:
+        return f"{value:.3g}"
+    return f"{value:,.{decimals(value)}f}"
+
+
+def short(setting: str) -> str:
+    """Return a typed value, a long fraction in four digits."""
+    value = as_number(setting)
+    if value is None or len(setting) <= 6 or value.is_integer():
+        return setting
+    return f"{value:.4g}"
+
+
+def as_number(setting: str) -> float | None:
+    """Return the number that was typed; None for other texts and for huge numbers."""
+    try:
+        value = float(setting)
+    except ValueError:
+        return None
+    return value if abs(value) < 1e100 else None
+
+
 def mean_and_deviation(values: Iterable[float | None], sign: str = "+-") -> str:
     """'0.9888 +- 0.0012'; no deviation for one value, '' for none."""
     numbers = present(values)
     if not numbers:
         return ""
-    text = number(statistics.fmean(numbers))
-    if len(numbers) > 1:
-        text += f" {sign} {number(statistics.stdev(numbers))}"
-    return text
+    mean = statistics.fmean(numbers)
+    if len(numbers) == 1:
+        return digits(mean)
+    deviation = statistics.stdev(numbers)
+    return f"{digits(mean)} {sign} {deviation:,.{decimals(mean)}f}"
 
 
-def value_of(sweep: Sweep, group: list[Job], sign: str = "+-") -> str:
-    """Return a group's mean of the monitored metric, or else of what it monitored itself."""
-    value = mean_and_deviation(map(sweep.value, group), sign)
-    best = group[0].best
+def value_of(sweep: Sweep, jobs: list[Job], sign: str = "+-") -> str:
+    """Return the mean of the monitored metric, or else of what the jobs monitored themselves."""
+    value = mean_and_deviation(map(sweep.value, jobs), sign)
+    best = jobs[0].best
     if value or best is None:
         return value
-    others = mean_and_deviation((job.best.value for job in group if job.best), sign)
-    return f"{best.name} {others}"
+    return f"{best.name} {mean_and_deviation([job.best.value for job in jobs if job.best], sign)}"
 
 
-def test_of(group: list[Job], test: str, sign: str = "+-") -> str:
-    """Return a group's mean of a test metric."""
-    return mean_and_deviation((job.test.get(test) for job in group), sign)
+def test_of(jobs: list[Job], test: str, sign: str = "+-") -> str:
+    """Return the mean of a test metric."""
+    return mean_and_deviation((job.test.get(test) for job in jobs), sign)
 
 
-def seconds_of(group: list[Job]) -> str:
-    """Return the mean seconds of a group's jobs; '' if none has any."""
-    times = present(job.seconds for job in group)
+def seconds_of(jobs: list[Job]) -> str:
+    """Return the mean seconds of the jobs; '' if none has any."""
+    times = present(job.seconds for job in jobs)
     return f"{statistics.fmean(times):.1f}" if times else ""
+
+
+def typed_briefly(job: Job, keys: Iterable[str]) -> list[str]:
+    """Return the settings of a job for these keys as a table shows them."""
+    return typed_for(job, keys, short)
 
 
 def tests_of(sweep: Sweep) -> list[str]:
@@ -171,55 +207,26 @@ def lines(sweep: Sweep) -> list[str]:
     keys = sweep.group_keys
     if not keys:
         keys = [key for key in sweep.jobs[0].settings if key not in sweep.left_out]
-    rows = [
-        [
-            "jobs",
-            "n",
-            sweep.name or "best",
-            test or "test",
-            "seconds",
-            "settings",
-        ]
-    ]
-    for group in sweep.groups:
-        typed = typed_for(group[0], keys)
-        rows.append(
-            [
-                ranges(group),
-                str(len(group)),
-                value_of(sweep, group),
-                test_of(group, test),
-                seconds_of(group),
-                " ".join(typed),
-            ]
-        )
-    others = [job for status in STATUSES[1:] for job in sweep.of(status)]
-    for job in others:
-        note = with_note(job, sweep.keys)
-        rows.append([job.name, "", job.status, "", "", note])
-    hidden = len(rows) - 1 - MOST_ROWS
-    if hidden > 0:  # keep the best and some of the unfinished ones
-        first = 1 + max(MOST_ROWS - len(others), MOST_ROWS // 2)
-        more = ["...", "", "", "", "", f"{hidden} more: see sweep.csv"]
-        rows[first : first + hidden] = [more]
-    if not sweep.is_grouped:
-        rows[0][0] = "job"
-        for row in rows:
-            del row[1]
+    rows = [["job", sweep.name or "best", test or "test", "seconds", "settings"]]
+    for group in sweep.groups[:MOST_DONE]:
+        value = value_of(sweep, group)
+        settings = " ".join(typed_briefly(group[0], keys))
+        rows.append([ranges(group), value, test_of(group, test), seconds_of(group), settings])
+    for job in sweep.unfinished[:MOST_UNFINISHED]:
+        rows.append([job.name, job.status, "", "", with_note(job, sweep.keys)])
+    hidden = len(sweep.groups) + len(sweep.unfinished) - (len(rows) - 1)
+    if hidden:
+        rows.append(["...", "", "", "", f"{hidden} more: see sweep.csv"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[-1] = 0
-    return ["  ".join(map(str.ljust, row, widths)) for row in rows]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def with_note(job: Job, keys: list[str]) -> str:
     """Return the settings of an unfinished job, and the first line of its note."""
     why = job.note.partition("\n")[0]
-    typed = typed_for(job, keys or job.settings)
-    blamed = why.partition(": ")[0]
-    if blamed in typed:  # say it once
-        typed.remove(blamed)
-        return " ".join([*typed, why])
-    return f"{' '.join(typed)}: {why}"
+    typed = typed_briefly(job, keys or job.settings)
+    typed = [setting for setting in typed if not why.startswith(f"{setting}: ")]
+    return ": ".join(filter(None, [" ".join(typed), why]))
 
 
 def ranges(jobs: list[Job]) -> str:

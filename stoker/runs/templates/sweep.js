@@ -1,0 +1,290 @@
+// The plots of a sweep, from the JSON in the page: whatever it holds is shown as text only.
+const sweep = JSON.parse(document.getElementById("sweep").textContent);
+const rows = [...document.querySelectorAll("#jobs tbody tr")];
+const brushes = new Map(); // {axis: [low, high]}, as shares of its length
+const order = sweep.jobs.map((_, i) => i).reverse(); // the best on top
+const drawn = sweep.jobs.map(() => []); // the shapes of each job
+const ranks = sweep.jobs.map(job => job.value).filter(value => value !== null).sort((a, b) => a - b);
+const shades = sweep.jobs.map(job => { // 1 for the best value, 0 for the worst
+  const share = ranks.length > 1 ? ranks.indexOf(job.value) / (ranks.length - 1) : 1;
+  return sweep.high ? share : 1 - share;
+});
+
+function shape(parent, tag, attributes, text) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const name in attributes) made.setAttribute(name, attributes[name]);
+  if (text !== undefined) made.textContent = text;
+  return parent.appendChild(made);
+}
+
+function canvas(place, width, height, label) {
+  place.replaceChildren();
+  return shape(place, "svg", {class: "chart", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label});
+}
+
+// A scale for numbers: `at` gives the share of the axis, `ticks` has pairs of a share and a label.
+function scale(numbers, steps, least = 0) {
+  let low = Math.min(...numbers), high = Math.max(...numbers);
+  const middle = [...numbers].sort((a, b) => a - b)[numbers.length >> 1];
+  const log = low > 0 && high > 30 * low && middle < (low + high) / 4, turn = log ? Math.log10 : value => value;
+  low = turn(low); high = turn(high);
+  const size = high - low || Math.abs(high) || 1, margin = 0.04;
+  const at = value => high > low ? margin + (1 - 2 * margin) * (turn(value) - low) / size : 0.5;
+  let step = 10 ** Math.floor(Math.log10(size / steps));
+  step *= [1, 2, 5, 10].find(times => size / (step * times) <= steps);
+  if (log) step = Math.max(1, Math.round(step));
+  else if (size > least) step = Math.max(least, step);
+  const ticks = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * size; i++) {
+    const value = log ? 10 ** (i * step) : i * step;
+    ticks.push([at(value), String(+value.toPrecision(4))]);
+  }
+  return {at, ticks};
+}
+
+function axisOf(key, i) {
+  if (key.numbers && key.numbers.length > 6) {
+    const {at, ticks} = scale(key.numbers, 5);
+    return {name: key.name, ticks, rises: true, at: job => at(key.numbers[job.settings[i]])};
+  }
+  // Choices from the top to the bottom, a few numbers from the bottom to the top.
+  const sorted = key.values.map((_, j) => j), count = sorted.length, every = Math.ceil(count / 12);
+  if (key.numbers) sorted.sort((a, b) => key.numbers[b] - key.numbers[a]);
+  const place = sorted.map((_, j) => 1 - (sorted.indexOf(j) + 0.5) / count);
+  const spread = job => (sweep.jobs.indexOf(job) * 7 % 17 / 16 - 0.5) * Math.min(0.5, sweep.jobs.length / 200) / count; // so that fewer lines hide others
+  const ticks = key.values.map((value, j) => [place[j], value]).filter((_, j) => j % every === 0);
+  return {name: key.name, ticks, rises: key.numbers !== null, at: job => place[job.settings[i]] + spread(job)};
+}
+
+const metric = scale(ranks.length ? ranks : [0], 6);
+const axes = sweep.keys.map(axisOf);
+const last = {name: sweep.metric, ticks: metric.ticks, at: job => job.value === null ? null : metric.at(job.value)};
+
+function short(text, letters) { // its end, where names differ
+  return text.length > letters ? `…${text.slice(1 - letters)}` : text;
+}
+
+function path(points) {
+  return points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
+}
+
+function isIn(job) {
+  return [...brushes].every(([axis, [low, high]]) => {
+    const share = axis.at(job);
+    return share !== null && share >= low && share <= high;
+  });
+}
+
+function colour(i) {
+  return sweep.jobs[i].value === null ? "var(--bad)" : `color-mix(in oklab, var(--val) ${Math.round(100 * shades[i])}%, var(--c3))`;
+}
+
+function isBest(i) {
+  return sweep.jobs[i].row === 0 && sweep.jobs[i].value !== null;
+}
+
+function add(i, made) {
+  made.style.setProperty("--colour", colour(i));
+  made.classList.add("job");
+  if (isBest(i)) made.classList.add("best");
+  drawn[i].push(made);
+}
+
+// The distance of a point from a line of points.
+function distance(points, x, y) {
+  let least = Infinity;
+  for (let i = 0; i < points.length; i++) {
+    const [ax, ay] = points[Math.max(0, i - 1)], [bx, by] = points[i];
+    const dx = bx - ax, dy = by - ay;
+    const share = Math.max(0, Math.min(1, ((x - ax) * dx + (y - ay) * dy) / (dx * dx + dy * dy || 1)));
+    least = Math.min(least, Math.hypot(ax + share * dx - x, ay + share * dy - y));
+  }
+  return least;
+}
+
+// Show the job under the pointer in every plot, and open its report on a click.
+function watch(svg, lines) {
+  const near = event => {
+    const box = svg.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
+    let least = 14, nearest = null;
+    for (const [i, points] of lines) {
+      const far = isIn(sweep.jobs[i]) ? distance(points, x, y) : Infinity;
+      if (far < least) [least, nearest] = [far, i];
+    }
+    return nearest;
+  };
+  svg.onpointermove = event => {
+    const i = near(event);
+    light(i === null ? [] : [i]);
+    if (i !== null) say(sweep.jobs[i], event);
+  };
+  svg.onpointerleave = () => light([]);
+  svg.onclick = event => {
+    const i = near(event), link = i !== null && sweep.jobs[i].link;
+    if (link && event.pointerType !== "touch") location.href = link;
+  };
+}
+
+function light(chosen) {
+  for (const part of document.querySelectorAll(".on")) part.classList.remove("on");
+  for (const i of chosen) {
+    rows[sweep.jobs[i].row]?.classList.add("on");
+    for (const part of drawn[i]) {
+      part.classList.add("on");
+      if (chosen.length === 1) part.parentNode.append(part);
+    }
+  }
+  tip.style.display = "none";
+}
+
+function say(job, event) {
+  const settings = sweep.keys.map((key, i) => `${key.name}=${key.values[job.settings[i]]}`);
+  const value = job.value === null ? job.status : `${sweep.metric} ${job.shown}`;
+  tip.textContent = [`${sweep.job} ${job.name}: ${value}`, ...settings.map(text => short(text, 48))].join("\n");
+  tip.style.display = "block";
+  const {width, height} = tip.getBoundingClientRect();
+  tip.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - width - 8))}px`;
+  tip.style.top = `${event.clientY + 14 + height > innerHeight ? event.clientY - height - 10 : event.clientY + 14}px`;
+}
+
+function drawAxes(svg, left, top, width, height, horizontal, vertical, title) {
+  for (const [share, label] of vertical) {
+    const y = top + height * (1 - share);
+    shape(svg, "path", {class: "grid", d: `M${left} ${y}h${width}`});
+    shape(svg, "text", {x: left - 6, y: y + 4, "text-anchor": "end"}, label);
+  }
+  let end = -Infinity;
+  for (const [share, label] of [...horizontal].sort((a, b) => a[0] - b[0])) {
+    const text = short(label, 16), x = left + width * share, half = 3.4 * text.length;
+    shape(svg, "path", {class: "grid", d: `M${x} ${top}v${height}`});
+    if (x - half < end + 6) continue;
+    const place = Math.max(half, Math.min(x, left + width + 14 - half));
+    shape(svg, "text", {x: place, y: top + height + 18, "text-anchor": "middle"}, text);
+    end = place + half;
+  }
+  shape(svg, "text", {x: left + width / 2, y: top + height + 36, "text-anchor": "middle"}, title);
+}
+
+function drawParallel(place) {
+  const all = ranks.length ? [...axes, last] : axes;
+  const width = Math.max(place.clientWidth, 104 * all.length), height = 330, top = 48, bottom = height - 14;
+  const gap = (width - 90) / Math.max(1, all.length - 1), left = i => 14 + i * gap;
+  const y = share => bottom - (bottom - top) * share;
+  const svg = canvas(place, width, height, "the settings of each job, and its result");
+  const plot = shape(svg, "g", {}), lines = [];
+  order.forEach(i => {
+    const job = sweep.jobs[i];
+    const points = all.map((axis, j) => [left(j), axis.at(job)]).filter(([, share]) => share !== null).map(([x, share]) => [x, y(share)]);
+    add(i, shape(plot, "path", {d: path(points)}));
+    lines.push([i, points]);
+  });
+  all.forEach((axis, i) => {
+    const x = left(i), names = axis.name.split("."), name = names.pop(), letters = Math.floor(gap / 7);
+    const title = shape(svg, "g", {class: "name"});
+    shape(title, "title", {}, axis.name);
+    shape(title, "text", {x, y: 14}, short(names.join("."), letters));
+    shape(title, "text", {x, y: 30, class: "strong"}, short(name, letters));
+    shape(svg, "path", {class: "axis", d: `M${x} ${top}V${bottom}`});
+    for (const [share, label] of axis.ticks) shape(svg, "text", {x: x + 6, y: y(share) + 4, class: "halo"}, short(label, Math.max(6, letters - 1)));
+    const brush = shape(svg, "rect", {class: "brush", x: x - 7, width: 14, rx: 3});
+    const show = () => {
+      const [low, high] = brushes.get(axis) || [0, 0];
+      brush.setAttribute("y", y(high));
+      brush.setAttribute("height", y(low) - y(high));
+    };
+    const grip = shape(svg, "rect", {class: "grip", x: x - 14, y: top - 6, width: 28, height: bottom - top + 12});
+    grip.onpointerdown = event => {
+      event.preventDefault();
+      grip.setPointerCapture(event.pointerId);
+      const share = now => Math.max(0, Math.min(1, (bottom - (now.clientY - svg.getBoundingClientRect().top)) / (bottom - top)));
+      const start = share(event);
+      brushes.delete(axis);
+      grip.onpointermove = now => {
+        now.stopPropagation();
+        const [low, high] = [start, share(now)].sort((a, b) => a - b);
+        if (high - low > 0.01) brushes.set(axis, [low, high]);
+        show();
+        filter();
+      };
+      grip.onpointerup = () => { grip.onpointermove = null; show(); filter(); };
+    };
+    grip.onclick = event => event.stopPropagation();
+    show();
+  });
+  watch(svg, lines);
+}
+
+function drawScatter(place) {
+  const width = place.clientWidth, height = 280, left = 58, top = 8, wide = width - left - 14, high = height - top - 46;
+  const axis = axes[+document.getElementById("setting").value];
+  const svg = canvas(place, width, height, `${sweep.metric} against ${axis.name}`);
+  const across = axis.rises ? share => share : share => 1 - share; // choices from left to right
+  drawAxes(svg, left, top, wide, high, axis.ticks.map(([share, label]) => [across(share), label]), metric.ticks, axis.name);
+  const plot = shape(svg, "g", {}), lines = [];
+  order.forEach(i => {
+    const job = sweep.jobs[i];
+    const x = left + wide * across(axis.at(job)), share = last.at(job), y = top + high * (1 - (share ?? 0.02));
+    add(i, share === null ? shape(plot, "path", {class: "cross", d: `M${x - 3} ${y - 3}l6 6m0 -6l-6 6`}) : shape(plot, "circle", {cx: x, cy: y, r: isBest(i) ? 6 : 4}));
+    lines.push([i, [[x, y]]]);
+  });
+  watch(svg, lines);
+}
+
+function drawCurves(place) {
+  const curves = order.map(i => [i, sweep.jobs[i].curve]).filter(([, curve]) => curve.length > 0);
+  const width = place.clientWidth, height = 280, left = 58, top = 8, wide = width - left - 14, high = height - top - 46;
+  const across = scale(curves.flatMap(([, curve]) => curve.map(([x]) => x)), width < 500 ? 5 : 10, 1);
+  const up = scale(curves.flatMap(([, curve]) => curve.map(([, y]) => y)), 6);
+  const svg = canvas(place, width, height, `${sweep.metric} of each job over the epochs`);
+  drawAxes(svg, left, top, wide, high, across.ticks, up.ticks, "epoch");
+  const plot = shape(svg, "g", {}), lines = [];
+  for (const [i, curve] of curves) {
+    const points = curve.map(([x, y]) => [left + wide * across.at(x), top + high * (1 - up.at(y))]);
+    add(i, points.length > 1 ? shape(plot, "path", {d: path(points)}) : shape(plot, "circle", {cx: points[0][0], cy: points[0][1], r: 3}));
+    lines.push([i, points]);
+  }
+  watch(svg, lines);
+}
+
+function filter() {
+  const chosen = sweep.jobs.map(isIn), shown = new Set(sweep.jobs.filter((_, i) => chosen[i]).map(job => job.row));
+  drawn.forEach((parts, i) => parts.forEach(part => part.classList.toggle("off", !chosen[i])));
+  rows.forEach((row, i) => { row.hidden = brushes.size > 0 && !shown.has(i); });
+  const count = document.getElementById("count");
+  count.textContent = brushes.size ? `${chosen.filter(Boolean).length} of ${chosen.length} ${sweep.job}s selected ` : "";
+  if (brushes.size) count.append(button("clear", "clear", () => { brushes.clear(); draw(); }));
+}
+
+function draw() {
+  for (const parts of drawn) parts.length = 0;
+  for (const [id, paint] of [["curves", drawCurves], ["parallel", drawParallel], ["scatter", drawScatter]]) {
+    const place = document.getElementById(id);
+    if (place) paint(place);
+  }
+  if (document.getElementById("count")) filter();
+}
+
+document.querySelectorAll("#jobs th").forEach((head, column) => {
+  const sorter = button("sort", head.textContent, () => {
+    const up = head.getAttribute("aria-sort") !== "ascending";
+    for (const part of document.querySelectorAll("#jobs th")) part.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", up ? "ascending" : "descending");
+    const key = row => row.cells[column].dataset.value ?? row.cells[column].textContent.trim();
+    const compare = (a, b) => {
+      const [x, y] = [key(a), key(b)];
+      if (!x || !y) return !x - !y; // empty cells last
+      return (x.localeCompare(y, undefined, {numeric: true}) && (isNaN(x) || isNaN(y) ? x.localeCompare(y, undefined, {numeric: true}) : x - y)) * (up ? 1 : -1);
+    };
+    rows[0].parentNode.append(...[...rows].sort(compare));
+  });
+  head.replaceChildren(sorter);
+});
+rows.forEach((row, i) => {
+  const inRow = sweep.jobs.map((job, j) => job.row === i ? j : -1).filter(j => j >= 0);
+  row.onpointerenter = () => light(inRow);
+  row.onpointerleave = () => light([]);
+});
+document.getElementById("setting")?.addEventListener("change", draw);
+let drawnWidth = innerWidth;
+addEventListener("resize", () => { if (innerWidth !== drawnWidth) { drawnWidth = innerWidth; draw(); } });
+draw();
