@@ -124,12 +124,14 @@ def little_garbage():
         modules_frozen = len(sys.modules)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def forks():
     """Runs of train.py in forks of one process that has imported what they need."""
+    if not hasattr(os, "fork"):
+        pytest.skip("os.fork is not on this platform")
     from forks import Forks
 
-    forks = Forks(os.path.dirname(__file__))
+    forks = Forks(os.path.dirname(__file__), distributed=True)
     yield forks
     forks.close()
 

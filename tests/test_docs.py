@@ -19,7 +19,7 @@ from pathlib import Path
 import hydra
 import pytest
 import yaml
-from forks import PROGRAM, Forks
+from forks import PROGRAM
 from PIL import Image
 
 import stoker
@@ -64,15 +64,6 @@ def blocks(page, language):
     """The fenced blocks of a page in a language."""
     pattern = rf"^```{language}\n(.*?)^```"
     return re.findall(pattern, text_of(page), re.DOTALL | re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks(
-        modules=("torch._dynamo", "torch.utils.flop_counter")
-    )  # which each run would import anew
-    yield forks
-    forks.close()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import assert_same, make_data
-from forks import Forks
 from PIL import Image
 from test_docs import commands
 from torch.nn.functional import cross_entropy
@@ -41,15 +40,6 @@ FILES = sorted(Path(__file__).parents[1].glob("examples/[!_]*.py"))
 COMMANDS = [
     (file.stem, command) for file in FILES for command in commands(file.read_text(encoding="utf-8"))
 ]
-
-
-@pytest.fixture(scope="module")
-def forks():
-    forks = Forks(
-        modules=("torch._dynamo", "torch.utils.flop_counter")
-    )  # which each run would import anew
-    yield forks
-    forks.close()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -65,13 +65,6 @@ OTHERS = (
 
 
 @pytest.fixture(scope="module")
-def forks():
-    made = Forks()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def whole(forks, tmp_path_factory):
     """The undisturbed run."""
     folder = tmp_path_factory.mktemp("whole")

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import assert_same
-from forks import PROGRAM, Forks
+from forks import PROGRAM
 from test_cli import answers, run
 
 from stoker.command import invocation, processes
@@ -57,13 +57,6 @@ def fault(kind, step=7, rank=1):
         f"+callbacks.fault.step={step}",
         f"+callbacks.fault.rank={rank}",
     ]
-
-
-@pytest.fixture(scope="module")
-def forks():
-    made = Forks(HERE, distributed=True)
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

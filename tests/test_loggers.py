@@ -711,18 +711,11 @@ def tracked(database):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
-def test_of_several_processes_one_writes(tmp_path):
-    from forks import Forks
-
+def test_of_several_processes_one_writes(forks, tmp_path):
     need("tensorboard")
-    forks = Forks(distributed=True)
-    try:
-        done = forks.ranks(
-            tmp_path, 2, *TINY[:-1], "callbacks=tensorboard", "strategy=ddp", "run_dir=run"
-        )
-    finally:
-        forks.close()
+    done = forks.ranks(
+        tmp_path, 2, *TINY[:-1], "callbacks=tensorboard", "strategy=ddp", "run_dir=run"
+    )
     assert done.codes == [0, 0] and done.errs == ["", ""] and done.outs[1] == "", (
         done.errs,
         done.outs,

@@ -14,7 +14,6 @@ import pytest
 import test_samples
 import torch
 from conftest import assert_same
-from forks import Forks
 from safetensors.torch import load_file
 
 from stoker.trainer import checkpoint
@@ -45,13 +44,6 @@ CLOSE = 1e-6
 SEED = int(os.environ.get("KILL_SEED", "0"))
 SCRIPTS = Path(__file__).with_name("jobs.py")
 WORLDS = [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "fsdp")]
-
-
-@pytest.fixture(scope="module")
-def forks():
-    made = Forks(distributed=True)
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from corners import ALIKE, REFUSED, SAME
-from forks import Forks
 from test_parallel import assert_close
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
@@ -24,11 +23,10 @@ SHARDS = "Type strategy=ddp, or another optimizer if it is that. A step has to c
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory):
+def given(forks, tmp_path_factory):
     """What each rank gives in each corner, {corner: [that of rank 0, ...]}: a function of (world,
     strategy).
     """
-    forks = Forks(Path(__file__).parent, distributed=True)
 
     @functools.cache
     def by(world, strategy):
@@ -43,8 +41,7 @@ def given(tmp_path_factory):
             for name in names
         }
 
-    yield by
-    forks.close()
+    return by
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_data, make_model, make_trainer
-from forks import PROGRAM, Forks
+from forks import PROGRAM
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -462,15 +462,6 @@ def test_a_regression_is_seen_in_its_own_units(tmp_path, targets):
     assert len({figure["svg"] for figure in figures}) == len(expected)
     assert len([1 for tag, *_ in shown.elements if tag == "svg"]) == len(expected) + 1
     trainer.close()
-
-
-@pytest.fixture(scope="module")
-def forks():
-    if not hasattr(os, "fork"):
-        pytest.skip("os.fork is not on this platform")
-    forks = Forks(distributed=True)
-    yield forks
-    forks.close()
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 
 import pytest
-from forks import Forks
 
 from stoker.runs import plots, report
 
@@ -108,12 +107,9 @@ class Browser:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    folder, forks = tmp_path_factory.mktemp("run"), Forks()
-    try:
-        assert forks.run(folder, "epochs=2", "run_dir=run").code == 0
-    finally:
-        forks.close()
+def page(forks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    assert forks.run(folder, "epochs=2", "run_dir=run").code == 0
     return report.write(folder / "run")
 
 

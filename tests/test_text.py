@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same, make_trainer
-from forks import Forks
 from safetensors.torch import load_file
 from torch import nn
 
@@ -367,9 +366,8 @@ def test_any_prompt_is_text():
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_and_the_run_writes(file, tmp_path):
+def test_two_processes_train_as_one_and_the_run_writes(file, forks, tmp_path):
     """A run on two processes, its report, whose samples are escaped, and text from a prompt."""
-    forks = Forks(distributed=True, modules=("stoker.data.text", "stoker.models.gpt"))
     settings = [
         "dataset=text", f"dataset.path={file}", "model=gpt", "dataset.length=16", "max_steps=12",
         "epochs=null", "model.layers=1", "model.width=16", "optimizer._target_=torch.optim.SGD",
@@ -392,6 +390,5 @@ def test_two_processes_train_as_one_and_the_run_writes(file, tmp_path):
 
     generate = ["task=generate", "run=one", "prompt=they went, ", "tokens=40"]
     written = [forks.run(tmp_path, *generate, *seed).out for seed in ([], [], ["seed=1"])]
-    forks.close()
     assert written[0] == written[1] != written[2]
     assert all(text.startswith("they went, ") for text in written)

@@ -4,12 +4,10 @@ torch says which.
 
 import copy
 import functools
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from forks import Forks
 from torch import nn
 from torch.nn import functional
 
@@ -452,17 +450,12 @@ def test_without_it_they_are_evaluated_by_the_targets_and_not_cut():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_three_processes_train_and_evaluate_as_one_does(tmp_path, strategy):
+def test_three_processes_train_and_evaluate_as_one_does(forks, tmp_path, strategy):
     from weighed import OTHERS
 
-    forks = Forks(Path(__file__).parent, distributed=True)
-    try:
-        script = Path(__file__).with_name("weighed.py")
-        ranks = forks.ranks(tmp_path, 3, strategy, str(tmp_path), script=script)
-    finally:
-        forks.close()
+    script = Path(__file__).with_name("weighed.py")
+    ranks = forks.ranks(tmp_path, 3, strategy, str(tmp_path), script=script)
     assert ranks.codes == [0] * 3, (ranks.codes, ranks.late, ranks.errs)
     several = torch.load(tmp_path / "done", weights_only=False)
     for name, (loss, make, *settings) in {**CASES, **OTHERS}.items():
