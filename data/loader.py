@@ -19,7 +19,7 @@ from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers, decode
 from stoker.trainer import launch
 from stoker.trainer.copies import UNIFIED, move, to_device
 from stoker.trainer.errors import TrainingError, UserError, cause
-from stoker.trainer.loading import Seekable
+from stoker.trainer.loading import Seekable, length_of
 from stoker.trainer.memory import MIB, free_memory, is_out_of_memory, memory_info
 from stoker.trainer.seeding import mix_seed, random_stream
 
@@ -77,6 +77,8 @@ def make_loaders(
         options["train"] = {"shuffle": True, "drop_last": drop_last, "limit": limit_train}
         for name in splits.keys() - {"train", "test"}:
             options[name] = {"limit": limit_val}
+    elif data.kind == "other" and only not in ("train", "test") and length_of(splits[only]) is None:
+        options[only] = {"limit": limit_val}  # a stream has to end
     common: dict[str, Any] = {"device": device, "seed": seed}
     loaders: dict[str, Any] = {}
     if data.kind == "other":

@@ -20,6 +20,7 @@ from stoker.trainer.errors import UserError, cause, kind_of
 from stoker.trainer.loading import IterableLoader, length_of, name_of
 from stoker.trainer.seeding import CPU, mix_seed, random_stream, seed_generators
 
+MOST = 10**6  # samples in the evaluation of a stream without a length
 AHEAD = 2  # batches that each worker prepares
 
 Collate = Callable[[list[Any]], Any]
@@ -158,7 +159,7 @@ def make_loader(
             pin_memory=torch.device(device).type not in UNIFIED,
         )
     if limit is None:
-        return part
+        return part if shuffle or length_of(part) is not None else EndingBatches(part, name)
     use = "train" if shuffle else "val"
     return IterableLoader(part, steps_per_epoch=batches_in(part, limit, use))
 
@@ -186,6 +187,29 @@ def batches_in(loader: Any, limit: Limit, part: str) -> int:
         if length is not None and limit is not None:
             return max(1, round(limit * length))
     raise UserError(f"limit_{part}={limit}: {name_of(loader)} has no {lacks}")
+
+
+class EndingBatches:
+    """The batches of a stream for an evaluation, which has to end.
+
+    Raises:
+        UserError: The stream goes on after MOST samples.
+    """
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self.loader = loader
+        self.name = name
+        self.batch_size: int | None = getattr(loader, "batch_size", None)
+
+    def __iter__(self) -> Iterator[Any]:
+        most = MOST // (self.batch_size or 100)
+        for count, batch in enumerate(self.loader):
+            if count == most:
+                raise UserError(
+                    f"{self.name}: this stream goes on after {most:,} batches. "
+                    "End it with itertools.islice, or for a validation type limit_val=N."
+                )
+            yield batch
 
 
 class SampleLoader(Ordered):

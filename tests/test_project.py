@@ -191,7 +191,7 @@ def test_the_code_of_a_run_is_its_revision_and_the_diff_from_it(folder, monkeypa
     assert (folder / "tracked.py").read_text() == "a = 2\n"
     monkeypatch.setattr(provenance, "MOST_CHANGES", 20)
     short = provenance.Code(folder).changes().splitlines()
-    assert short[2].startswith("# cut after 20 of ") and short[3] == "diff --git a/tracked"
+    assert short[2].startswith("# cut after 20 characters") and short[3] == "diff --git a/tracked"
 
 
 def test_the_packages_are_those_that_importlib_finds():

@@ -205,7 +205,8 @@ def first_few(names: Sequence[str], count: int) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its class if it has none."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    line = str(error).strip().partition("\n")[0]
+    return line.removesuffix(", but expected one of:") or type(error).__name__
 
 
 def cause(error: BaseException) -> str:

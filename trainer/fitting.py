@@ -11,6 +11,7 @@ from stoker.trainer import (
     memory,
     misuse,
     optimizers,
+    overrides,
     schedules,
     seeding,
 )
@@ -39,7 +40,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
     misuse.check_uncut(trainer, loader)
     trainer.divisor = losses.divisor(trainer.loss)  # a subclass may have another one by now
     uniform = getattr(loader, "targets_are_uniform", False)
-    is_usual = misuse.is_usual(type(trainer), "loss_weight")
+    is_usual = overrides.is_usual(type(trainer), "loss_weight")
     trainer.weighs_samples = is_usual and losses.is_mean_over_samples(trainer.loss, uniform)
     trainer.may_weigh_nothing = not is_usual or losses.has_class_weights(trainer.loss)
     trainer.epochs_before = trainer.epochs_begun

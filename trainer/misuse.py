@@ -26,6 +26,7 @@ from stoker.trainer.callbacks import Callback
 from stoker.trainer.carried import Carried
 from stoker.trainer.errors import NotFinite, UserError, did_you_mean, first_few, kind_of
 from stoker.trainer.loading import Seekable, by_name
+from stoker.trainer.overrides import is_usual
 
 if TYPE_CHECKING:
     from stoker.trainer.micro_batch import MicroBatch
@@ -452,15 +453,6 @@ def form(batch: Any) -> str:
     if isinstance(batch, (list, tuple)):
         text += f" of {len(batch)}"
     return text
-
-
-def is_usual(kind: Any, method: str) -> bool:
-    """Return whether a method of this class of Trainers is the framework's, and not your own.
-
-    A function that builds a Trainer has no methods to look at.
-    """
-    module: str = getattr(getattr(kind, method, None), "__module__", "")
-    return module.startswith("stoker.trainer.")
 
 
 def raise_explained(

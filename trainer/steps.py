@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from stoker.trainer import graph, losses, misuse, optimizers, parallel, schedules
+from stoker.trainer import graph, losses, optimizers, overrides, parallel, schedules
 from stoker.trainer.errors import NotFinite, UserError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
         UserError: `compile` is "graph", and there can be no graphs.
     """
     if compile == "graph":
-        custom = None if misuse.is_usual(type(trainer), "train_step") else type(trainer).__name__
+        custom = None if overrides.is_usual(type(trainer), "train_step") else type(trainer).__name__
         adapts = trainer.micro_batch.adapts
         graph.check(trainer.device, trainer.dtype, trainer.strategy, adapts, custom)
         return GraphStep()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stoker.trainer import batch as batches
-from stoker.trainer import copies, memory, parallel, schedules, seeding
+from stoker.trainer import copies, memory, overrides, parallel, schedules, seeding
 from stoker.trainer import device as devices
 from stoker.trainer.combined import parts
 from stoker.trainer.modes import modes_restored
@@ -37,10 +37,13 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     kinds = " + ".join(type(part).__name__ for part in parts(optimizer))
     fused = " (fused)" if optimizer.defaults.get("fused") else ""
     schedule = schedules.describe(trainer.scheduler)
+    update = f"{kinds}{fused} lr {rate:g}{changed(parts(optimizer)[0])}, {schedule}"
+    own_step = not overrides.is_usual(type(trainer), "train_step")
+    if own_step and not overrides.mentions(type(trainer), "optimizer"):
+        update = f"{type(trainer).__name__}.train_step with its own optimizers"
     line = (
         f"plan     {length(trainer)}, batch {batch_size or 'as the loader gives it'}"
-        f"{parallel.description(trainer)}{trainer.micro_batch.description()}, "
-        f"{kinds}{fused} lr {rate:g}{changed(parts(optimizer)[0])}, {schedule}"
+        f"{parallel.description(trainer)}{trainer.micro_batch.description()}, {update}"
     )
     rules: dict[str, float] = {}
     for group in optimizer.param_groups:

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import math
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -51,6 +52,10 @@ PART_PACKAGES: dict[str, str | tuple[str, ...]] = {
     "optimizer": ("stoker.trainer.optimizers.", "stoker.trainer.combined."),
     "scheduler": "stoker.trainer.schedules.",
 }
+# Of torchvision's transforms (trust.py lets nothing but subclasses of v2.Transform through), a
+# constructor keeps plain values and calls nothing that they name. A transform may be slow or take
+# memory when it is used, as a large batch_size may.
+TRANSFORMS = "torchvision.transforms.v2."
 REQUIRED = inspect.Parameter.empty
 REFUSALS = (ValueError, TypeError, RuntimeError, OverflowError)  # how torch refuses a value
 
@@ -100,7 +105,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
     except UserError:
         raise
     except REFUSALS as error:
-        raise refusal(key, target, error) from error
+        raise refusal(key, node, error) from error
     if part in PART_CLASSES and not is_part(part, built):
         wanted = WITHOUT_BASE_CLASS.get(part, f"a {PART_CLASSES[part][0]}")
         raise UserError(f"{key}._target_={target}: this returns {kind_of(built)}, not {wanted}.")
@@ -167,11 +172,12 @@ def arguments_to_pass(
     return passed
 
 
-def refusal(key: str, target: str, error: Exception) -> Exception:
+def refusal(key: str, node: Mapping[str, Any], error: Exception) -> Exception:
     """Return the UserError for a value that a constructor refused.
 
     A bug in user code is returned as it is.
     """
+    target = node["_target_"]
     if (
         is_trusted_by_user(target)
         and not isinstance(error, ValueError)
@@ -182,7 +188,22 @@ def refusal(key: str, target: str, error: Exception) -> Exception:
         argument = str(error).partition("=")[0]
         names, _ = arguments_of(key, target)
         return UserError(f"{key}{'.' if argument in names else ': '}{error}")
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if unknown is not None:
+        hint = did_you_mean(unknown[1], inherited_arguments(locate(key, target)))
+        return UserError(f"{key}.{unknown[1]}: {target} has no such argument.{hint}")
+    if re.search(r"\(\): argument|invalid combination of arguments", str(error)):  # torch's own
+        given = [f"{key}.{name}={as_typed(node[name])}" for name in node if name not in KEYS]
+        return UserError(f"{', '.join(given)}: {target} takes other types of values.")
     return UserError(f"{key} ({target}): {first_line(error)}")
+
+
+def inherited_arguments(located: Any) -> set[str]:
+    """Return the names of the arguments of a class and of the classes that it inherits from."""
+    names: set[str] = set()
+    for parent in getattr(located, "__mro__", ())[:-1]:
+        names.update(inspect.signature(parent.__init__).parameters)
+    return names
 
 
 def returns_part(part: str, located: Any) -> bool:
@@ -229,7 +250,10 @@ def check_nested(key: str, node: Any) -> None:
     for name, item in items_of(node):
         if isinstance(item, dict) and "_target_" in item:
             target = str(item["_target_"])
-            if not is_trusted_by_user(target):
+            is_transform = target.startswith(TRANSFORMS) and key.startswith("dataset.augment")
+            if is_transform:
+                locate(f"{key}.{name}", target)
+            elif not is_trusted_by_user(target):
                 raise UserError(
                     f"{key}.{name}._target_={target}: only a model and a loss may have a _target_ "
                     f"inside.\nType trusted=[{target.partition('.')[0]}] if you know what it does."
@@ -278,7 +302,11 @@ def check_target(key: str, node: Mapping[str, Any], offered: Collection[str]) ->
 
 def arguments_of(key: str, target: str) -> tuple[dict[str, Any], bool]:
     """Return ({name: its default or REQUIRED}, whether it takes **kwargs) for a callable."""
-    located = locate(key, target)
+    return parameters_of(locate(key, target))
+
+
+def parameters_of(located: Any) -> tuple[dict[str, Any], bool]:
+    """Return ({name: its default or REQUIRED}, whether it takes **kwargs) of a callable."""
     try:
         parameters = list(inspect.signature(located).parameters.values())
     except (ValueError, TypeError):  # some callables written in C have no signature

@@ -1,14 +1,17 @@
 """Check a composed config before anything is built: keys, types, limits, and combinations."""
 
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from stoker import project
 from stoker.command import arguments, settings
-from stoker.command.defaults import chosen, defaults
+from stoker.command.defaults import chosen, defaults, layers
 from stoker.command.dotted import flat, is_interpolation, plain
 from stoker.command.messages import no_such_key
 from stoker.command.references import explain_broken, reason
@@ -25,6 +28,20 @@ def keep_texts(cfg: DictConfig) -> None:
         number = settings.value_of(plain(cfg), key) if is_text else None
         if isinstance(number, (int, float)) and not isinstance(number, bool):
             OmegaConf.update(cfg, key, value)
+
+
+def place_paths(cfg: DictConfig) -> None:
+    """Read a relative path in a config of the project as one from the project's folder."""
+    root = project.current().root
+    if root == Path.cwd():
+        return
+    typed = arguments.typed_keys()
+    for layer in layers(chosen()):
+        for key in ("dataset.root", "dataset.path", "init_from"):
+            value = settings.value_of(layer.config, key)
+            is_ours = layer.file.is_relative_to(root) and key not in typed
+            if is_ours and isinstance(value, str) and not is_interpolation(value):
+                OmegaConf.update(cfg, key, os.path.relpath(root / value))
 
 
 def check_config(cfg: DictConfig) -> None:

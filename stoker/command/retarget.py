@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from stoker import configs
 from stoker.command import arguments, settings
-from stoker.command.build import arguments_of, is_on
+from stoker.command.build import arguments_of, is_on, parameters_of
 from stoker.command.defaults import Layer, chosen, layers
 from stoker.command.dotted import is_interpolation, plain
 from stoker.trainer.errors import UserError
@@ -79,9 +79,13 @@ def not_default(config: dict[str, Any]) -> dict[str, Any]:
 
     Those that follow another setting are left out: that setting is the one to look at.
     """
+    from stoker.data.loader import make_loaders
+
     values = {}
     for name, target in targets(config):
         known, _ = arguments_of(name, target)
+        if name == "dataset":
+            known = {**parameters_of(make_loaders)[0], **known}
         node = settings.value_of(config, name)
         if name.startswith("callbacks.") and not is_on(node):
             continue

@@ -190,7 +190,7 @@ SETTINGS: Mapping[str, Setting] = {
         tasks=(*TRAINING, "evaluate", "export", "reproduce"), resume="any", path=True, local=True
     ),
     "dataset.path": Setting(
-        tasks=(*TRAINING, "evaluate", "export", "reproduce"), path=True, local=True
+        tasks=(*TRAINING, "evaluate", "export", "reproduce"), resume="any", path=True, local=True
     ),
     "dataset.cache": Setting(tasks=(*TRAINING, "evaluate"), resume="any", path=True, local=True),
     "dataset.download": Setting(tasks=(*TRAINING, "evaluate"), resume="any"),

@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import itertools
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,6 +27,8 @@ TYPED = (
 ENDING = (RESULT, EVALUATION, "report.html")
 # The files that a run writes; a killed run may leave one half-written.
 WRITTEN = (METRICS, SAMPLES, *ENDING, WEIGHTS, "model.md", CHANGES)
+
+new: set[Path] = set()  # the folders that this process has made
 
 
 def claim(model: str, dataset: str) -> str:
@@ -65,11 +68,19 @@ def make(folder: Path, key: str = "run_dir") -> bool:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"{key}={folder}: this is a file or is not writable. Type another {key}.")
     atexit.register(remove_empty, missing)
+    if missing:
+        new.add(folder)
     return bool(missing)
+
+
+def remove_untrained(folder: Path) -> None:
+    """Remove a run directory that this process made, after an error before the first step."""
+    if folder in new:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
     """Remove the folders that are empty; pass the inner ones first."""
-    with contextlib.suppress(OSError):
-        for folder in folders:
+    for folder in folders:
+        with contextlib.suppress(OSError):
             folder.rmdir()

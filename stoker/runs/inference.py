@@ -20,6 +20,7 @@ from stoker.command import build, trust
 from stoker.data import images
 from stoker.data.description import Description, is_description, names_of
 from stoker.data.loader import scaling
+from stoker.data.text import decode as text_of
 from stoker.runs import card, resume, saved_config
 from stoker.runs.json_files import finite
 from stoker.runs.result import finished
@@ -304,10 +305,15 @@ def answers(outputs: Any, about: Description) -> Iterator[Row]:
     """Yield the prediction for each sample of the outputs for a batch.
 
     For a classification "class", "probability" and "probabilities", {class: probability}; "classes"
-    if there is one per token or pixel; for a regression "value", in the data's units. Other outputs
-    as the model gives them: the keys of a dict, or "output".
+    if there is one per pixel; for a text "text", the likeliest next tokens; for a regression
+    "value", in the data's units. Other outputs as the model gives them: the keys of a dict, or
+    "output".
     """
     if not card.is_usual(outputs, about):
+        if isinstance(outputs, Tensor) and about.get("tokens"):
+            for ids in outputs.argmax(1).tolist():
+                yield {"text": text_of(ids, about)}
+            return
         classes = about["num_classes"] if about["kind"] == "classification" else None
         if isinstance(outputs, Tensor) and outputs.ndim > 2 and outputs.shape[1] == classes:
             outputs = {"classes": outputs.argmax(1)}

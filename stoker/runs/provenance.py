@@ -18,7 +18,8 @@ from stoker.command import invocation
 from stoker.runs.directory import CHANGES, PACKAGES
 from stoker.trainer.errors import first_few
 
-MOST_CHANGES = 2**20  # bytes of a diff
+MOST_CHANGES = 2**20  # characters of a diff
+MOST_OUTPUT = 2 * MOST_CHANGES  # bytes that are read of what git prints
 MOST_NAMES = 20  # of untracked files
 SECONDS = 10  # to wait for git
 
@@ -52,9 +53,11 @@ def packages() -> dict[str, str]:
     """
     versions: dict[str, str] = {}
     for place in sys.path:
-        if not os.path.isdir(place):
+        try:
+            names = os.listdir(place)
+        except OSError:  # an archive, or a folder that cannot be read
             continue
-        for name in os.listdir(place):
+        for name in names:
             match = re.fullmatch(r"([^-]+)-([^-]+)\.dist-info", name)
             if match is not None:  # the first place on the path counts
                 versions.setdefault(re.sub(r"[_.]+", "-", match[1]).lower(), match[2])
@@ -114,7 +117,7 @@ class Code:
             text.append(f"# not tracked, left out: {first_few(untracked, MOST_NAMES)}\n")
         diff = self.diff.output()
         if len(diff) > MOST_CHANGES:
-            text.append(f"# cut after {MOST_CHANGES:,} of {len(diff):,} characters\n")
+            text.append(f"# cut after {MOST_CHANGES:,} characters\n")
         return "".join(text) + diff[:MOST_CHANGES]
 
 
@@ -144,14 +147,14 @@ class Git:
             self.text = ""
 
     def output(self) -> str:
-        """Return what git printed, once it has ended; "" if it failed."""
+        """Return the start of what git printed, once it has ended; "" if it failed."""
         if self.text is None:
             assert self.process is not None
             self.text = ""
             try:
                 if self.process.wait(timeout=SECONDS) == 0:
                     self.file.seek(0)
-                    self.text = self.file.read().decode(errors="replace")
+                    self.text = self.file.read(MOST_OUTPUT).decode(errors="replace")
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -23,6 +23,7 @@ DECIDED_BY = {
 def check_effects(cfg: DictConfig, parts: "Parts") -> None:
     """Raise UserError for the first typed setting that would change nothing."""
     from stoker.trainer.metrics import TopK
+    from stoker.trainer.overrides import is_usual, mentions
 
     typed = arguments.typed_keys()
     check_length(cfg, parts, typed)
@@ -33,6 +34,13 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
         )
     check_own_loaders(cfg, parts, typed)
     check_decided(cfg, typed)
+    kind = type(parts.trainer)
+    is_typed = any(key.partition(".")[0] == "loss" for key in typed)
+    if is_typed and not is_usual(kind, "compute_loss") and not mentions(kind, "loss"):
+        raise UserError(
+            f"loss: {kind.__name__} has its own compute_loss, which does not use it. "
+            "Leave it out, or call self.loss there."
+        )
     for name, metric in parts.trainer.metrics.items():
         is_typed = f"metrics.{name}.k" in typed
         classes = parts.data.num_classes

@@ -3,7 +3,7 @@
 from omegaconf import DictConfig
 
 from stoker.runs import saved_config
-from stoker.trainer.errors import UserError, printable
+from stoker.trainer.errors import TrainingError, UserError, printable
 
 
 def generate(cfg: DictConfig) -> None:
@@ -20,6 +20,12 @@ def generate(cfg: DictConfig) -> None:
         raise UserError(
             f"run={cfg.run}: its {type(model.module).__name__} has no method generate. "
             "stoker.models.gpt.GPT shows how to write one."
+        )
+    weights = model.module.state_dict().values()
+    if not all(tensor.isfinite().all() for tensor in weights):
+        raise TrainingError(
+            f"run={cfg.run}: its weights are not finite, so there is nothing to draw from. "
+            "Type run=DIR for a run with a finite loss."
         )
     options = {"tokens": cfg.tokens, "temperature": cfg.temperature}
     given = {name: value for name, value in options.items() if value is not None}

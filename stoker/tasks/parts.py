@@ -174,6 +174,7 @@ def build_loaders(
 ) -> tuple[tuple[Any, Any, Any], str]:
     """Return the (train, val, test) loaders, and why the data is on its device."""
     from stoker.data.loader import make_loaders
+    from stoker.trainer.loading import length_of
 
     (train, val, test), why = make_loaders(
         data,
@@ -187,7 +188,12 @@ def build_loaders(
         limit_val=cfg.limit_val,
         **loading,
     )
-    if train is not None and cfg.steps_per_epoch is not None:
+    if only == "train" and length_of(train) is None:
+        raise UserError(
+            f"split=train: the training part of {data.name} has no length, and may never end. "
+            "Type split=val or split=test."
+        )
+    if only is None and cfg.steps_per_epoch is not None:
         train = in_epochs(train, cfg.steps_per_epoch)
     return (train, val, test), why
 
@@ -246,7 +252,7 @@ def build_metrics(
     from stoker.command.compatible import check_fit, has_usual_outputs
     from stoker.data.augment import MIXING
     from stoker.trainer.metrics import default_metrics
-    from stoker.trainer.misuse import is_usual
+    from stoker.trainer.overrides import is_usual
 
     # A Trainer may override the meaning of the loss and the metrics.
     kind = locate("trainer", cfg.trainer._target_)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.command import arguments, signals
 from stoker.command.trust import own_packages
+from stoker.runs import directory
 from stoker.runs.provenance import Code
 from stoker.runs.result import RunResult, closing_lines
 from stoker.tasks import job
@@ -16,6 +17,7 @@ from stoker.tasks.finish import efficiency, finish
 from stoker.tasks.parts import Parts
 from stoker.tasks.report import draw_report, report_command
 from stoker.trainer import launch, stopping, terminal
+from stoker.trainer.errors import TrainingError
 
 if TYPE_CHECKING:
     from stoker.runs.loggers import Logger
@@ -80,6 +82,11 @@ class Run:
         except KeyboardInterrupt:
             self.say_interrupted()
             raise SystemExit(signals.exit_code()) from None
+        except Exception as error:
+            begin = self.state["step"] if self.state else 0
+            if self.parts.trainer.step == begin and not isinstance(error, TrainingError):
+                directory.remove_untrained(self.folder)
+            raise
         return result
 
     def fit(self) -> None:
