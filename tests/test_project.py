@@ -202,23 +202,22 @@ def test_the_packages_are_those_that_importlib_finds():
     assert provenance.packages() == dict(sorted(expected.items()))
 
 
-def test_the_help_has_each_option_and_its_keys_in_80_columns(folder, monkeypatch):
+def test_the_help_has_examples_groups_and_keys_in_80_columns(folder, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["stoker"])
-    write(folder / "configs/model/net.yaml", "_target_: mine.Net\nwidth: 1\ninner: {deep: 2}\n")
+    write(folder / "configs/model/net.yaml", "_target_: mine.Net\nwidth: 1  # of a layer\n")
     write(folder / "configs/model/broken.yaml", "[")
     text = help_text()
     assert all(len(line) <= 80 for line in text.splitlines())
-    keys = {"model.width", "model.inner.deep"}
-    options = {"model=net", "model=broken"}
-    for path in (configs.FOLDER / "model").glob("*.yaml"):
-        options.add(f"model={path.stem}")
-        keys |= {f"model.{key}" for key in OmegaConf.load(path) if key != "_target_"}
-    groups = text[text.index("Groups") : text.index("Keys")].split()
-    assert {word for word in groups if word.startswith("model.")} == keys
-    assert {word for word in groups if word.startswith("model=")} == options
-    train = text[text.index("Keys") :]
+    examples, groups, keys = map(text.index, ("\nExamples:\n", "\nGroups ", "\nTraining\n"))
+    assert examples < groups < keys
+    models = text[text.index("\n  model  ") : text.index("\n  optimizer  ")]
+    assert {"broken,", "cnn,", "net,"} <= set(models.split())
     for key in OmegaConf.load(configs.FOLDER / "train.yaml"):
-        assert f"\n  {key}:" in train or key in ("defaults", "hydra")
+        assert f"\n  {key}:" in text or key in ("defaults", "hydra")
+    asked = help_text(["model=net", "optimizer=adamw", "--help"])
+    assert "  model.width: 1             of a layer\n" in asked and "_target_" not in asked
+    for key in OmegaConf.load(configs.FOLDER / "optimizer/adamw.yaml"):
+        assert f"\n  optimizer.{key}: " in asked or key == "_target_" or key == "_partial_"
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def run_and_report(main: Callable[[], Any]) -> int:
         project.current().enter()
         arguments.check(sys.argv[1:])
         if arguments.asks_for_help(sys.argv[1:]):
-            print(help_text())
+            print(help_text(sys.argv[1:]))
         elif "--version" in sys.argv[1:]:
             print(f"stoker {__version__}")
         else:

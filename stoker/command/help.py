@@ -1,48 +1,45 @@
-"""The text of `--help`: examples, the options of each group with their keys, and all other keys."""
+"""The text of `--help`: examples, tasks, groups and keys; with `group=option`, its keys instead."""
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from stoker import configs
-from stoker.command import invocation, settings
-from stoker.command.dotted import flat
+from stoker.command import arguments, invocation
 
 WIDTH = 80  # columns
-INDENT = 29  # of what stands beside a name
+INDENT = 29  # of the text beside a name
 EXAMPLES = {
     "": "the default: an MLP on handwritten digits, in seconds",
     "model=cnn device=cuda epochs=3": "set any key",
     "-m model=linear,mlp seed=0,1,2": "a sweep: every combination, and a table of the results",
     "-m sweep=optuna": "a search: each trial follows from the results before it",
     "run_dir=runs/mine": "a named run; type it again to resume",
-    "task=lr_find model=cnn": "find a learning rate",
-    "model=cnn --cfg job": "show the whole config and train nothing",
+    "plan model=cnn": "what a run would take, from a few steps",
+    "evaluate run=runs/mine": "test the best weights of a run",
     "reproduce run=runs/mine": "train a run again, and compare the two bit for bit",
+    "model=cnn --cfg job": "show the whole config and train nothing",
     "new my_project": "write a small project of your own",
 }
 
 
-def help_text() -> str:
-    """Return the help text."""
+def help_text(typed: Sequence[str] = ()) -> str:
+    """Return the help text, or that of the options among the arguments that were typed."""
+    chosen = [choice.partition("=")[::2] for choice in arguments.choices(typed)]
+    files = [
+        path for group, option in chosen for path in configs.options(group) if path.stem == option
+    ]
+    if files:
+        return "\n\n".join("\n".join(lines_of(path)) for path in files)
     command = " ".join(invocation.program())
-    lines = [f"Train a model:  {command} [key=value ...] [group=option ...]", ""]
-    for typed, meaning in EXAMPLES.items():
-        lines += [f"  {command} {typed}".rstrip(), f"      {meaning}"]
-    lines += ["", "Groups (group=option), and the keys of each option:"]
+    lines = [f"{command} [key=value ...] [group=option ...]", "", "Examples:"]
+    for example, meaning in EXAMPLES.items():
+        lines += [f"  {command} {example}".rstrip(), f"      {meaning}"]
+    lines += ["", f"Groups (for the keys of an option: {command} model=cnn --help):"]
     for group in groups():
-        lines += lines_of(group)
-    text = (configs.FOLDER / "train.yaml").read_text(encoding="utf-8")
-    keys = text[text.index("\ntask:") : text.index("\nhydra:")]
-    lines += ["", "Keys (key=value), with their defaults:"]
-    for line in keys.splitlines()[1:]:
-        key, _, comment = line.partition(" # ")
-        lines += beside(key.rstrip(), comment) if line else [""]
-    return "\n".join(lines)
+        lines += beside(group, ", ".join(path.stem for path in configs.options(group)))
+    return "\n".join([*lines, *lines_of(configs.FOLDER / "train.yaml")])
 
 
 def groups() -> list[str]:
@@ -54,34 +51,22 @@ def groups() -> list[str]:
     return sorted(names)
 
 
-def lines_of(group: str) -> Iterator[str]:
-    """Yield the lines of a group: its options, each with its keys."""
-    if group == "dataset":
-        every = " ".join(f"{group}.{key}" for key in settings.LOADER_KEYS)
-        yield from beside(f"{group}=...", f"(each) {every}")
-    for path in configs.options(group):
-        yield from beside(f"{group}={path.stem}", " ".join(keys_of(group, path)))
-
-
-def keys_of(group: str, path: Path) -> list[str]:
-    """Return the dotted keys that a file gives its group; none for a recipe or a broken file."""
+def lines_of(path: Path) -> Iterator[str]:
+    """Yield the lines of a config: each key with its default, and its comment beside it."""
     text = path.read_text(encoding="utf-8", errors="replace")
-    if re.match(r"#\s*@package _global_", text) or group.startswith("hydra"):
-        return []
-    try:
-        values: Any = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return []
-    prefix = f"{group.replace('/', '.')}."
-    keys = flat(values, prefix) if isinstance(values, dict) else {}
-    every = {f"dataset.{key}" for key in settings.LOADER_KEYS}
-    return [
-        key
-        for key, value in keys.items()
-        if key not in every
-        and not re.search(r"\._\w+_$|\.defaults$", key)
-        and not re.fullmatch(r"\$\{\w+\}", str(value))  # it is another key
-    ]
+    group = "" if "# @package _global_" in text else f"{path.parent.name}."
+    if path == configs.FOLDER / "train.yaml":  # its head and the block for Hydra are no settings
+        group = ""
+        text = text[text.index("\n\n") + 1 : text.index("\nhydra:")]
+    for line in text.splitlines():
+        key, _, comment = line.partition(" # ")
+        if line.startswith("# @"):
+            continue
+        if line.startswith("#"):
+            yield from textwrap.wrap(line.removeprefix("# "), WIDTH)
+        elif not re.match(r" *_\w+_:", line):
+            prefix = group if re.match(r"\w", line) else ""
+            yield from beside(prefix + key.rstrip(), comment.strip())
 
 
 def beside(name: str, text: str) -> list[str]:
