@@ -4,10 +4,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf, open_dict
 
-from stoker.command import compatible
+from stoker.command import build, compatible, trust
 from stoker.data.datasets import Data, TensorSplit
 from stoker.tasks import parts
 from stoker.tasks.effects import check_decided, check_effects
+from stoker.tasks.overfit import overfit
 from stoker.trainer import schedules
 from stoker.trainer.errors import UserError
 
@@ -111,3 +112,78 @@ def test_mixing_needs_a_loss_of_shares():
         with pytest.raises(UserError, match=f"dataset.augment: mixup .* {type(loss).__name__}"):
             compatible.check_fit(model, loss, data, mixes=True)
     compatible.check_fit(model, torch.nn.CrossEntropyLoss(), data, mixes=True)
+
+
+OWN = """
+import torch
+from stoker import Trainer
+
+
+class Ignores(Trainer):
+    def __init__(self, *args, noise=0.0, **kwargs):
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, batch):
+        outputs = self.model(batch[0])
+        return outputs.square().mean(), outputs
+
+    def train_step(self, batch):
+        return super().train_step(batch)
+"""
+
+
+def test_a_loss_that_a_trainer_does_not_use_is_refused(processed, tmp_path, monkeypatch):
+    (tmp_path / "ignoring.py").write_text(OWN)
+    (tmp_path / "reading.py").write_text(OWN.replace("outputs.square()", "self.loss(outputs)"))
+    monkeypatch.syspath_prepend(tmp_path)
+    typed = (*SMALL, "loss=l1", "dataset.kind=regression")
+    with trust.trusting(["ignoring", "reading"]):
+        with pytest.raises(UserError, match="loss: Ignores has its own compute_loss, which does"):
+            check(processed(*typed, "trainer._target_=ignoring.Ignores"))
+        check(processed(*typed, "trainer._target_=reading.Ignores"))
+        check(processed(*typed[:-2], "trainer._target_=ignoring.Ignores"))  # no loss is typed
+
+
+def test_an_argument_that_no_parent_takes_is_answered_with_the_nearest(tmp_path, monkeypatch):
+    (tmp_path / "misspelt.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    node = {"_target_": "misspelt.Ignores"}
+    with trust.trusting(["misspelt"]):
+        for given, meant in {"noyse": "noise", "log_evry": "log_every"}.items():
+            with pytest.raises(UserError, match=f"trainer.{given}: .* mean '{meant}'"):
+                build.build("trainer", {**node, given: 1}, model=torch.nn.Linear(2, 2))
+
+
+def test_a_value_of_another_type_is_not_answered_in_the_words_of_torch():
+    node = {"_target_": "torch.nn.Linear", "in_features": "abc", "out_features": 2}
+    with trust.trusting([]), pytest.raises(UserError) as caught:
+        build.build("model", node)
+    expected = "model.in_features=abc, model.out_features=2: torch.nn.Linear takes other types"
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_step_of_your_own_is_not_judged_by_its_loss(processed, tmp_path, monkeypatch):
+    (tmp_path / "stepping.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with trust.trusting(["stepping"]):
+        cfg = processed(*SMALL, "overfit=1", "trainer._target_=stepping.Ignores")
+        with pytest.raises(UserError, match="overfit=1: Ignores has its own train_step"):
+            overfit(cfg)
+
+
+def test_a_transform_of_torchvision_needs_no_trust_and_nothing_else_is_let_in():
+    pytest.importorskip("torchvision")
+
+    def nested(group, key, target):
+        build.check_nested(group, {key: [{"_target_": target}]})
+
+    flip = "torchvision.transforms.v2.RandomHorizontalFlip"
+    nested("dataset", "augment", flip)
+    for group, key, target in [
+        ("dataset", "augment", "torchvision.transforms.v2.functional.horizontal_flip"),
+        ("dataset", "augment", "torchvision.io.read_file"),
+        ("dataset", "root", flip),
+        ("optimizer", "params", flip),
+    ]:
+        with pytest.raises(UserError, match="_target_"):
+            nested(group, key, target)

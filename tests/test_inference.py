@@ -1196,3 +1196,6 @@ def test_a_class_per_pixel_is_a_map_of_the_likeliest_ones():
     outputs = torch.randn(2, 3, 4, 5)
     rows = list(inference.answers(outputs, about))
     assert rows == [{"classes": outputs[i].argmax(0).tolist()} for i in range(2)]
+    text = about | {"tokens": "characters", "classes": ["a", "b", "c"]}
+    [first, _] = inference.answers(outputs[:, :, 0], text)
+    assert first == {"text": "".join("abc"[i] for i in outputs[0, :, 0].argmax(0))}

@@ -220,6 +220,20 @@ def test_the_help_has_examples_groups_and_keys_in_80_columns(folder, monkeypatch
         assert f"\n  optimizer.{key}: " in asked or key == "_target_" or key == "_partial_"
 
 
+def test_a_path_in_a_config_of_the_project_is_relative_to_its_folder(
+    folder, monkeypatch, processed
+):
+    write(folder / "stoker.toml", "")
+    table = "defaults: [csv]\npath: data/table.csv\ntarget: y\n"
+    write(folder / "configs/dataset/mine.yaml", table)
+    assert processed("dataset=mine").dataset.path == "data/table.csv"
+    (folder / "inner").mkdir()
+    monkeypatch.chdir(folder / "inner")
+    assert processed("dataset=mine").dataset.path == "../data/table.csv"
+    assert processed("dataset=mine", "dataset.path=typed.csv").dataset.path == "typed.csv"
+    assert processed().run_dir is None
+
+
 @pytest.mark.slow
 def test_a_run_is_reproduced_bit_for_bit_or_what_differs_is_named(forks, tmp_path):
     quick = ["dataset=synthetic", "dataset.n=60", "batch_size=8", "epochs=1", "report=false"]

@@ -129,8 +129,9 @@ def test_a_config_of_ones_own_keeps_what_it_gives(processed, project):
 
 def test_the_plan_lists_what_is_not_a_default(processed):
     config = dotted.plain(processed(*SMALL, "optimizer=sgd", "loss.label_smoothing=0.1"))
-    config["dataset"] = {}
+    config["dataset"] = {"_target_": "stoker.data.datasets.digits", "augment": ["flip"]}
     assert retarget.not_default(config) == {
+        "dataset.augment": ["flip"],
         "model.hidden": [8],
         "loss.label_smoothing": 0.1,
         "optimizer.lr": 0.05,

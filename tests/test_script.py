@@ -226,6 +226,14 @@ def test_a_mistake_is_found_before_the_training(tmp_path, monkeypatch, given, wo
     assert not (tmp_path / "run").exists()
 
 
+def test_a_mistake_that_the_first_step_finds_leaves_no_run_directory(tmp_path):
+    trainer = begun()
+    batch = {"inputs": torch.zeros(4, 8), "labels": torch.zeros(4)}
+    with pytest.raises(UserError, match="A batch is a dict"):
+        stoker.fit(trainer, [batch] * 3, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_failure_is_in_the_result_and_the_callbacks_are_the_script_s_own(tmp_path):
     class Diverging(Callback):
         def on_step_end(self, trainer):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from stoker import Trainer
+from stoker.data import samples
 from stoker.trainer import schedules
 from stoker.trainer.callbacks import Callback, Checkpoint
 from stoker.trainer.carried import Carried
@@ -168,6 +169,13 @@ def test_an_evaluation_reads_the_first_batches_of_an_endless_stream():
     history = trainer.fit(loader(), IterableLoader(Endless(), steps_per_epoch=2))
     expected = trainer.evaluate(itertools.islice(IterableLoader(Endless()), 2))
     assert history.last()["val/loss"] == expected["val/loss"]
+
+
+def test_an_evaluation_of_an_endless_stream_is_refused(monkeypatch):
+    monkeypatch.setattr(samples, "MOST", 1000)  # samples, or 10 batches of an unknown size
+    assert list(samples.make_loader(iter(range(10)), "val", 5)) == [*range(10)]
+    with pytest.raises(UserError, match="val: this stream goes on after 10 batches.*limit_val=N"):
+        list(samples.make_loader(itertools.count(), "val", 5))
 
 
 def test_epochs_of_a_stream_go_on_where_it_stands():

@@ -15,8 +15,8 @@ def is_usual(kind: Any, method: str) -> bool:
     return module.startswith("stoker.trainer.")
 
 
-def mentions(kind: Any, name: str) -> bool:
-    """Return whether the code of your own class of Trainers reads `self.NAME`, or may do so."""
+def mentions(kind: Any, pattern: str) -> bool:
+    """Return whether the modules of your own class of Trainers contain a pattern, or may do so."""
     for parent in kind.__mro__ if isinstance(kind, type) else ():
         if parent.__module__.startswith("stoker.trainer."):
             return False
@@ -24,6 +24,6 @@ def mentions(kind: Any, name: str) -> bool:
             source = inspect.getsource(sys.modules[parent.__module__])
         except (OSError, TypeError):  # typed line by line
             return True
-        if re.search(rf"\.{name}\b|super\(\)\.(compute_loss|train_step)", source):
+        if re.search(pattern, source):
             return True
     return True

@@ -39,7 +39,8 @@ def plan(trainer: "Trainer") -> Iterator[str]:
     schedule = schedules.describe(trainer.scheduler)
     update = f"{kinds}{fused} lr {rate:g}{changed(parts(optimizer)[0])}, {schedule}"
     own_step = not overrides.is_usual(type(trainer), "train_step")
-    if own_step and not overrides.mentions(type(trainer), "optimizer"):
+    uses = r"\.optimizer\b|super\(\)\.train_step"
+    if own_step and not overrides.mentions(type(trainer), uses):
         update = f"{type(trainer).__name__}.train_step with its own optimizers"
     line = (
         f"plan     {length(trainer)}, batch {batch_size or 'as the loader gives it'}"

@@ -36,7 +36,11 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
     check_decided(cfg, typed)
     kind = type(parts.trainer)
     is_typed = any(key.partition(".")[0] == "loss" for key in typed)
-    if is_typed and not is_usual(kind, "compute_loss") and not mentions(kind, "loss"):
+    if (
+        is_typed
+        and not is_usual(kind, "compute_loss")
+        and not mentions(kind, r"\.loss\b|super\(\)\.compute_loss")
+    ):
         raise UserError(
             f"loss: {kind.__name__} has its own compute_loss, which does not use it. "
             "Leave it out, or call self.loss there."
