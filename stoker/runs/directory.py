@@ -18,13 +18,14 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"  # what a language model wrote at each evaluation
 WEIGHTS = "model.safetensors"  # the tested ones, to share
 EVALUATION = "evaluation.json"
+REPORT = "report.html"
 PACKAGES = "provenance/packages.txt"
 CHANGES = "provenance/changes.diff"
 TYPED = (
     "# typed: "  # starts a config.yaml; the rest of the line is a JSON list of the typed settings
 )
 # The files on how a run ended, removed when it resumes.
-ENDING = (RESULT, EVALUATION, "report.html")
+ENDING = (RESULT, EVALUATION, REPORT)
 # The files that a run writes; a killed run may leave one half-written.
 WRITTEN = (METRICS, SAMPLES, *ENDING, WEIGHTS, "model.md", CHANGES)
 

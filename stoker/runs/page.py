@@ -1,7 +1,8 @@
 """Pages and cards from templates/.
 
 The HTML pages stand alone: no network, light and dark, and one inline script, which the page allows
-by its hash. That of NAME.html is script.js, then NAME.js if there is one; its style likewise.
+by its hash. NAME.html has script.js, chart.js and NAME.js, and style.css and NAME.css; those named
+after the page are optional.
 """
 
 import base64
@@ -50,7 +51,7 @@ def inline(name: str) -> dict[str, "markupsafe.Markup"]:
     """Return the script of a page, its hash for the content security policy, and the style."""
     from markupsafe import Markup
 
-    script = source("script.js", f"{name}.js")
+    script = source("script.js", "chart.js", f"{name}.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return {
         "script": Markup(script),

@@ -35,6 +35,7 @@ MOST_NAMES = 3  # of runs that are named
 SCRIPT = "script"  # the key of a script's run; its other keys are for reading alone
 LOGGERS = "stoker.runs.loggers."
 ROWS = f"{LOGGERS}JSONL"  # the logger of every run
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C is 8 times as fast
 KEY_PATH = r"\$\{[A-Za-z_][\w.]*\}"
 
 Config = dict[str, Any]
@@ -232,7 +233,7 @@ def load_config(key: str, folder: str | Path) -> Config:
     try:
         text = files.read(path, MOST_YAML).decode()
         check_yaml(text)
-        config = yaml.safe_load(text)
+        config = yaml.load(text, Loader=LOADER)
     except (OSError, ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "problem", None) or getattr(error, "strerror", None)
         reason = reason or first_line(error)
@@ -304,7 +305,7 @@ def check_yaml(text: str) -> None:
     The events are checked one by one, before anything is put together.
     """
     depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):

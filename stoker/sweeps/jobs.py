@@ -15,7 +15,7 @@ from typing import Any
 
 from stoker.command import arguments, exit_codes, invocation, settings
 from stoker.command.shell import setting
-from stoker.runs import readable, saved_config
+from stoker.runs import index, readable, saved_config
 from stoker.runs import result as results
 from stoker.runs.directory import CONFIG, METRICS, RESULT
 from stoker.runs.json_files import read_json, write_json
@@ -82,6 +82,7 @@ def announce(folder: Path, count: int | None, searched: list[str] | None = None)
     added = arguments.search_path()
     typed = [argument for argument in sys.argv[1:] if argument not in added]
     SweepRecord(typed, count, searched).write(folder)
+    index.update(folder, draws=False)
     announced = True
 
 

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from stoker.command import exit_codes, invocation, settings, subcommand
 from stoker.command.shell import command
+from stoker.runs import index
 from stoker.runs.directory import CONFIG, RESULT, make
 from stoker.runs.json_files import read_json
 from stoker.sweeps import jobs, table
@@ -175,6 +176,7 @@ def report(sweep: Sweep, draws: bool = True) -> None:
         print(printable(f"report   {sweep.folder}/{unquote(link)}"), flush=True)
     html = page.of_sweep(sweep, summary, best, again)
     files.write_text(sweep.folder / "sweep.html", html)
+    index.update(sweep.folder)
 
 
 def summary_of(sweep: Sweep) -> str:

@@ -17,7 +17,7 @@ from stoker.command.check import check_config, keep_texts, place_paths
 from stoker.command.dotted import plain
 from stoker.command.retarget import retarget
 from stoker.command.trust import TRUSTED, patterns
-from stoker.runs import resume, saved_config
+from stoker.runs import index, resume, saved_config
 from stoker.runs.result import write_failure
 from stoker.sweeps import jobs, launchers
 from stoker.tasks import job, running
@@ -214,3 +214,4 @@ def leave_reason(cfg: DictConfig, error: Exception, code: int) -> None:
     written = write_failure(folder, error, code, running.doctor_warnings)
     if written and code == exit_codes.FAILED and draws_report(cfg):
         draw_report(folder)
+    index.update(folder)

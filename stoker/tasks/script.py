@@ -18,7 +18,7 @@ import __main__
 from stoker.command import exit_codes, invocation, signals
 from stoker.data.record import Data
 from stoker.diagnostics.timing import Timing
-from stoker.runs import directory, lock, provenance, resume, rows
+from stoker.runs import directory, index, provenance, resume, rows
 from stoker.runs.loggers import JSONL, ConfigFile
 from stoker.runs.result import finished, write_failure
 from stoker.runs.saved_config import SCRIPT
@@ -62,7 +62,7 @@ def fit(
     check_arguments(trainer, (train_loader, val_loader, test_loader), run_dir)
     folder = Path(run_dir)
     with (
-        lock.held(folder) if launch.is_first() else contextlib.nullcontext(),
+        index.held(folder) if launch.is_first() else contextlib.nullcontext(),
         signals.heard(command()),
     ):
         outer = trainer.callbacks

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from stoker.command import arguments, dotted, invocation, processes, ranks, settings, shell, signals
 from stoker.command.build import build
 from stoker.command.trust import of_project, own_packages
-from stoker.runs import directory, json_files, lock, provenance, resume, saved_config
+from stoker.runs import directory, index, json_files, provenance, resume, saved_config
 from stoker.runs.result import RunResult
 from stoker.tasks import job
 from stoker.tasks.effects import check_effects
@@ -42,7 +42,7 @@ def train(cfg: DictConfig) -> None:
             arguments.typed(), shell.setting("run_dir", cfg.run_dir), start=invocation.command()
         )
     folder = Path(cfg.run_dir)
-    with lock.held(folder) if launch.is_first() else contextlib.nullcontext():
+    with index.held(folder) if launch.is_first() else contextlib.nullcontext():
         train_in(folder, cfg)
 
 

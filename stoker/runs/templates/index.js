@@ -1,0 +1,214 @@
+// The index of runs, from the JSON in the page: whatever it holds is shown as text only.
+const runs = [];
+for (const line of document.getElementById("runs").textContent.split("\n")) {
+  try {
+    const [[name], run] = JSON.parse(line);
+    runs.push({...run, name, text: JSON.stringify([name, run.status, run.data, run.model, pairs(run)]).toLowerCase()});
+  } catch { /* the first and the last line are empty, and nobody's line spoils the others */ }
+}
+const list = document.getElementById("list"), filter = document.getElementById("filter");
+const bar = document.getElementById("ticked");
+const ticked = []; // at a run's place, which is that of its colour
+
+function pairs(run) {
+  return Object.entries(run.settings).map(([key, value]) => `${key}=${value}`).join(" ");
+}
+
+function put(parent, tag, name, text) {
+  const made = document.createElement(tag);
+  if (name) made.className = name;
+  if (text !== undefined) made.textContent = text;
+  return parent.appendChild(made);
+}
+
+function number(value) {
+  return typeof value === "number" ? String(+value.toPrecision(4)) : "";
+}
+
+function duration(seconds) {
+  if (typeof seconds !== "number") return "";
+  if (seconds < 100) return `${seconds.toFixed(1)} s`;
+  const minutes = Math.round(seconds / 60);
+  return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+function date(seconds) {
+  const shifted = new Date(1000 * (seconds - 60 * new Date(1000 * seconds).getTimezoneOffset()));
+  return shifted.toISOString().slice(0, 16).replace("T", " ");
+}
+
+function address(run) {
+  return run.report && ["./" + run.name, run.report].join("/").split("/").map(encodeURIComponent).join("/");
+}
+
+function curveOf(run) { // the one of the best number, or of a loss
+  const names = [run.best?.[0], "val/loss", "train/loss"];
+  return run.curves[names.find(name => run.curves[name])];
+}
+
+// A curve as points of a box.
+function placed([steps, values], width, height, across = scale(steps, 1), up = scale(values, 1)) {
+  return steps.map((step, i) => [width * across.at(step), height * (1 - up.at(values[i]))]);
+}
+
+function showMetric(cell, [name, value]) {
+  put(cell, "span", "metric", `${name.replace(/^(val|test)\//, "")} `);
+  cell.append(number(value));
+}
+
+const columns = [ // [name, its cell, its sort key, whether high ones come first]
+  ["name", (cell, run) => {
+    const link = address(run);
+    if (link) put(cell, "a", "", run.name).href = link;
+    else cell.append(run.name);
+    if (run.sweep) put(cell, "span", "soft", ` sweep, ${run.note}`);
+  }, run => run.name],
+  ["status", (cell, run) => {
+    put(cell, "span", run.status, run.status);
+    if (run.note) cell.title = run.note;
+  }, run => run.status],
+  ["started", (cell, run) => cell.append(date(run.time)), run => run.time, true],
+  ["time", (cell, run) => cell.append(duration(run.seconds)), run => run.seconds, true],
+  ["data", (cell, run) => cell.append(run.data), run => run.data],
+  ["model", (cell, run) => cell.append(run.model), run => run.model],
+  ["best", (cell, run) => run.best && showMetric(cell, run.best), run => run.best?.[1], true],
+  ["test", (cell, run) => run.test && showMetric(cell, run.test), run => run.test?.[1], true],
+  ["curve", (cell, run) => {
+    const curve = curveOf(run);
+    if (!curve) return;
+    const svg = shape(cell, "svg", {width: 84, height: 22, viewBox: "0 0 84 22", "aria-hidden": true});
+    shape(svg, "path", {d: path(placed(curve, 84, 22))});
+  }],
+  ["settings", (cell, run) => { cell.textContent = cell.title = pairs(run); }, run => pairs(run)],
+];
+const classes = {started: "time", time: "seconds"};
+
+function addRow(run) {
+  run.row = put(list.tBodies[0], "tr");
+  const box = put(put(run.row, "td", "tick"), "input");
+  box.type = "checkbox";
+  box.ariaLabel = `Compare ${run.name}`;
+  box.onchange = () => tick(run, box.checked);
+  run.box = box;
+  for (const [name, fill] of columns) fill(put(run.row, "td", classes[name] ?? name), run);
+}
+
+function sort(head, key, down) {
+  for (const part of list.querySelectorAll("th")) part.removeAttribute("aria-sort");
+  head.ariaSort = down ? "descending" : "ascending";
+  const compare = (a, b) => {
+    const [x, y] = [key(a), key(b)], missing = [x, y].map(value => value === undefined || value === null || value === "");
+    if (missing[0] || missing[1]) return missing[0] - missing[1];
+    const order = typeof x === "number" ? x - y : x.localeCompare(y, undefined, {numeric: true});
+    return down ? -order : order;
+  };
+  list.tBodies[0].append(...runs.sort(compare).map(run => run.row));
+}
+
+function addHead() {
+  const row = put(list.createTHead(), "tr");
+  put(row, "th");
+  for (const [name, , key, down] of columns) {
+    const head = put(row, "th", classes[name] ?? name, key ? undefined : name);
+    if (!key) continue;
+    head.append(button("sort", name, () => {
+      const now = head.ariaSort;
+      sort(head, key, now ? now === "ascending" : Boolean(down));
+    }));
+  }
+}
+
+function show() {
+  const words = filter.value.toLowerCase().split(/[\s,]+/).filter(Boolean);
+  let count = 0;
+  for (const run of runs) {
+    run.row.hidden = !words.every(word => run.text.includes(word));
+    count += !run.row.hidden;
+  }
+  document.getElementById("shown").textContent = words.length ? `${count.toLocaleString("en")} of ${runs.length.toLocaleString("en")}` : "";
+  document.getElementById("none").hidden = count > 0;
+}
+
+function tick(run, on) {
+  const at = on ? ticked.findIndex(other => !other) : ticked.indexOf(run);
+  ticked[at < 0 ? ticked.length : at] = on ? run : undefined;
+  run.row.classList.toggle("ticked", on);
+  run.box.checked = on;
+  run.row.style.setProperty("--colour", colour(ticked.indexOf(run)));
+  compare();
+}
+
+function colour(i) {
+  return `var(--c${i % 8})`;
+}
+
+function compare() {
+  const chosen = ticked.filter(Boolean);
+  document.getElementById("compared").hidden = bar.hidden = !chosen.length;
+  bar.firstChild.textContent = `${chosen.length} ticked`;
+  const names = new Set(chosen.flatMap(run => Object.keys(run.curves)));
+  const place = document.getElementById("overlays");
+  place.replaceChildren();
+  const rank = name => 2 * name.startsWith("train") + name.endsWith("/loss"); // the metrics first
+  for (const name of [...names].sort((a, b) => rank(a) - rank(b))) {
+    const figure = put(place, "figure");
+    put(put(figure, "figcaption"), "b", "", name);
+    drawOverlay(put(figure, "div"), name, chosen.filter(run => run.curves[name]));
+  }
+  tabulate(chosen);
+}
+
+function drawOverlay(place, name, shown) {
+  const width = place.clientWidth, height = 240, left = 52, top = 6, wide = width - left - 14, high = height - top - 42;
+  const across = scale(shown.flatMap(run => run.curves[name][0]), 5, 1);
+  const up = scale(shown.flatMap(run => run.curves[name][1]), 5);
+  const svg = canvas(place, width, height, `${name} of ${shown.length} runs`);
+  drawAxes(svg, left, top, wide, high, across.ticks, up.ticks, "step");
+  const lines = shown.map(run => {
+    const points = placed(run.curves[name], wide, high, across, up).map(([x, y]) => [left + x, top + y]);
+    const at = ticked.indexOf(run), [x, y] = points[0];
+    const line = points.length > 1 ? shape(svg, "path", {class: "run", d: path(points)}) : shape(svg, "circle", {class: "run", cx: x, cy: y, r: 3});
+    line.style.setProperty("--colour", colour(at));
+    if (at > 7) line.style.strokeDasharray = `${8 - at / 8} 3`;
+    return [run, points];
+  });
+  svg.onpointermove = event => {
+    const x = event.clientX - svg.getBoundingClientRect().left;
+    const texts = lines.map(([run, points]) => {
+      const gaps = points.map(point => Math.abs(point[0] - x)), i = gaps.indexOf(Math.min(...gaps));
+      const [steps, values] = run.curves[name];
+      return `${number(values[i])} at step ${steps[i]}: ${short(run.name, 40)}`;
+    });
+    showTip(event, texts.join("\n"));
+  };
+  svg.onpointerleave = () => { tip.style.display = "none"; };
+}
+
+function tabulate(chosen) {
+  const table = document.getElementById("differences");
+  table.replaceChildren();
+  const head = put(table, "tr");
+  put(head, "th");
+  for (const run of chosen) put(put(head, "th"), "span", "key", run.name).style.setProperty("--colour", colour(ticked.indexOf(run)));
+  const values = {best: run => run.best ? `${run.best[0]} ${number(run.best[1])}` : "", data: run => run.data, model: run => run.model};
+  for (const key of new Set(chosen.flatMap(run => Object.keys(run.settings)))) values[key] ??= run => run.settings[key] ?? "(default)";
+  for (const key in values) {
+    const texts = chosen.map(values[key]);
+    if (new Set(texts).size < 2 && key !== "best") continue;
+    const row = put(table, "tr");
+    for (const text of [key, ...texts]) put(row, "td", "", text);
+  }
+}
+
+const counts = {};
+for (const run of runs) counts[run.status] = (counts[run.status] ?? 0) + 1;
+const statuses = Object.entries(counts).map(([status, count]) => `${count.toLocaleString("en")} ${status}`);
+document.getElementById("counts").textContent = `${runs.length.toLocaleString("en")} runs: ${statuses.join(", ")}`;
+addHead();
+list.createTBody();
+runs.forEach(addRow);
+sort(list.querySelector("th.time"), run => run.time, true);
+filter.oninput = show;
+bar.lastChild.onclick = () => { for (const run of ticked.filter(Boolean)) tick(run, false); };
+let width = innerWidth;
+addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; compare(); } });
