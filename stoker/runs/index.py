@@ -167,7 +167,7 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
     config = config_of(path)
     entry: Entry = {
         "status": status_of(path, result),
-        "time": date_of(path, directory.CONFIG if directory.CONFIG in names else directory.RESULT),
+        "time": date_of(path / directory.CONFIG if directory.CONFIG in names else path),
         "data": data_of(config),
         "model": name_of(config, "model"),
         "settings": settings_of(path, config),
@@ -194,9 +194,9 @@ def status_of(path: Path, result: RunResult | None) -> str:
     return "stopped" if result.stopped_by("time_limit") else "done"
 
 
-def date_of(path: Path, name: str) -> int:
+def date_of(path: Path) -> int:
     """Return when the file was written, in seconds since 1970."""
-    return round((path / name).stat().st_mtime)
+    return round(path.stat().st_mtime)
 
 
 def config_of(path: Path) -> dict[str, Any]:
@@ -308,7 +308,7 @@ def entry_of_sweep(path: Path) -> Entry:
     return entry | {
         "sweep": True,
         "status": status,
-        "time": date_of(path, SWEEP),
+        "time": date_of(path / SWEEP),
         "seconds": sum(result.seconds or 0 for result in ended),
         "settings": text_of_pairs(pairs(typed) if are_overrides(typed) else {}),
         "note": f"{len(ended)} of {total} jobs" + (f", {failed} failed" if failed else ""),

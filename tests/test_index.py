@@ -1,0 +1,191 @@
+"""The index of runs: what it lists, which one is updated, and that it runs nothing of theirs."""
+
+import json
+import os
+import shutil
+import threading
+
+import pytest
+from runs import make_run
+
+from stoker import project
+from stoker.runs import index, lock
+
+
+def read(folder):
+    """Return {name: entry} of a folder's index."""
+    text = (folder / "index.html").read_text(encoding="utf-8")
+    lines = text.partition(index.START)[2].partition(index.END)[0].splitlines()
+    return {name: entry for (name, *_), entry in map(json.loads, lines)}
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """The runs folder of the project here."""
+    monkeypatch.chdir(tmp_path)
+    project.of_folder.cache_clear()
+    return tmp_path / "runs"
+
+
+def test_an_entry_has_the_numbers_of_its_run(runs):
+    typed = ["seed=3", "+model=mlp", "run_dir=runs/b"]
+    accuracies = make_run(runs / "b", typed, at=1_700_000_000, rate=0.05)
+    make_run(runs / "c", status="failed")
+    make_run(runs / "group" / "d", status="stopped")
+    index.update(runs / "b")
+    listed = read(runs)
+    assert list(listed) == ["group/d", "c", "b"]
+    entry = listed["b"]
+    steps, values = entry["curves"].pop("val/acc")
+    assert entry["curves"].keys() == {"train/loss", "val/loss"}
+    assert steps[0] == 20 and steps[-1] == 800 and len(steps) == index.MOST_POINTS
+    assert values == [float(f"{accuracies[step // 20 - 1]:.4g}") for step in steps]
+    assert entry | {"curves": {}} == {
+        "status": "done",
+        "time": 1_700_000_000,
+        "seconds": 3.0,
+        "data": "digits",
+        "model": "MLP",
+        "settings": {"seed": "3", "model": "mlp"},
+        "report": "report.html",
+        "note": "",
+        "best": ["val/acc", accuracies[-1], False],
+        "test": ["test/acc", accuracies[-1]],
+        "curves": {},
+    }
+    assert listed["c"]["status"] == "failed"
+    assert listed["c"]["note"] == "The loss is nan. Lower the rate."
+    assert listed["group/d"]["status"] == "stopped" and listed["group/d"]["report"] is None
+    with lock.held(runs / "group" / "d"):
+        index.update(runs / "b")
+        assert read(runs)["group/d"]["status"] == "running"
+
+
+def test_a_sweep_is_one_row_with_its_best_job(runs):
+    sweep = runs / "sweep"
+    for i, status in enumerate(["done", "done", "failed"]):
+        make_run(sweep / str(i), [f"seed={i}"], status, rate=0.1 * (i + 1))
+        (sweep / str(i) / "job.json").write_text("{}")
+    (sweep / "sweep.json").write_text(json.dumps({"typed": ["seed=0,1,2,3", "-m"], "jobs": 4}))
+    (sweep / "sweep.html").write_text("")
+    index.update(sweep / "0")
+    assert not (runs / "index.html").exists()  # a job does not list its sweep
+    index.update(sweep)
+    (entry,) = read(runs).values()
+    best = json.loads((sweep / "1" / "result.json").read_text())["best"]
+    assert entry["best"] == ["val/acc", best["value"], False]
+    assert (entry["status"], entry["note"]) == ("stopped", "3 of 4 jobs, 1 failed")
+    assert entry["report"] == "sweep.html" and entry["settings"]["seed"] == "0,1,2,3"
+    assert entry["seconds"] == pytest.approx(6 + 12)
+
+
+def test_only_what_has_changed_is_read_again(runs, monkeypatch):
+    for i in range(5):
+        make_run(runs / str(i), status="stopped" if i == 3 else "done")
+    index.update(runs / "0")
+    read_again = []
+    entry_of = index.entry_of
+    monkeypatch.setattr(
+        index, "entry_of", lambda path, names: read_again.append(path.name) or entry_of(path, names)
+    )
+    before = read(runs)
+    index.update(runs / "0", draws=False)
+    assert read_again == [] and read(runs) == before
+    with (runs / "3" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9999, "val/loss": 0.5}\n')
+    shutil.rmtree(runs / "1")
+    index.update(runs / "0", draws=False)
+    assert read_again == ["3"] and list(read(runs)) == ["4", "3", "2", "0"]
+    assert read(runs)["3"]["curves"]["val/loss"][0][-1] == 9999
+
+
+def test_which_index_a_run_updates(runs, tmp_path):
+    make_run(runs / "a", status="done")
+    index.update(runs / "a", draws=False)
+    assert not (runs / "index.html").exists()
+    elsewhere = tmp_path / "elsewhere"
+    make_run(elsewhere / "group" / "b")
+    index.update(elsewhere / "group" / "b")
+    assert os.listdir(elsewhere) == ["group"] and os.listdir(elsewhere / "group") == ["b"]
+    assert index.main([str(elsewhere)]) == 0
+    make_run(elsewhere / "group" / "c")
+    index.update(elsewhere / "group" / "c", draws=False)
+    assert list(read(elsewhere)) == ["group/c", "group/b"]
+    (runs / "begun").mkdir()
+    index.update(runs / "begun")  # without a config no run has begun, so nothing is left behind
+    assert sorted(os.listdir(runs)) == ["a", "begun"]
+
+
+def test_a_page_of_another_kind_and_a_folder_that_cannot_be_written_stay(runs, capsys):
+    make_run(runs / "a")
+    (runs / "index.html").write_text("mine")
+    index.update(runs / "a")
+    assert (runs / "index.html").read_text() == "mine"
+    assert index.main([str(runs)]) == 2 and "not an index" in capsys.readouterr().err
+    (runs / "index.html").unlink()
+    (runs / ".index.lock").mkdir()
+    index.update(runs / "a")
+    assert not (runs / "index.html").exists() and capsys.readouterr() == ("", "")
+
+
+def test_somebody_elses_runs_put_nothing_into_the_page(runs, tmp_path):
+    bad = "</script><script>alert(1)</script>"
+    make_run(runs / "a")
+    make_run(runs / bad.replace("/", "\\"), [f"x={bad}"], data=f"'{bad}'", model="'<img src=x>'")
+    make_run(runs / "broken")
+    (runs / "broken" / "result.json").write_text('{"best": 3, "seconds": "x", "error": [')
+    (runs / "broken" / "config.yaml").write_text("&a [*a, *a]")
+    (runs / "broken" / "metrics.jsonl").write_text('[]\n{"step": "x"}\n{"step": 3, "val/loss": 1e')
+    make_run(runs / "typed")
+    (runs / "typed" / "result.json").write_text(
+        '{"error": {"<b>": 1}, "best": ["<"], "test/acc": "x"}'
+    )
+    os.symlink(tmp_path, runs / "link")
+    os.mkfifo(runs / "broken" / "pipe")
+    sweep = runs / "sweep"
+    (sweep / "0").mkdir(parents=True)
+    (sweep / "0" / "job.json").write_text(bad)
+    (sweep / "sweep.json").write_text(json.dumps({"jobs": bad, "typed": {"a": bad}}))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert index.main([str(runs)]) == 0 and index.main([str(empty)]) == 0
+    listed = read(runs)
+    assert len(listed) == 5 and listed["broken"]["status"] == "stopped"
+    count = (empty / "index.html").read_text().lower().count("<script")
+    text = (runs / "index.html").read_text()
+    assert text.lower().count("<script") == count and "<img" not in text
+    # A line that somebody put into the page is not taken over.
+    line = next(line for line in text.splitlines() if line.startswith('[["a"'))
+    (runs / "index.html").write_text(text.replace(line, line.replace("digits", bad)))
+    index.update(runs / "a")
+    assert read(runs) == listed
+
+
+def test_runs_that_end_at_once_are_all_listed(runs):
+    runs.mkdir()
+
+    def end(i):
+        for j in range(4):
+            make_run(runs / f"{i}-{j}", epochs=2)
+            index.update(runs / f"{i}-{j}")
+
+    threads = [threading.Thread(target=end, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read(runs)) == 16 and {entry["status"] for entry in read(runs).values()} == {"done"}
+
+
+@pytest.mark.slow
+def test_the_command_lists_its_runs(forks, tmp_path):
+    quick = ("max_steps=2", "report=false")
+    assert forks.run(tmp_path, *quick, "run_dir=runs/a").code == 0
+    assert forks.run(tmp_path, *quick, "run_dir=runs/b", "optimizer.lr=1e30").code == 3
+    sweep = ["-m", *quick, "seed=0,1", "hydra.sweep.dir=runs/c", "sweep.at_once=1"]
+    assert forks.run(tmp_path, *sweep).code == 0
+    listed = read(tmp_path / "runs")
+    statuses = {name: entry["status"] for name, entry in listed.items()}
+    assert statuses == {"a": "done", "b": "failed", "c": "done"}
+    assert (listed["a"]["report"], listed["c"]["report"]) == (None, "sweep.html")
+    assert listed["c"]["note"] == "2 of 2 jobs"
