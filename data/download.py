@@ -1,17 +1,11 @@
-"""Downloads: over https alone, each file of a known size and SHA-256, in place whole or not at
-all.
-"""
+"""Downloads of the known data sets: each file is checked by its SHA-256 before it is written."""
 
 import errno
 import gzip
 import hashlib
 import io
-import shutil
 import tarfile
-import tempfile
-import time
 import urllib.request
-import zlib
 from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
@@ -20,67 +14,31 @@ from stoker.trainer.errors import TrainingError, UserError, printable
 from stoker.trainer.files import replacing
 
 SILENCE = 30  # seconds without a byte
-SLOWEST = 20_000  # bytes a second, of a whole file
-CHUNK = 2**20
-MOST_UNPACKED = 200_000_000  # bytes of an archive: CIFAR's have 186 MB in 8 files
-MOST_MEMBERS = 20
-# All that `get` can speak: https alone.
-HANDLERS = (
-    urllib.request.ProxyHandler,
-    urllib.request.HTTPSHandler,
-    urllib.request.HTTPRedirectHandler,
-    urllib.request.HTTPErrorProcessor,
-    urllib.request.HTTPDefaultErrorHandler,
-    urllib.request.UnknownHandler,
-)
-# What a server or an archive can do wrong. RecursionError: headers in headers of a tar file.
-FAILURES = (
-    OSError,
-    ValueError,
-    EOFError,
-    HTTPException,
-    RecursionError,
-    tarfile.TarError,
-    zlib.error,
-)
-
-
-# Names and unpacked sizes.
-IDX = {
-    "train-images-idx3": 16 + 60000 * 784,
-    "train-labels-idx1": 8 + 60000,
-    "t10k-images-idx3": 16 + 10000 * 784,
-    "t10k-labels-idx1": 8 + 10000,
-}
 
 
 class File(NamedTuple):
-    """A file to fetch; `unpacked` are the bytes of what is in a .gz, None for an archive."""
+    """A file to fetch, packed as .gz or .tar.gz."""
 
     name: str
     size: int
     sha256: str
-    unpacked: int | None = None
 
 
 class Source(NamedTuple):
-    """Where files come from, and the folder below the root that they, or their archive's members,
-    go to.
-    """
+    """Where files come from, and the folder below the root that they are unpacked into."""
 
     url: str
     folder: str
     files: tuple[File, ...]
 
 
-def idx(*sizes_and_sums: tuple[int, str]) -> tuple[File, ...]:
-    """List the four files of MNIST and of those that took its form, whose contents have the same
-    sizes.
-    """
-    files = []
-    for (name, unpacked), (size, sha256) in zip(IDX.items(), sizes_and_sums, strict=True):
-        files.append(File(f"{name}-ubyte.gz", size, sha256, unpacked))
-    return tuple(files)
+def mnist_files(*sizes_and_sums: tuple[int, str]) -> tuple[File, ...]:
+    """List the four files of MNIST and of the data sets that took its form."""
+    names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    return tuple(
+        File(f"{name}-ubyte.gz", size, sha256)
+        for name, (size, sha256) in zip(names, sizes_and_sums, strict=True)
+    )
 
 
 # The folders are torchvision's. Sizes and sums: MNIST, Fashion-MNIST and KMNIST as in
@@ -90,7 +48,7 @@ SOURCES = {
     "mnist": Source(
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         "MNIST/raw",
-        idx(
+        mnist_files(
             (9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
             (28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
             (1648877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
@@ -100,7 +58,7 @@ SOURCES = {
     "fashion_mnist": Source(
         "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
         "FashionMNIST/raw",
-        idx(
+        mnist_files(
             (26421880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
             (29515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
             (4422102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
@@ -110,7 +68,7 @@ SOURCES = {
     "kmnist": Source(
         "https://codh.rois.ac.jp/kmnist/dataset/kmnist/",
         "KMNIST/raw",
-        idx(
+        mnist_files(
             (18165135, "51467d22d8cc72929e2a028a0428f2086b092bb31cfb79c69cc0a90ce135fde4"),
             (29497, "e38f9ebcd0f3ebcdec7fc8eabdcdaef93bb0df8ea12bee65224341c8183d8e17"),
             (3041136, "edd7a857845ad6bb1d0ba43fe7e794d164fe2dce499a1694695a792adfac43c5"),
@@ -143,101 +101,50 @@ SOURCES = {
 
 
 def fetch(name: str, root: str | Path) -> None:
-    """Fetch a data set and unpack it below `root`; if that fails, no file is left half-written.
+    """Download a data set and unpack it below `root`.
 
-    UserError for any other file than the known one, and if it cannot be had; TrainingError if the
-    disk is full.
+    Raises:
+        UserError: A file cannot be had, or is not the known one.
+        TrainingError: The disk is full.
     """
     source = SOURCES[name]
-    target = Path(root, source.folder)
+    folder = Path(root, source.folder)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".download.", dir=target.parent) as temporary:
-            for file in source.files:
-                print(f"download {source.url}{file.name} ({file.size / 1e6:.1f} MB)", flush=True)
-                packed = Path(temporary, file.name)
-                get(source.url + file.name, file.size, file.sha256, packed)
-                if file.unpacked is None:
-                    archive = packed.with_suffix("")
-                    gunzip(packed, archive, MOST_UNPACKED)
-                    untar(archive, target)
-                else:
-                    target.mkdir(exist_ok=True)
-                    with replacing(target / file.name.removesuffix(".gz")) as partial:
-                        gunzip(packed, partial, file.unpacked)
-    except FAILURES as error:
+        for file in source.files:
+            print(f"download {source.url}{file.name} ({file.size / 1e6:.1f} MB)", flush=True)
+            unpack(file.name, get(source.url, file), folder)
+    except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        kind = TrainingError if full else UserError
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        kind = TrainingError if is_full else UserError
         raise kind(
             f"{name} could not be downloaded to {printable(root)} ({printable(reason)}).\n"
-            "Type dataset.root=DIR for where it lies, if you have it."
+            "If you have it already, type dataset.root=DIR."
         ) from None
 
 
-def get(url: str, size: int, sha256: str, path: str | Path) -> None:
-    """Write what `url` gives to `path`; OSError or ValueError unless it is exactly these bytes.
-
-    Redirections too are followed to https only, since there is no other handler.
-    """
-    opener = urllib.request.OpenerDirector()
-    for handler in HANDLERS:
-        opener.add_handler(handler())
-    end = time.monotonic() + SILENCE + size / SLOWEST
-    done = 0
-    digest = hashlib.sha256()
-    with opener.open(url, timeout=SILENCE) as response, open(path, "wb") as file:
-        while chunk := response.read1(CHUNK):
-            done += len(chunk)
-            if done > size:
-                raise ValueError(f"it has more than the {size:,} bytes that it should have")
-            if time.monotonic() > end:
-                raise ValueError(f"only {done:,} of {size:,} bytes came in time")
-            digest.update(chunk)
-            file.write(chunk)
-    if done < size:
-        raise ValueError(f"it ended after {done:,} of {size:,} bytes")
-    if digest.hexdigest() != sha256:
-        raise ValueError(f"its SHA-256 is {digest.hexdigest()}, not {sha256}")
+def get(url: str, file: File) -> bytes:
+    """Return the contents of a file below `url`; ValueError unless its SHA-256 is the known one."""
+    with urllib.request.urlopen(url + file.name, timeout=SILENCE) as response:
+        content: bytes = response.read(file.size + 1)
+    if hashlib.sha256(content).hexdigest() != file.sha256:
+        raise ValueError(f"got {len(content):,} bytes that are not the known {file.size:,}")
+    return content
 
 
-def gunzip(path: str | Path, target: str | Path, most: int) -> None:
-    """Decompress `path` into `target`; ValueError for more than `most` bytes."""
-    with gzip.open(path) as source, open(target, "wb") as file:
-        while chunk := source.read(CHUNK):
-            most -= len(chunk)
-            if most < 0:
-                raise ValueError("more is packed in it than there should be")
-            file.write(chunk)
-
-
-def untar(path: str | Path, folder: str | Path) -> None:
-    """Write the files of an uncompressed tar archive into `folder`; they all have to be in one of
-    that name.
-
-    ValueError for a link, a device, another folder or too much, before anything is written.
-    """
-    folder = Path(folder)
-    with tarfile.open(path, "r:") as archive:
-        files: dict[str, tarfile.TarInfo] = {}
-        total = 0
+def unpack(name: str, packed: bytes, folder: Path) -> None:
+    """Write the files that are packed in a .gz or a .tar.gz into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not name.endswith(".tar.gz"):
+        with replacing(folder / name.removesuffix(".gz")) as partial:
+            Path(partial).write_bytes(gzip.decompress(packed))
+        return
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         for member in archive:
-            total += member.size
-            if total > MOST_UNPACKED or len(files) == MOST_MEMBERS:
-                raise ValueError("more is packed in it than there should be")
-            top, _, name = member.name.partition("/")
-            is_itself = member.isdir() and name == ""
-            is_file = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
-            is_plain = name not in ("", ".", "..") and not set(name) & set("/\\:\0")
-            if top != folder.name or not (is_itself or (is_file and is_plain)):
-                raise ValueError(f"{member.name!r} should not be in it")
-            if is_file:
-                files[name] = member
-        folder.mkdir(exist_ok=True)
-        for name, member in files.items():
             content = archive.extractfile(member)
-            with replacing(folder / name) as partial, open(partial, "wb") as file:
-                shutil.copyfileobj(content or io.BytesIO(), file, CHUNK)
+            if content is not None:
+                with replacing(folder / Path(member.name).name) as partial:
+                    Path(partial).write_bytes(content.read())
 
 
 def megabytes(name: str) -> int:
