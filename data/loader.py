@@ -11,11 +11,12 @@ from torch import Tensor
 
 from stoker.data import settings
 from stoker.data.augment import Augment, Draws, Spec
+from stoker.data.images import ImageSplit
 from stoker.data.order import Limit, Ordered
 from stoker.data.record import Data
 from stoker.data.samples import make_loader
 from stoker.data.splits import Split
-from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers, decode_seconds
+from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers
 from stoker.trainer import launch
 from stoker.trainer.copies import UNIFIED, move, to_device
 from stoker.trainer.errors import TrainingError, UserError, cause
@@ -28,7 +29,7 @@ from stoker.trainer.seeding import mix_seed, random_stream
 # wants few large kernels.
 AT_ONCE_CPU = 2**19
 AT_ONCE = 2**24
-FEW_SECONDS = 5.0  # of decoding, for which nothing is streamed
+MOST_DECODED = 64 * MIB  # of pixels before the training, if it can stream them instead
 AHEAD = 256 * MIB  # of batches that wait for the training
 
 # Inputs and targets.
@@ -55,9 +56,9 @@ def make_loaders(
     the data is. With several validation parts, val is {name: loader}.
 
     `resident`: True, False, or "auto": on the device if all splits have `tensors` and fit in half
-    of its free memory. Images that are not in their cache yet are streamed until they are, if
-    decoding takes more than a few seconds. `workers`: the processes that read what is not resident;
-    "auto" measures whether they help. `timeout`: seconds to wait for a batch from them. `only`: the
+    of its free memory. More than 64 MiB of images that are not in their cache yet are streamed into
+    it in this run. `workers`: the processes that read what is not resident; "auto" is one per core,
+    up to 8, and 0 for tensors. `timeout`: seconds to wait for a batch from them. `only`: the
     one split that is wanted, for an evaluation. `limit_train`, `limit_val`: the share or the number
     of the samples that an epoch or an evaluation takes. With transforms of torchvision in
     `augment`, the training part is streamed.
@@ -103,40 +104,33 @@ def make_loaders(
             )
         del held["train"]
     fits, why = _choose_place(held, device, resident)
-    cached = all(getattr(split, "cache", None) is not None for split in splits.values())
-    kind: Callable[..., Seekable] = HostLoader
+    if fits and resident == "auto" and sum(map(bytes_to_decode, held.values())) > MOST_DECODED:
+        fits = False
+        why = "which decodes the images; the next run has them resident"
+    reading: dict[str, Any] = {}
     if fits:
-        kind = DeviceLoader
         why = f"resident on {device}, {why}"
-        if cached and resident == "auto":
-            # A cache is filled once: it is no mistake to ask for workers that are of no use
-            # afterwards.
-            if sum(map(decode_seconds, held.values())) > FEW_SECONDS:
-                kind = StreamedOnce
-                why = f"then {why}"
-        elif transforms is None:
-            _check_unused("workers", workers, 0, "auto")
-            _check_unused("timeout", timeout, TIMEOUT, TIMEOUT)
-    if kind is not DeviceLoader or transforms is not None:
-        count = choose_workers(first, batch_size, transforms) if workers == "auto" else workers
+    if not fits or transforms is not None:
+        count = choose_workers(first, transforms) if workers == "auto" else workers
         reading = {"workers": count, "timeout": timeout}
         streamed = f"streamed with {count} {'worker' if count == 1 else 'workers'}"
-        if kind is not DeviceLoader:
-            common.update(reading)
-            why = f"{streamed}, {why}"
-        else:
-            options["train"].update(reading)
-            why = f"{why}; the training part {streamed}"
+        why = f"{why}; the training part {streamed}" if fits else f"{streamed}, {why}"
+    elif resident is True or not hasattr(first, "missing"):
+        # Images are resident once they are decoded: then workers are no mistake.
+        _check_unused("workers", workers, 0, "auto")
+        _check_unused("timeout", timeout, TIMEOUT, TIMEOUT)
     place = getattr(first, "place", "")
     if place:
         why = f"{why}; {place}"
     if only is None:
         options["train"]["augment"] = augment
     for name in splits:
-        if name == "train" and transforms is not None:
-            loaders[name] = HostLoader(data, name, sizes[name], **{**common, **options[name]})
+        if fits and name in held:
+            loaders[name] = DeviceLoader(data, name, sizes[name], **common, **options[name])
         else:
-            loaders[name] = kind(data, name, sizes[name], **common, **options[name])
+            loaders[name] = HostLoader(
+                data, name, sizes[name], **common, **options[name], **reading
+            )
     return _by_use(loaders), why
 
 
@@ -196,6 +190,13 @@ def _check_room(splits: dict[str, Split], device: torch.device) -> None:
             f"dataset.resident=true: the data takes {needed / MIB:,.1f} MiB, and {device} has "
             f"{free / MIB:,.1f} free.\nType dataset.resident=false."
         )
+
+
+def bytes_to_decode(split: Split) -> int:
+    """Return the bytes of pixels that a split has still to put into its cache, if it has one."""
+    if not isinstance(split, ImageSplit) or split.cache is None:
+        return 0
+    return split.nbytes * len(split.missing()) // len(split)
 
 
 def _check_unused(key: str, value: Any, unused: Any, default: Any) -> None:
@@ -470,64 +471,3 @@ class HostLoader(Loader):
     def close(self) -> None:
         self.split = None
         self.workers.close()
-
-
-class StreamedOnce(Seekable):
-    """A HostLoader until the split's images are decoded, and a DeviceLoader from the epoch
-    after.
-    """
-
-    def __init__(
-        self,
-        data: Data,
-        split: str,
-        batch_size: int,
-        *,
-        workers: int = 0,
-        timeout: float = TIMEOUT,
-        **options: Any,
-    ) -> None:
-        self.loader: Loader = HostLoader(
-            data,
-            split,
-            batch_size,
-            workers=workers,
-            timeout=timeout,
-            **options,
-        )
-        self.make_resident = functools.partial(
-            DeviceLoader,
-            data,
-            split,
-            batch_size,
-            **options,
-        )
-        self.samples = self.loader.samples
-        self.whole = self.loader.whole
-        self.order = self.loader.order
-        self.nbytes = self.loader.nbytes
-        self.batch_size = self.loader.batch_size
-        self.resident_bytes = self.nbytes  # it will be
-        self.targets_are_uniform = self.loader.targets_are_uniform
-        self.in_shape = data.in_shape
-
-    @property
-    def global_size(self) -> int | None:
-        """Samples of the batch given last, over all processes."""
-        return self.loader.global_size
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def batches(self, epoch: int, position: int) -> Iterator[Batch]:
-        """Yield the batches of this epoch from number `position` on."""
-        is_streamed = isinstance(self.loader, HostLoader)
-        if is_streamed and decode_seconds(self.loader.split) < FEW_SECONDS:
-            self.loader.close()
-            self.loader = self.make_resident()
-        self.loader.spans = self.spans
-        return self.loader.batches(epoch, position)
-
-    def close(self) -> None:
-        """Let go of the data and end the workers."""
-        self.loader.close()

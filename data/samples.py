@@ -134,7 +134,7 @@ def make_loader(
     batches, and an epoch goes on where the last one stopped reading.
     """
     if has_samples(part):
-        count = choose_workers(part, batch_size) if workers == "auto" else int(workers)
+        count = choose_workers(part) if workers == "auto" else int(workers)
         return SampleLoader(
             part,
             name,

@@ -26,15 +26,9 @@ from stoker.data.transforms import PerSample
 from stoker.trainer import launch
 from stoker.trainer.errors import TrainingError, UserError, cause, printable
 from stoker.trainer.loading import children_do_not_interrupt
-from stoker.trainer.memory import MIB
 from stoker.trainer.seeding import random_stream
 from stoker.trainer.stopping import SIGNALS
 
-# What it costs to take a batch from a worker: 1.4 ms of 64 or 256 x 3 x 32 x 32 bytes, and of this
-# process's own time 0.06 ms for each MiB (2.6 ms of 37 MiB). Two workers that only copy, 2 cores of
-# an Intel Xeon at 2.6 GHz, median of 3.
-HANDOVER = 1.4e-3
-HANDOVER_MIB = 0.06e-3
 TIMEOUT = 300  # seconds to wait for one batch
 POLL = 1.0  # seconds between two looks at whether the workers still live
 END = object()  # what comes after the last batch
@@ -48,19 +42,10 @@ if hasattr(os, "register_at_fork"):
 Place = tuple[int, list[int]]
 
 
-def choose_workers(split: Any, batch_size: int, transforms: PerSample | None = None) -> int:
-    """Choose how many processes read: none if that is faster than taking batches from them, else
-    one per core, to 8.
-
-    Only image files and tensors are tried out: reading your own split might draw random numbers, or
-    open what cannot be shared with workers.
-    """
+def choose_workers(split: Any, transforms: PerSample | None = None) -> int:
+    """Choose how many processes read: one per core, up to 8; none for tensors as they are."""
     if (hasattr(split, "inputs") or hasattr(split, "tokens")) and transforms is None:
         return 0
-    if isinstance(split, (ImageSplit, TensorSplit)):
-        size = batch_size * split.nbytes / len(split) / MIB
-        if batch_size * sample_seconds(split, transforms) < HANDOVER + HANDOVER_MIB * size:
-            return 0
     return max(1, min(launch.cores() // launch.local_world_size(), 8))
 
 
@@ -71,30 +56,6 @@ def whole_of(dataset: Any) -> Any:
     return dataset
 
 
-def sample_seconds(split: ImageSplit | TensorSplit, transforms: PerSample | None = None) -> float:
-    """Measure how long this process reads an image, one that is still to be decoded if there is
-    any.
-    """
-    candidates = torch.arange(len(split))
-    if isinstance(split, ImageSplit) and len(split.missing()) > 0:
-        candidates = split.missing()
-    read = reading(split, transforms, 0)
-    indices = candidates[:: max(1, len(candidates) // 1000)].tolist()
-    read(indices[:1])  # what is imported and opened at the first
-    indices = indices[1:] or indices
-    start = time.perf_counter()
-    for count in (1, 4, 16, 64, 256):
-        chosen = indices[:count]
-        indices = indices[count:]
-        before = time.perf_counter()
-        read(chosen)
-        after = time.perf_counter()
-        if after - start > 0.02 or not indices:
-            break
-    # Of the largest batch, whose time is the surest.
-    return (after - before) / len(chosen)
-
-
 def reading(
     split: Any, transforms: PerSample | None, epoch: int
 ) -> Callable[[list[int]], tuple[Any, Any]]:
@@ -103,16 +64,6 @@ def reading(
         read: Callable[[list[int]], tuple[Any, Any]] = split.__getitem__
         return read
     return functools.partial(transforms.read, split, epoch)
-
-
-def decode_seconds(split: Any) -> float:
-    """Estimate how long it takes to decode what is not in the split's cache yet; 0 for what needs
-    no decoding.
-    """
-    if not isinstance(split, ImageSplit):
-        return 0.0
-    missing = len(split.missing())
-    return missing * sample_seconds(split) / split.threads if missing else 0.0
 
 
 class Workers:

@@ -15,8 +15,9 @@ import torch
 from stoker.data import cache as caches
 from stoker.data import datasets, images, loader
 from stoker.data.cache import FILES, PIXELS, SUMS, PixelCache
-from stoker.data.loader import DeviceLoader, HostLoader, StreamedOnce, make_loaders
-from stoker.data.workers import choose_workers, decode_seconds
+from stoker.data.loader import DeviceLoader, HostLoader, make_loaders
+from stoker.data.workers import choose_workers
+from stoker.trainer import launch
 from stoker.trainer.errors import UserError
 
 
@@ -333,41 +334,27 @@ def test_batches_do_not_depend_on_where_the_pixels_come_from(folder, monkeypatch
             same(epochs(resident), reference)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_streamed_while_it_is_decoded_and_resident_from_then_on(folder, monkeypatch, workers):
+def test_many_images_are_streamed_until_they_are_decoded(folder, monkeypatch):
     reference = epochs(
         make_loaders(open_folder(folder, cache=False), resident=True, **OPTIONS)[0][0]
     )
-    monkeypatch.setattr(loader, "FEW_SECONDS", 0.0)
-    monkeypatch.setattr(
-        "stoker.data.workers.sample_seconds", lambda split: 1.0
-    )  # which would read, and so fill, some of it
+    monkeypatch.setattr(loader, "MOST_DECODED", 0)
     data = open_folder(folder)
-    (train, val, _), why = make_loaders(data, workers=workers, **OPTIONS)
-    assert why.startswith(f"streamed with {workers} workers, then resident on cpu, 0.0 MiB of ")
-    assert why.endswith(f" free; {data.train.place}")
-    monkeypatch.setattr(loader, "FEW_SECONDS", 0.1)
-    assert isinstance(train, StreamedOnce) and (len(train), train.samples, train.nbytes) == (
-        7,
-        32,
-        32 * 90,
+    (train, val, test), why = make_loaders(data, workers=0, **OPTIONS)
+    assert why == (
+        "streamed with 0 workers, which decodes the images; the next run has them resident; "
+        + data.train.place
     )
-    assert train.targets_are_uniform  # so that no step counts them
-    train.seek(0, 2)
-    batches = [list(train)]
-    assert isinstance(train.loader, HostLoader)
-    batches.append(
-        list(train)
-    )  # the first two batches of epoch 0 were never read, so it is streamed once more
-    assert isinstance(train.loader, HostLoader) and not len(data.train.missing())
-    monkeypatch.setattr(images, "decode_image", None)
-    batches.append(list(train))
-    assert isinstance(train.loader, DeviceLoader)
-    same(batches, reference)
+    assert isinstance(train, HostLoader)
     same(epochs(train), reference)
-    monkeypatch.undo()
     same([list(val)], [list(make_loaders(open_folder(folder, cache=False), **OPTIONS)[0][1])])
-    train.close()
+    list(test)
+    # A cache is filled once, so workers that are asked for are no mistake afterwards.
+    (train, _, _), why = make_loaders(open_folder(folder), workers=2, **OPTIONS)
+    assert isinstance(train, DeviceLoader) and why.startswith("resident on cpu, 0.0 MiB of ")
+    same(epochs(train), reference)
+    with pytest.raises(UserError, match="no use for workers"):
+        make_loaders(data, batch_size=5, workers=2, resident=True)
 
 
 def test_by_blocks(folder, monkeypatch):
@@ -396,17 +383,6 @@ def test_by_blocks(folder, monkeypatch):
         assert places == [*range(places[0], places[0] + 4), *range(places[4], places[4] + 4)]
 
 
-def test_workers_are_chosen_by_measuring(folder):
-    data = open_folder(folder)
-    state = torch.get_rng_state()
-    assert choose_workers(data.train, 10**6) >= 1  # so much takes longer than handing it over
-    assert torch.equal(torch.get_rng_state(), state)
-    assert choose_workers(datasets.digits().train, 10**6) == 0
-    fill(data)
-    assert decode_seconds(data.train) == 0.0 == decode_seconds(datasets.digits().train)
-    (_, _, _), why = make_loaders(data, batch_size=5, resident=False)
-    assert why.startswith("streamed with ") and why.endswith(data.train.place)
-    # A cache is filled once, so workers that are asked for are no mistake afterwards.
-    assert isinstance(make_loaders(data, batch_size=5, workers=2)[0][0], DeviceLoader)
-    with pytest.raises(UserError, match="no use for workers"):
-        make_loaders(data, batch_size=5, workers=2, resident=True)
+def test_image_files_have_a_worker_per_core_and_tensors_none(folder):
+    assert choose_workers(open_folder(folder).train) == min(launch.cores(), 8)
+    assert choose_workers(datasets.digits().train) == 0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from stoker.data.loader import DeviceLoader, HostLoader, StreamedOnce
+from stoker.data.loader import DeviceLoader, HostLoader
 from stoker.data.samples import SampleLoader
 from stoker.runs.loggers import Logger
 from stoker.runs.result import STAGES
@@ -267,11 +267,11 @@ class Timing(Callback):
             # Your own split may lack `tensors`: then it cannot be resident.
             has_tensors = getattr(loader.split, "tensors", None) is not None
             fits = has_tensors and loader.nbytes < memory.free_memory(trainer.device) / 2
+            if fits and getattr(loader.split, "cache", None) is not None:
+                kind = "decoded"
         elif isinstance(loader, DeviceLoader):
             augments = loader.augment.geometric or loader.augment.rest
             kind = "augmented" if augments else "resident"
-        elif isinstance(loader, StreamedOnce):
-            kind = "decoded"
         return speed_verdict(
             self.split(trainer),
             where="CPU" if trainer.device.type == "cpu" else "GPU",
