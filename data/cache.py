@@ -22,7 +22,7 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.files import open_plain
 from stoker.trainer.memory import MIB
 
-VERSION = 2  # of the files; a part of every key
+VERSION = 3  # of the files; a part of every key
 PIXELS = "pixels.u8"
 SUMS = "crc32.u32"
 ABOUT = "about.json"
@@ -145,16 +145,6 @@ class PixelCache:
         self.pixels[slot] = image.flatten()
         self.sums[slot] = checksum(self.pixels[slot].numpy())
         self._release(1)
-
-    def read_ahead(self, slots: list[int]) -> None:
-        """Ask the system for the whole MiB around each slot: a block of neighbours is then one read
-        of the disk.
-        """
-        # 256 images of 3x224x224 that are not in memory: 66 and 88 ms with it, 82 without, and 81
-        # and 100 in an order without blocks (2 cores of an Intel Xeon at 2.6 GHz, a virtual disk).
-        if hasattr(mmap, "MADV_WILLNEED"):
-            for start in sorted({slot * self.size // MIB * MIB for slot in slots}):
-                self.map.madvise(mmap.MADV_WILLNEED, start, min(MIB, len(self.map) - start))
 
     def _release(self, count: int) -> None:
         """Count `count` more slots as mapped, and unmap all now and then; the system's cache keeps

@@ -57,8 +57,6 @@ IMAGE_ENDINGS = (
 IMAGE_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 # The folders of the parts.
 PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
-LARGE = 8 * 2**30  # bytes of training pixels from which on they are read by blocks of neighbours
-BLOCK = MIB  # bytes of such a block
 MOST_SIZE = 4096  # pixels per side that images are resized to: 50 MB a colour image
 CHUNK = 16 * MIB  # bytes that are decoded at once if all images are wanted
 MOST_MEASURED = 5000  # images from which mean and deviation are computed
@@ -132,11 +130,6 @@ def image_folder(
     used = 0
     for name, (files, targets) in listed.items():
         slots = torch.arange(used, used + len(files))
-        if name == "train":
-            # Files come class by class. Neighbours in the cache are strangers, so that a block is a
-            # fair sample.
-            generator = torch.Generator().manual_seed(mix_seed("slots"))
-            slots = torch.randperm(len(files), generator=generator)
         splits[name] = ImageSplit(files, targets, shape, channels, form, pixels, slots, place)
         used += len(files)
     if skip:
@@ -164,52 +157,48 @@ def image_folder(
     )
 
 
-def _where(path: str) -> str:
-    """Return " in DIR" for a relative path, which counts from where the command was typed."""
-    return "" if os.path.isabs(path) else f" in {printable(os.getcwd())}"
-
-
 def _list_parts(
     root: str, state: "hashlib.blake2b", fewest: int
 ) -> "tuple[list[str], dict[str, Files]]":
     """List the classes, and the images of each part that has a folder, or of `root` as the training
     part.
 
-    Warn of what is left out. UserError if there are fewer classes than the `fewest`, or a class or
-    a part has no image.
+    Raises:
+        UserError: There are fewer classes than `fewest`, or a class or a part has no image.
     """
     if not os.path.isdir(root):
         raise UserError(
-            f"dataset.root={printable(root)}: there is no such folder{_where(root)}.\n"
-            "Type dataset.root=DIR with one folder a class in it."
+            f"dataset.root={printable(root)}: there is no folder "
+            f"{printable(os.path.abspath(root))}.\n"
+            "Type dataset.root=DIR for a folder with one folder per class in it."
         )
     left_out: Counter[str] = Counter()
-    tops = _find_parts(root, left_out)
-    top = tops["train"]
-    classes = _folders(top, Counter())
-    if len(classes) < fewest:
-        here = f"only {printable(classes[0])}" if classes else "no folder"
-        needed = "two classes" if fewest == 2 else "one of the classes"
-        raise UserError(
-            f"{printable(top)}: images lie in one folder a class, and here is {here}.\n"
-            f"Type dataset.root=DIR with at least {needed}."
-        )
     listed = {}
-    for part, folder in tops.items():
-        listed[part] = _list_images(folder, classes, state, left_out)
-        if len(listed[part][0]) == 0:
+    try:
+        tops = _find_parts(root, left_out)
+        classes = _folders(tops["train"])
+        if len(classes) < fewest:
             raise UserError(
-                f"{printable(folder)}: there is no image in this folder.\nAdd some, or remove it."
+                f"{printable(tops['train'])}: there are {len(classes)} folders, and each class "
+                "needs one.\n"
+                f"Type dataset.root=DIR for a folder with at least {fewest} of them."
             )
-    counts = torch.bincount(listed["train"][1], minlength=len(classes))
-    for name, count in zip(classes, counts.tolist(), strict=True):
-        if count == 0:
-            raise UserError(
-                f"{printable(os.path.join(top, name))}: "
-                f"there is no image in this folder ({', '.join(IMAGE_ENDINGS)}).\n"
-                "Add some, or remove it; or type dataset.root=DIR for a folder with one "
-                "folder a class in it."
-            )
+        for part, folder in tops.items():
+            listed[part] = _list_images(folder, classes, state, left_out)
+    except OSError as error:
+        raise UserError(
+            f"{printable(error.filename or root)}: this cannot be read ({error.strerror})."
+        ) from None
+    empty = [tops[part] for part, (files, _) in listed.items() if len(files) == 0]
+    labels = set(listed["train"][1].tolist())
+    for label, name in enumerate(classes):
+        if label not in labels:
+            empty.append(os.path.join(tops["train"], name))
+    if empty:
+        raise UserError(
+            f"{printable(empty[0])}: there is no image in this folder "
+            f"({', '.join(IMAGE_ENDINGS)}).\nAdd some, or remove the folder."
+        )
     if left_out:
         reasons = [f"{count} {reason}" for reason, count in left_out.most_common()]
         log.warning("%s: left out: %s", printable(root), first_few(reasons, 8))
@@ -220,60 +209,35 @@ def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
     """Return the folder of each part; without a folder train, `root` is that of the training
     part.
     """
-    beside: Counter[str] = Counter()
-    names = _folders(root, beside)
+    names = _folders(root)
     if "train" not in names:
         if names and all(name.lower() in PARTS for name in names):
             raise UserError(
-                f"{printable(root)}: here is {first_few(names, 3)}, and no folder train.\n"
-                "Name the folders train, val and test, in small letters."
+                f"{printable(root)}: there is {first_few(names, 3)}, and no folder train.\n"
+                "Name the folders train, val and test, in lower case."
             )
         return {"train": root}
-    left_out.update(beside)
     tops: dict[str, str] = {}
     for name in names:
         part = PARTS.get(name)
-        folder = os.path.join(root, name)
         if part is None:
             left_out[f"folder beside train ({printable(name)})"] += 1
         elif part in tops:
             raise UserError(
-                f"{printable(folder)}: {printable(tops[part])} is the {part} part already.\n"
-                "Remove one of them, or put their images together."
+                f"{printable(os.path.join(root, name))}: {printable(tops[part])} is the {part} "
+                "part already.\nRemove one of them, or merge them."
             )
         else:
-            tops[part] = folder
+            tops[part] = os.path.join(root, name)
     return {part: tops[part] for part in ("train", "val", "test") if part in tops}
 
 
-def _folders(top: str, left_out: "Counter[str]") -> list[str]:
-    """Return the names of the class folders, sorted."""
-    names = []
-    with _readable(top), os.scandir(top) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                left_out["hidden"] += 1
-            elif entry.is_dir():
-                names.append(entry.name)
-            else:
-                left_out["outside the class folders"] += 1
-    return sorted(names)
-
-
-@contextlib.contextmanager
-def _readable(top: str) -> Iterator[None]:
-    """Turn the error of a folder below `top` that cannot be listed into a UserError."""
-    try:
-        yield
-    except PermissionError as error:
-        raise UserError(
-            f"{printable(error.filename)}: this folder may not be read. "
-            f"Type chmod -R u+rX {printable(top)}."
-        ) from None
-    except OSError as error:
-        raise UserError(
-            f"{printable(error.filename or top)}: this cannot be read ({error.strerror})."
-        ) from None
+def _folders(top: str) -> list[str]:
+    """Return the names of the folders in `top`, sorted; hidden ones are no classes."""
+    with os.scandir(top) as entries:
+        return sorted(
+            entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
+        )
 
 
 def _list_images(
@@ -288,60 +252,47 @@ def _list_images(
     sizes: list[int] = []
     labels: list[int] = []
     state.update(os.path.basename(top).encode(errors="surrogateescape"))
-    for name in _folders(top, left_out):
+    for name in _folders(top):
         if name not in classes:
             raise UserError(
                 f"{printable(os.path.join(top, name))}: the training images have no class {name!r}."
                 f"{did_you_mean(name, classes)}\n"
                 f"Rename or remove the folder; they have {first_few(classes, 10)}."
             )
-        # One string per file, no tuple.
-        lines: list[str] = []
-        with _readable(top):
-            for folder in sorted(_folders_below(os.path.join(top, name), left_out)):
-                below = os.path.relpath(folder, top)
-                lines += _images_in(folder, f"{below}/", left_out)
-        state.update(os.fsencode("\0".join([name, *lines])))
-        for line in lines:
-            file, size, _ = line.split("\0")
-            files.append(os.fsencode(file))
-            sizes.append(int(size))
+        images = list(_images_below(os.path.join(top, name), left_out))
+        images.sort(key=lambda image: os.path.split(image[0]))
+        for path, size, time in images:
+            files.append(os.fsencode(path[len(os.path.join(top, "")) :]))
+            sizes.append(size)
             labels.append(classes.index(name))
+            state.update(files[-1] + f"\0{size} {time}".encode())
     return Paths(top, files, sizes), torch.tensor(labels, dtype=torch.int64)
 
 
-def _folders_below(
-    top: str, left_out: "Counter[str]", around: tuple[str, ...] = ()
-) -> Iterator[str]:
-    """Yield a folder and all below it, also behind links, but for links to a folder `around`."""
-    here = os.path.join(os.path.realpath(top), "")
-    if any(folder.startswith(here) for folder in around):
+def _images_below(
+    folder: str, left_out: "Counter[str]", around: tuple[str, ...] = ()
+) -> Iterator[tuple[str, int, int]]:
+    """Yield (path, size, time) of the images in a folder and in all folders below it.
+
+    Links are followed, but not those to a folder `around`.
+    """
+    here = os.path.join(os.path.realpath(folder), "")
+    if any(outer.startswith(here) for outer in around):
         left_out["links to a parent folder"] += 1
         return
-    yield top
-    with os.scandir(top) as entries:
-        folders = [entry for entry in entries if entry.is_dir()]
-    for entry in folders:
-        if not entry.name.startswith("."):
-            yield from _folders_below(entry.path, left_out, (*around, here))
-
-
-def _images_in(folder: str, prefix: str, left_out: "Counter[str]") -> list[str]:
-    """Return "name\\0size\\0time" of the images in a folder, by name: no name has a zero in it."""
-    lines = []
     with os.scandir(folder) as entries:
-        for entry in entries:
-            ending = os.path.splitext(entry.name)[1].lower()
-            if entry.name.startswith("."):
-                left_out["hidden"] += 1
-            elif entry.is_file() and ending in IMAGE_ENDINGS:
-                status = entry.stat()
-                lines.append(f"{prefix}{entry.name}\0{status.st_size}\0{status.st_mtime_ns}")
-            elif ending in IMAGE_ENDINGS and not entry.is_dir():
-                left_out["that are not regular files"] += 1
-            elif not entry.is_dir():
-                left_out[f"ending in {printable(ending)}" if ending else "without an ending"] += 1
-    return sorted(lines)
+        visible = [entry for entry in entries if not entry.name.startswith(".")]
+    for entry in visible:
+        ending = os.path.splitext(entry.name)[1].lower()
+        if entry.is_dir():
+            yield from _images_below(entry.path, left_out, (*around, here))
+        elif ending not in IMAGE_ENDINGS:
+            left_out[f"ending in {printable(ending)}" if ending else "without an ending"] += 1
+        elif entry.is_file():
+            status = entry.stat()
+            yield entry.path, status.st_size, status.st_mtime_ns
+        else:
+            left_out["that are not regular files"] += 1
 
 
 def _choose_shape(
@@ -395,13 +346,14 @@ def _without_broken(splits: "dict[str, ImageSplit]", classes: list[str]) -> "dic
     if not broken:
         return splits
     shown = first_few(broken, 3)
-    lost = [f"the {name} images" for name, split in whole.items() if len(split) == 0]
-    absent = set(range(len(classes))).difference(whole["train"].targets.tolist())
-    if not lost and absent:
-        lost = [f"the class {printable(classes[min(absent)])}"]
+    lost = [f"the {name} part" for name, split in whole.items() if len(split) == 0]
+    labels = set(whole["train"].targets.tolist())
+    for label, name in enumerate(classes):
+        if label not in labels:
+            lost.append(f"the class {printable(name)}")
     if lost:
         raise UserError(
-            f"dataset.on_bad_sample=skip: all of {lost[0]} cannot be read ({shown}).\n"
+            f"dataset.on_bad_sample=skip: no image of {lost[0]} can be read ({shown}).\n"
             "Replace or remove these files."
         )
     total = sum(map(len, splits.values()))
@@ -493,12 +445,6 @@ class ImageSplit:
         self.shape = (self.channels, *self.size)
         self.nbytes = len(self) * math.prod(self.shape)
         self.threads = decoding_threads(None if self.resize else self.size)
-        # How many neighbours in the cache stay together in the order of an epoch: a function of the
-        # data alone, so that no weight depends on the machine, its memory, or whether there is a
-        # cache.
-        self.block = 1
-        if self.nbytes > LARGE:
-            self.block = max(1, BLOCK * len(self) // self.nbytes)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -547,10 +493,9 @@ class ImageSplit:
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return all inputs and targets."""
         inputs = torch.empty(len(self), *self.shape, dtype=torch.uint8)
-        order = self.neighbours()
         done = 0
-        for pixels in self.chunks(order):
-            inputs[order[done : done + len(pixels)]] = pixels
+        for pixels in self.chunks(torch.arange(len(self))):
+            inputs[done : done + len(pixels)] = pixels
             done += len(pixels)
         return inputs, self.targets
 
@@ -569,19 +514,12 @@ class ImageSplit:
             return torch.arange(len(self))
         return self.cache.missing(self.slots).nonzero().view(-1)
 
-    def neighbours(self) -> Tensor:
-        """Return the indices in the order of the slots."""
-        order: Tensor = self.slots.argsort()
-        return order
-
     def read(self, indices: list[int], map: Callable[..., Iterator[Any]] = map) -> Tensor:
         """Return the pixels of these samples, (N, channels, H, W); `map` is used to decode them."""
         if self.cache is None:
             images = list(map(self._decode, indices))
             return torch.stack(images)
         slots = self.slots[indices].tolist()
-        if self.block > 1:
-            self.cache.read_ahead(slots)
         pixels, missing, damaged = self.cache.read(slots)
         if damaged and not self.cache.warned:
             file = printable(self.files[indices[damaged[0]]])

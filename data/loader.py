@@ -20,7 +20,7 @@ from stoker.data.workers import TIMEOUT, Reader, Workers, choose_workers
 from stoker.trainer import launch
 from stoker.trainer.copies import UNIFIED, move, to_device
 from stoker.trainer.errors import TrainingError, UserError, cause
-from stoker.trainer.loading import Seekable, length_of
+from stoker.trainer.loading import length_of
 from stoker.trainer.memory import MIB, free_memory, is_out_of_memory, memory_info
 from stoker.trainer.seeding import mix_seed, random_stream
 

@@ -12,26 +12,13 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.loading import Seekable
 from stoker.trainer.seeding import mix_seed
 
-WINDOW = 256  # blocks that are shuffled together
-
 Limit = int | float | None
 
 
-def permutation(n: int, seed: int, epoch: int, block: int = 1) -> Tensor:
-    """Return the order of the n samples in this epoch, int64 on the CPU.
-
-    With `block` > 1, that many neighbours stay near each other: the blocks are permuted, and then
-    the samples within each WINDOW of blocks.
-    """
+def permutation(n: int, seed: int, epoch: int) -> Tensor:
+    """Return the order of the n samples in this epoch, int64 on the CPU."""
     generator = torch.Generator().manual_seed(mix_seed(seed, "order", epoch))
-    if block == 1:
-        return torch.randperm(n, generator=generator)
-    blocks = torch.randperm(-(-n // block), generator=generator)
-    order = (blocks.unsqueeze(1) * block + torch.arange(block)).view(-1)
-    shuffled = []
-    for window in order[order < n].split(WINDOW * block):
-        shuffled.append(window[torch.randperm(len(window), generator=generator)])
-    return torch.cat(shuffled)
+    return torch.randperm(n, generator=generator)
 
 
 def limited(n: int, limit: Limit, part: str) -> int:
@@ -58,7 +45,6 @@ class Ordered(Seekable):
     """
 
     global_size: int | None = None  # samples of the batch given last, over all processes
-    neighbours: Tensor | None = None
 
     def __init__(
         self,
@@ -75,9 +61,6 @@ class Ordered(Seekable):
         self.split = split
         self.whole = len(split)
         self.samples = limited(self.whole, limit, "train" if shuffle else "val")
-        self.block: int = getattr(split, "block", 1)
-        if self.block > 1:
-            self.neighbours = split.neighbours()
         settings.check("batch_size" if shuffle else "eval_batch_size", batch_size)
         if shuffle and batch_size > self.samples:
             if drop_last:
@@ -123,8 +106,7 @@ class Ordered(Seekable):
                 return torch.arange(self.whole)
             chosen = permutation(self.whole, self.seed, 0)[: self.samples]
             return chosen.sort().values
-        order = permutation(self.whole, self.seed, epoch, self.block)[: self.samples]
-        return order if self.neighbours is None else self.neighbours[order]
+        return permutation(self.whole, self.seed, epoch)[: self.samples]
 
     def whole_batches(self, epoch: int, position: int) -> Sequence[Tensor]:
         """Return the indices of the batches of this epoch from number `position` on."""

@@ -213,18 +213,17 @@ class Table:
         with self._open([]) as (written, _):
             self.written = {name.strip(): name for name in written}
         self.names = list(self.written)
-        if len(self.names) < len(written):
-            name, count = Counter(map(str.strip, written)).most_common(1)[0]
-            raise UserError(f"{self.shown}: the header has the column {name!r} {count} times.")
-        if "" in self.written:
+        if len(self.names) < len(written) or "" in self.written:
+            names = Counter(map(str.strip, written))
+            twice = [name for name, count in names.items() if count > 1 or name == ""]
             raise UserError(
-                f"{self.shown}: the header has a column without a name, number "
-                f"{self.names.index('') + 1}. Give it one; to_csv(index=False) writes none."
+                f"{self.shown}: the header has the column {twice[0]!r} {names[twice[0]]} times. "
+                "Give each column a name of its own; to_csv(index=False) leaves out the index."
             )
         if len(written) == 1 and self.names != [alone]:
             raise UserError(
-                f"{self.shown} has one column only, {self.names[0][:50]!r}.\n"
-                "If its columns are separated by another character, "
+                f"{self.shown} has only one column, {self.names[0][:50]!r}.\n"
+                "If another character separates its columns, "
                 "type \"dataset.delimiter=';'\", or tab."
             )
 
@@ -260,7 +259,7 @@ class Table:
             if "UTF8" in str(error) or isinstance(error, UnicodeDecodeError):
                 advice = "\nSave it as UTF-8, as by iconv -f cp1252 -t utf-8."
             raise UserError(
-                f"{self.key}={self.shown}: this is no table that can be read "
+                f"{self.key}={self.shown}: this cannot be read as a table "
                 f"({printable(error)[:300]}).{advice}"
             ) from None
 
@@ -335,11 +334,7 @@ class Table:
         names = [names] if isinstance(names, str) else names
         for name in names:
             if name not in self.written:
-                raise UserError(
-                    f"dataset.{key}={name}: {self.shown} has no such column."
-                    f"{did_you_mean(name, self.names)}\n"
-                    f"It has {first_few(self.names, 20)}."
-                )
+                raise self._no_column(f"dataset.{key}={name}", name)
         return names
 
     def check_trained(self, columns: list[Column]) -> list[str]:
@@ -347,12 +342,14 @@ class Table:
         names = [column["name"] for column in columns]
         for name in names:
             if name not in self.written:
-                raise UserError(
-                    f"{self.shown}: it has no column {name!r}, on which the run was trained."
-                    f"{did_you_mean(name, self.names)}\n"
-                    "Rename one, or add it; with dataset.missing=mean it may be without values."
-                )
+                raise self._no_column(f"The run was trained on the column {name!r}", name)
         return names
+
+    def _no_column(self, where: str, name: str) -> UserError:
+        return UserError(
+            f"{where}: {self.shown} has no such column.{did_you_mean(name, self.names)}\n"
+            f"It has {first_few(self.names, 20)}."
+        )
 
     def complete(
         self, lacking: dict[str, Tensor], target: str | None = None, line: int = FIRST
@@ -370,25 +367,18 @@ class Table:
                     "Type dataset.missing=mean, or dataset.ignore=[COLUMN]."
                 )
             if target is not None:
+                dropped = rows - int(kept.sum())
                 log.warning(
-                    "%s: %d of %d rows lack a value and are left out.",
-                    self.shown,
-                    int((~kept).sum()),
-                    rows,
+                    "%s: %d of %d rows lack a value and are left out.", self.shown, dropped, rows
                 )
             return kept.nonzero().view(-1)
         name, mask = next(iter(gappy.items()))
         shown = [f"{name!r} in {int(mask.sum())}" for name, mask in gappy.items()]
         fill = "" if target in gappy else "dataset.missing=mean to fill them in, or "
-        advice = f"Type {fill}dataset.missing=drop to leave those rows out."
-        if target is not None and mask.all():  # and no setting could fill it
-            advice = f"Type dataset.ignore=[{name}]."
-            if name == target:
-                advice = "Choose another target."
-        line += int(mask.nonzero()[0])
         raise UserError(
-            f"{self.shown}, line {line}: the column {name!r} has no value.\n"
-            f"Values are missing: {first_few(shown, 3)} of {rows} rows.\n{advice}"
+            f"{self.shown}, line {line + int(mask.nonzero()[0])}: the column {name!r} has no value."
+            f"\nValues are missing: {first_few(shown, 3)} of {rows} rows.\n"
+            f"Type {fill}dataset.missing=drop to leave those rows out."
         )
 
     def amounts(self, values: Any, is_date: bool = False) -> Tensor:
@@ -443,27 +433,29 @@ class Table:
         """
         odd = self.amounts(texts).isnan() & tensor_of(texts.is_valid())
         count = int(odd.sum())
-        place = int(odd.int().argmax())
-        first = str(texts[place])[:50]
         present = len(texts) - texts.null_count
-        are = "is not a number," if count == 1 else "are not numbers, the first"
+        place = int(odd.int().argmax())
+        first = f"{str(texts[place])[:50]!r} in line {FIRST + place}"
         few = count <= max(1, FEW * present)
         distinct = texts.unique().drop_null().to_pylist()
         notation = None if few else fitting(distinct, FEW_KINDS)
-        is_decided = self.notation.decimal == ","
-        if notation is not None and not (is_decided and notation.decimal == "."):
+        # Where a comma was typed, points are those of other columns.
+        if notation is not None and self.notation.decimal != ",":
             raise UserError(
-                f"{where} has numbers in another notation, such as {first!r} in line "
-                f"{FIRST + place}.\nType {notation.settings()}{instead}."
+                f"{where} has numbers in another notation, such as {first}.\n"
+                f"Type {notation.settings()}{instead}."
             )
         swapped = Notation("." if self.notation.decimal == "," else ",")
         if swapped.numbers(texts.filter(pyarrow.array(odd.numpy()))).null_count == 0:
             raise UserError(
-                f"{where} has {first!r} in line {FIRST + place}, in another notation than other "
-                f"numbers of the file.\nWrite one notation everywhere, such as 1234.5{instead}."
+                f"{where} has {first}, in another notation than other numbers of the file.\n"
+                f"Write one notation everywhere, such as 1234.5{instead}."
             )
         are_mistakes = count < present / 2 and (few or len(distinct) > FEW_KINDS)
-        return are_mistakes, f"{count} of {present} values {are} {first!r} in line {FIRST + place}"
+        return (
+            are_mistakes,
+            f"{count} of {present} values cannot be read as a number, the first {first}",
+        )
 
     def warn_of_useless(self, name: str, amounts: Tensor) -> None:
         """Warn of a column of numbers that tells nothing about the target."""
@@ -587,8 +579,8 @@ def _read_target(
         instead = "" if trained else ", or type dataset.kind=classification"
         if kind == "regression" and dates(present).null_count == present.null_count:
             raise UserError(
-                f"{where}: the column holds dates, such as {present.drop_null()[0]}, which can be "
-                f"inputs only.\nWrite numbers in their place, such as days{instead}."
+                f"{where}: the column holds dates, which can only be inputs.\n"
+                f"Write numbers instead, such as days{instead}."
             )
         are_mistakes, reason = table.look_at_odd(f"{where}: the column", present, instead)
         if kind == "regression" or are_mistakes:

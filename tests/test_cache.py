@@ -96,9 +96,6 @@ def test_the_pixels_of_every_part_are_their_own(folder):
         inputs, targets = getattr(cached, part).tensors()
         assert torch.equal(inputs, getattr(plain, part).tensors()[0])
         assert torch.equal(targets, getattr(plain, part).targets)
-    # Folders come class by class; in the file they are mixed.
-    labels = cached.train.targets[cached.train.neighbours()].tolist()
-    assert labels != sorted(labels) and sorted(labels) == cached.train.targets.tolist()
 
 
 @pytest.mark.parametrize("change", ["time", "bytes", "more", "size", "grey"])
@@ -355,32 +352,6 @@ def test_many_images_are_streamed_until_they_are_decoded(folder, monkeypatch):
     same(epochs(train), reference)
     with pytest.raises(UserError, match="no use for workers"):
         make_loaders(data, batch_size=5, workers=2, resident=True)
-
-
-def test_by_blocks(folder, monkeypatch):
-    """Large data is read by blocks of neighbours in the cache; the order knows of no cache and no
-    memory.
-    """
-    monkeypatch.setattr(images, "LARGE", 1000)
-    monkeypatch.setattr(images, "BLOCK", 4 * 90)
-    monkeypatch.setattr("stoker.data.order.WINDOW", 2)
-    data = open_folder(folder)
-    assert data.train.block == 4 and data.val.block == 1
-    (streamed, _, _), _ = make_loaders(data, resident=False, workers=2, batch_size=8, seed=3)
-    reference = epochs(streamed)
-    for cache, resident in ((None, True), (False, False), (False, True)):
-        (other, _, _), _ = make_loaders(
-            open_folder(folder, cache=cache), resident=resident, batch_size=8, seed=3
-        )
-        same(epochs(other), reference)
-    # A window of 2 blocks is one batch here: 8 samples that lie in two runs of neighbours.
-    place = {index: i for i, index in enumerate(data.train.neighbours().tolist())}
-    order = streamed.order(0)
-    assert sorted(order.tolist()) == list(range(32))
-    for window in order.split(8):
-        places = sorted(place[index] for index in window.tolist())
-        assert [places[0] % 4, places[4] % 4] == [0, 0]
-        assert places == [*range(places[0], places[0] + 4), *range(places[4], places[4] + 4)]
 
 
 def test_image_files_have_a_worker_per_core_and_tensors_none(folder):

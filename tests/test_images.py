@@ -189,8 +189,7 @@ def test_the_images_of_a_folder_are_those_of_image_folder(tmp_path, name, caplog
         assert torch.equal(part.tensors()[0], pixels)
     [record] = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}: left out: 6 ending in .txt, 1 folder beside train (unlabelled), "
-        "1 outside the class folders"
+        f"{tmp_path}: left out: 6 ending in .txt, 1 folder beside train (unlabelled)"
     )
 
 
@@ -201,7 +200,7 @@ def test_folders_of_parts_that_cannot_be_told_apart(tmp_path):
         images.image_folder(str(tmp_path / "both"), cache=False)
     for part in ("Train", "Test"):
         write_images(tmp_path / "capital" / part, {"a": 1, "b": 2})
-    with pytest.raises(UserError, match="here is Test, Train, and no folder train"):
+    with pytest.raises(UserError, match="there is Test, Train, and no folder train"):
         images.image_folder(str(tmp_path / "capital"), cache=False)
 
 
@@ -218,7 +217,7 @@ def test_links_are_followed_but_not_in_circles(tmp_path, caplog):
     data = images.image_folder(str(tmp_path / "data"), cache=False, val_fraction=0, test_fraction=0)
     assert [len(data.train), data.train.targets.tolist()] == [8, [0] * 5 + [1] * 3]
     assert caplog.records[0].getMessage().partition("left out: ")[2] == (
-        "3 links to a parent folder, 1 hidden, 1 that are not regular files"
+        "3 links to a parent folder, 1 that are not regular files"
     )
 
 
@@ -229,10 +228,10 @@ def test_image_folder_mistakes(tmp_path):
             data.train.tensors()
         assert str(caught.value).count("\n") <= 2
 
-    refused("no such folder", tmp_path / "nowhere")
-    refused("here is no folder", tmp_path)
+    refused("there is no folder", tmp_path / "nowhere")
+    refused("there are 0 folders, and each class", tmp_path)
     write_images(tmp_path / "one", {"a": 1})
-    refused("only a", tmp_path / "one")
+    refused("there are 1 folders", tmp_path / "one")
     write_images(tmp_path / "two", {"a": 1, "b": 2}, each=5)
     refused("dataset.channels=2", tmp_path / "two", channels=2)
     refused("dataset.size=0", tmp_path / "two", size=0)
@@ -268,7 +267,7 @@ def test_a_missing_folder_is_named_with_the_place_where_it_was_looked_for(tmp_pa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         images.image_folder("photos")
-    words = f"dataset.root=photos: there is no such folder in {tmp_path}."
+    words = f"dataset.root=photos: there is no folder {tmp_path}/photos."
     assert str(caught.value).splitlines()[0] == words
 
 
@@ -325,7 +324,7 @@ def test_what_skipping_cannot_leave_out(tmp_path):
     for file in (tmp_path / "val").glob("*/*"):
         file.write_bytes(b"broken")
     with pytest.raises(
-        UserError, match=r"skip: all of the val images cannot be read \(.*a/0.png, .*b/0.png\)"
+        UserError, match=r"skip: no image of the val part can be read \(.*a/0.png, .*b/0.png\)"
     ):
         load()
     write_images(tmp_path / "more", {"a": 10, "b": 20}, each=1)
@@ -333,7 +332,7 @@ def test_what_skipping_cannot_leave_out(tmp_path):
         (tmp_path / "more" / name / "0.png").rename(tmp_path / "val" / name / "0.png")
     for file in (tmp_path / "train" / "b").iterdir():
         file.write_bytes(b"broken")
-    with pytest.raises(UserError, match="skip: all of the class b cannot be read"):
+    with pytest.raises(UserError, match="skip: no image of the class b can be read"):
         load()
     with pytest.raises(UserError, match="dataset.on_bad_sample=ignore: there is no such choice"):
         load(on_bad_sample="ignore")

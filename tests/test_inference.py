@@ -540,7 +540,7 @@ def test_a_table_of_one_feature_needs_no_second_column(tmp_path):
         both[0] | {"line": 2},
         both[1] | {"line": 3},
     ]
-    with pytest.raises(UserError, match="other.csv has one column only"):
+    with pytest.raises(UserError, match="other.csv has only one column"):
         list(inference.predict(model, tmp_path / "other.csv"))
 
 
@@ -607,8 +607,8 @@ WRONG_TABLES = {
     "age,town,size\n": "it has no rows",
     "": "is empty",
     "age,age,town,size\n1,1,Rom,1\n": "the column 'age' 2 times",
-    "age;town;size\n1;Rom;1\n": "one column only",
-    "a" * 200_000 + ",town,size\n": "it has no column 'age'",
+    "age;town;size\n1;Rom;1\n": "only one column",
+    "a" * 200_000 + ",town,size\n": "The run was trained on the column 'age'",
 }
 
 

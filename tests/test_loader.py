@@ -103,31 +103,6 @@ def test_a_training_in_one_batch_of_all_samples_is_plain_torch_s(resident):
         torch.testing.assert_close(weight, same, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("n", "block"), [(1000, 7), (1, 7), (5, 7), (3584, 7), (3585, 7), (1000, 1000), (10, 2)]
-)
-def test_a_permutation_by_blocks_keeps_neighbours_near(n, block, monkeypatch):
-    monkeypatch.setattr("stoker.data.order.WINDOW", 4)
-    order = permutation(n, 3, 1, block)
-    assert sorted(order.tolist()) == list(range(n)) and torch.equal(
-        order, permutation(n, 3, 1, block)
-    )
-    if n >= 10 * block:
-        assert not torch.equal(order, permutation(n, 3, 2, block)) and not torch.equal(
-            order, permutation(n, 4, 1, block)
-        )
-    windows = [set((window // block).tolist()) for window in order.split(4 * block)]
-    assert all(
-        len(blocks) <= 5 for blocks in windows
-    )  # 4, and one more after the last block, which may be shorter
-    in_two = sum(len(blocks) for blocks in windows) - len(set.union(*windows))
-    assert in_two <= len(windows)
-    if (
-        n >= 10 * block
-    ):  # samples of a block do not come one after the other, and blocks not in their order
-        assert (order.diff() != 1).double().mean() > 0.5
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("augment", [[], ["flip", "crop", "cutout", "mixup"]])
