@@ -453,7 +453,7 @@ LATE = [
     ),
     (
         "dataset=image_folder dataset.root=/nope",
-        "error: dataset.root=/nope: there is no such folder.",
+        "error: dataset.root=/nope: there is no folder.",
         "Type dataset.root=DIR",
     ),
     (
