@@ -10,38 +10,6 @@ const shades = sweep.jobs.map(job => { // 1 for the best value, 0 for the worst
   return sweep.high ? share : 1 - share;
 });
 
-function shape(parent, tag, attributes, text) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const name in attributes) made.setAttribute(name, attributes[name]);
-  if (text !== undefined) made.textContent = text;
-  return parent.appendChild(made);
-}
-
-function canvas(place, width, height, label) {
-  place.replaceChildren();
-  return shape(place, "svg", {class: "chart", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label});
-}
-
-// A scale for numbers: `at` gives the share of the axis, `ticks` has pairs of a share and a label.
-function scale(numbers, steps, least = 0) {
-  let low = Math.min(...numbers), high = Math.max(...numbers);
-  const middle = [...numbers].sort((a, b) => a - b)[numbers.length >> 1];
-  const log = low > 0 && high > 30 * low && middle < (low + high) / 4, turn = log ? Math.log10 : value => value;
-  low = turn(low); high = turn(high);
-  const size = high - low || Math.abs(high) || 1, margin = 0.04;
-  const at = value => high > low ? margin + (1 - 2 * margin) * (turn(value) - low) / size : 0.5;
-  let step = 10 ** Math.floor(Math.log10(size / steps));
-  step *= [1, 2, 5, 10].find(times => size / (step * times) <= steps);
-  if (log) step = Math.max(1, Math.round(step));
-  else if (size > least) step = Math.max(least, step);
-  const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * size; i++) {
-    const value = log ? 10 ** (i * step) : i * step;
-    ticks.push([at(value), String(+value.toPrecision(4))]);
-  }
-  return {at, ticks};
-}
-
 function axisOf(key, i) {
   if (key.numbers && key.numbers.length > 6) {
     const {at, ticks} = scale(key.numbers, 5);
@@ -59,14 +27,6 @@ function axisOf(key, i) {
 const metric = scale(ranks.length ? ranks : [0], 6);
 const axes = sweep.keys.map(axisOf);
 const last = {name: sweep.metric, ticks: metric.ticks, at: job => job.value === null ? null : metric.at(job.value)};
-
-function short(text, letters) { // its end, where names differ
-  return text.length > letters ? `…${text.slice(1 - letters)}` : text;
-}
-
-function path(points) {
-  return points.map(([x, y], i) => `${i ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
-}
 
 function isIn(job) {
   return [...brushes].every(([axis, [low, high]]) => {
@@ -140,29 +100,7 @@ function light(chosen) {
 function say(job, event) {
   const settings = sweep.keys.map((key, i) => `${key.name}=${key.values[job.settings[i]]}`);
   const value = job.value === null ? job.status : `${sweep.metric} ${job.shown}`;
-  tip.textContent = [`${sweep.job} ${job.name}: ${value}`, ...settings.map(text => short(text, 48))].join("\n");
-  tip.style.display = "block";
-  const {width, height} = tip.getBoundingClientRect();
-  tip.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - width - 8))}px`;
-  tip.style.top = `${event.clientY + 14 + height > innerHeight ? event.clientY - height - 10 : event.clientY + 14}px`;
-}
-
-function drawAxes(svg, left, top, width, height, horizontal, vertical, title) {
-  for (const [share, label] of vertical) {
-    const y = top + height * (1 - share);
-    shape(svg, "path", {class: "grid", d: `M${left} ${y}h${width}`});
-    shape(svg, "text", {x: left - 6, y: y + 4, "text-anchor": "end"}, label);
-  }
-  let end = -Infinity;
-  for (const [share, label] of [...horizontal].sort((a, b) => a[0] - b[0])) {
-    const text = short(label, 16), x = left + width * share, half = 3.4 * text.length;
-    shape(svg, "path", {class: "grid", d: `M${x} ${top}v${height}`});
-    if (x - half < end + 6) continue;
-    const place = Math.max(half, Math.min(x, left + width + 14 - half));
-    shape(svg, "text", {x: place, y: top + height + 18, "text-anchor": "middle"}, text);
-    end = place + half;
-  }
-  shape(svg, "text", {x: left + width / 2, y: top + height + 36, "text-anchor": "middle"}, title);
+  showTip(event, [`${sweep.job} ${job.name}: ${value}`, ...settings.map(text => short(text, 48))].join("\n"));
 }
 
 function drawParallel(place) {
