@@ -39,7 +39,8 @@ AFTER = ROOT / "docs" / "after-training.md"
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-THEIRS = "my(package|_project)|=mine|=mixer|^new$"  # files of the reader
+THEIRS = "my(package|_project)|=mine|=mixer|=wide|^new$"  # files of the reader
+TEMPLATE = ROOT / "stoker" / "template" / "configs"  # of the project that a tutorial makes
 
 
 def text_of(page):
@@ -200,6 +201,8 @@ def test_each_command_of_a_page_is_understood(page, monkeypatch):
             words = [re.sub(r"^([\w.]+=[\w.-]+),.*", r"\1", word) for word in words]
         left_out = r"-m$|--cfg|job$|sweep|hydra|.*=(tag|choice|range)\("
         words = [word for word in words if not re.match(left_out, word)]
+        if page.stem == "project":
+            words += [f"hydra.searchpath=[file://{TEMPLATE}]", "model=net", "dataset=spirals"]
         with hydra.initialize_config_dir(str(ROOT / "configs")):
             config = hydra.compose("train", overrides=arguments.for_hydra(words))
         assert config.task in TASKS
