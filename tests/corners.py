@@ -67,9 +67,9 @@ class Nested(nn.Module):
 
 
 class Words(nn.Module):
-    def __init__(self, sparse=False):
+    def __init__(self):
         super().__init__()
-        self.table, self.head = nn.Embedding(20, 4, sparse=sparse), nn.Linear(24, 3)
+        self.table, self.head = nn.Embedding(20, 4), nn.Linear(24, 3)
 
     def forward(self, inputs):
         return self.head(self.table((inputs * 3).long().clamp(-9, 9) + 10).flatten(1))
@@ -483,13 +483,11 @@ def again(strategy):
 REFUSED = {
     "bypassing": partial(fitted, kind=Bypassing),
     "gan": gan,
-    "lazy": lambda strategy: fitted(strategy, lambda: nn.Sequential(nn.LazyLinear(3))),
     "diverging": partial(
         fitted, optimizer=partial(optim.SGD, lr=1e38), callbacks=[NaNGuard()], log_every=3
     ),
     "two types": two_types,
     "0-dim": lambda strategy: fitted(strategy, lambda: Scaled(torch.tensor(1.0))),
-    "sparse": lambda strategy: fitted(strategy, partial(Words, sparse=True), optimizer=SGD),
     "Adafactor": partial(fitted, optimizer=partial(optim.Adafactor, lr=0.1)),
     "fused SGD": partial(fitted, optimizer=partial(SGD, fused=True)),
     "channels_last": lambda strategy: make(strategy, whitened, channels_last=True).close(),

@@ -5,6 +5,7 @@ ddp and fsdp have one process per device.
 
 import contextlib
 import contextvars
+import functools
 import math
 import re
 import time
@@ -122,7 +123,11 @@ def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.
         log.warning("strategy=%s: one process, so it changes nothing.", name)
         return module
     unwrap(module)  # from an earlier Trainer
-    check_spreadable(module, strategy)
+    if any(map(is_shard, module.parameters())):
+        raise UserError(
+            f"strategy={strategy}: an earlier Trainer has sharded this model.\n"
+            "Build it again, and load a checkpoint into it if you need its weights."
+        )
     take_from_first([*module.parameters(), *module.buffers()])
     spread = sharded(module, device) if name == "fsdp" else copied(module, device)
     exchanged[spread] = trained(module)
@@ -152,23 +157,6 @@ def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
         )
 
 
-def check_spreadable(module: torch.nn.Module, strategy: str) -> None:
-    """UserError for a module that several processes cannot begin with alike."""
-    if any(is_shard(parameter) for parameter in module.parameters()):
-        raise UserError(
-            f"strategy={strategy}: an earlier Trainer has sharded this model.\n"
-            "Build it again, and load a checkpoint into it if you need its weights."
-        )
-    for child in module.modules():
-        tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-        if any(torch.nn.parameter.is_lazy(tensor) for tensor in tensors):
-            raise UserError(
-                f"strategy={strategy}: {type(child).__name__} has no weights yet that could be the "
-                "same on all processes.\n"
-                "Call the model with a batch before the Trainer gets it."
-            )
-
-
 def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Return the module in DistributedDataParallel, if it has anything to train."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -193,31 +181,21 @@ def replicated(
     """Return the module in torch.nn.DataParallel, if there are two GPUs for it."""
     count = torch.accelerator.device_count() if device.type != "cpu" else 0
     indices = listed or list(range(count))
-    missing = [index for index in indices if not 0 <= index < count]
-    if missing:
-        raise UserError(
-            f"strategy={strategy}: there is no GPU {missing[0]}; this run sees {count} on "
-            f"{device.type}.\nType strategy=single or strategy=dp."
-        )
-    if len(indices) < 2:
+    reason = None
+    if not set(indices) <= set(range(count)):
+        reason = f"there is no GPU {max(indices)}; this run sees {count} on {device.type}"
+    elif len(indices) < 2:
         gpus = "one GPU" if count else "no GPU in this run"
         log.warning("strategy=dp: %s, so it changes nothing.", gpus)
         return module
-    if device.type not in REPLICAS:
-        raise UserError(
-            f"strategy={strategy}: torch.nn.DataParallel does not work on {device.type}.\n"
-            f"Type strategy=ddp devices={len(indices)}, or strategy=single."
-        )
-    if device.index not in indices:
-        raise UserError(
-            f"strategy={strategy}: device={device} is not among its GPUs.\n"
-            f"Type device={device.type}:{indices[0]}."
-        )
-    if is_compiled(module):
-        raise UserError(
-            f"strategy={strategy}: replicas cannot be compiled. "
-            "Type compile=false or strategy=single."
-        )
+    elif device.type not in REPLICAS:
+        reason = f"torch.nn.DataParallel does not work on {device.type}"
+    elif device.index not in indices:
+        reason = f"device={device} is not among its GPUs"
+    elif is_compiled(module):
+        reason = "replicas cannot be compiled, and compile=true was given"
+    if reason is not None:
+        raise UserError(f"strategy={strategy}: {reason}.\nType strategy=single, or strategy=ddp.")
     # DataParallel gathers on its first device, which has to be the one with the parameters.
     indices = sorted(indices, key=lambda index: index != device.index)
     return Replicated(module, device_ids=indices)
@@ -259,7 +237,11 @@ def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    check_shardable(module)
+    if is_compiled(module):
+        raise UserError(
+            "strategy=fsdp: sharded parameters are not compiled. "
+            "Type compile=false or strategy=ddp."
+        )
     module.to(memory_format=torch.contiguous_format)
     mesh = init_device_mesh(device.type, (launch.world_size(),))
     containers = [
@@ -280,27 +262,6 @@ def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     if own_buffers(module):
         module.register_forward_pre_hook(follow_first)
     return module
-
-
-def check_shardable(module: torch.nn.Module) -> None:
-    """UserError for a module that `fully_shard` would refuse later, with a worse message."""
-    if is_compiled(module):
-        raise UserError(
-            "strategy=fsdp: sharded parameters are not compiled. "
-            "Type compile=false or strategy=ddp."
-        )
-    types = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad}
-    if len(types) > 1:
-        raise UserError(
-            f"strategy=fsdp: {type(module).__name__} has weights of {' and '.join(sorted(types))}, "
-            "and shards are of one type. Type strategy=ddp."
-        )
-    for child in module.modules():
-        if getattr(child, "sparse", False):
-            raise UserError(
-                f"strategy=fsdp: {type(child).__name__}(sparse=True) has gradients that cannot be "
-                "cut up. Leave out sparse, or type strategy=ddp."
-            )
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -374,53 +335,34 @@ class OverRanks(torch.nn.SyncBatchNorm):
         self.running_var.lerp_(variance, momentum)
 
 
-classes: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}  # that `over_ranks` has made
-# {module with OverRanks's forward: the module that it replaces}
-replaced: "weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module]" = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def over_ranks(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+@functools.cache
+def over_ranks(kind: Any) -> Any:
     """Return a class like `kind`, of the same name (a model card shows it), over all processes."""
-    if kind not in classes:
-        classes[kind] = type(kind.__name__, (OverRanks, kind), {})
-    return classes[kind]
+    return type(kind.__name__, (OverRanks, kind), {})
 
 
 def spread_norms(module: torch.nn.Module) -> None:
-    """Replace each BatchNorm by one over all processes, as SyncBatchNorm's conversion does.
+    """Turn each BatchNorm into one over all processes, in place.
 
-    The new module shares all attributes with the old one: parameters, buffers, hooks and mode.
     Classes with their own `forward` are left alone.
     """
-    for child in list(module.modules()):
+    for child in module.modules():
         if not isinstance(child, NORMS):
             continue
-        if not has_usual_forward(child):
+        if has_usual_forward(child):
+            child.__class__ = over_ranks(type(child))
+        else:
             log.warning(
                 "%s has its own forward: its statistics are of each process's part.",
                 type(child).__name__,
             )
-            continue
-        twin = object.__new__(over_ranks(type(child)))
-        twin.__dict__ = child.__dict__
-        replaced[twin] = child
-        put_in_place(module, child, twin)
 
 
 def unwrap(module: torch.nn.Module) -> None:
     """Undo what `wrap` has done to BatchNorm: the module may outlive the process group."""
-    for child in list(module.modules()):
-        if child in replaced:
-            put_in_place(module, child, replaced[child])
-
-
-def put_in_place(module: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """Replace a child of the module under each of its names."""
-    for name, child in list(module.named_modules(remove_duplicate=False)):
-        if child is old and name:
-            module.set_submodule(name, new)
+    for child in module.modules():
+        if isinstance(child, OverRanks):
+            child.__class__ = type(child).__bases__[1]
 
 
 def has_usual_forward(norm: torch.nn.Module) -> bool:
@@ -541,7 +483,7 @@ def check_same_weights(model: torch.nn.Module) -> None:
 def explain(error: BaseException) -> UserError | None:
     """Return a UserError for what ddp or fsdp cannot do with a step; None for anything else."""
     text = str(error)
-    sharding = ("DTensor", "sharding strategy", "Sharding propagation")
+    sharding = ("DTensor", "FSDP", "sharding strategy", "Sharding propagation")
     if ranks() > 1 and any(words in text for words in sharding):
         return UserError(
             "strategy=fsdp: torch cannot do this with sharded parameters "
@@ -584,29 +526,11 @@ def add_up(value: Summable) -> Summable:
 
 def from_all(value: Any) -> list[Any]:
     """Return what each process gives, by rank: plain values, or tensors on the CPU."""
+    if ranks() == 1:
+        return [value]
     values = [None] * ranks()
     dist.all_gather_object(values, value)
     return values
-
-
-def gather(outputs: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Return the (N, ...) outputs of all samples in their order, from those of each process.
-
-    `sizes` are those of the whole batches that were dealt out.
-    """
-    if ranks() == 1:
-        return outputs
-    most = sum(math.ceil(size / ranks()) for size in sizes)  # rank 0 has that many
-    padded = outputs.new_zeros(most, *outputs.shape[1:])
-    padded[: len(outputs)] = outputs
-    parts = [torch.empty_like(padded) for _ in range(ranks())]
-    dist.all_gather(parts, padded)
-    gathered = outputs.new_empty(sum(sizes), *outputs.shape[1:])
-    batches = torch.arange(sum(sizes)).split(list(sizes))
-    for rank, part in enumerate(parts):
-        rows = torch.cat([batch[rank :: ranks()] for batch in batches])
-        gathered[rows] = part[: len(rows)]
-    return gathered
 
 
 def check_sampler(loader: Any) -> None:
