@@ -409,7 +409,7 @@ LATE = [
         "Give one of: relu, gelu",
     ),
     ("device=cuda", "error: device=cuda: this machine has no such device", "Type device=auto"),
-    ("device=gpu", "error: device=gpu: torch knows no such device.", "Type device=auto"),
+    ("device=gpu", "error: device=gpu: this machine has no such device.", "Type device=auto"),
     (
         "strategy=dp:0+1",
         "error: strategy=dp:0+1: there is no GPU 0",

@@ -7,12 +7,12 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from stoker.trainer import launch, memory, no_gpu, settings
-from stoker.trainer.errors import TrainingError, UserError, did_you_mean, log
+from stoker.trainer import launch, memory, settings
+from stoker.trainer.errors import TrainingError, UserError, first_line, log
 from stoker.trainer.modes import modes_restored
 
 # torch's message if the memory of a tensor is in another order.
@@ -48,7 +48,7 @@ def choose(name: object = "auto") -> torch.device:
     if name == "auto":
         name = names[1] if len(names) > 1 else "cpu"
         if name == "cpu":
-            no_gpu.warn_of_idle_gpu()
+            warn_of_idle_gpu()
     kind, _, number = name.partition(":")
     processes = launch.local_world_size()
     if number and processes > 1:
@@ -57,7 +57,11 @@ def choose(name: object = "auto") -> torch.device:
         )
     is_only_one = kind in names and number == "0"  # "cuda:0" of a single GPU
     if name not in names and not is_only_one:
-        refuse(name, names)
+        reason = f": {no_cuda()}" if kind == "cuda" and kind not in names else ""
+        raise UserError(
+            f"device={name}: this machine has no such device{reason}.\n"
+            f"Type device=auto, or one of: {', '.join(names)}."
+        )
     if kind in ("cpu", "mps"):
         return torch.device(kind)
     index = int(number or launch.local_rank())
@@ -69,30 +73,36 @@ def choose(name: object = "auto") -> torch.device:
         )
     # Before anything else touches a GPU, or device 0 would get a context.
     torch.accelerator.set_device_index(index)
-    device = torch.device(kind, index)
-    if kind == "cuda":
-        no_gpu.check_kernels(device)
-    return device
+    return torch.device(kind, index)
 
 
-def refuse(name: str, names: Sequence[str]) -> NoReturn:
-    """Raise UserError for a device that is not one of `names`, those of this machine."""
-    advice = f"Type device=auto or device={names[-1]}."
-    kind = name.partition(":")[0]
+@functools.cache
+def warn_of_idle_gpu() -> None:
+    """Warn once if this machine has a GPU that torch cannot use, unless you have hidden it."""
+    if has_driver() and settings.VISIBLE_GPUS not in os.environ:
+        log.warning("device=auto: training on the CPU, since %s.", no_cuda())
+
+
+def has_driver() -> bool:
+    """Return whether the driver of a GPU is installed."""
+    drivers = ("/proc/driver/nvidia/version", "/dev/kfd")
+    return any(map(os.path.exists, drivers)) or shutil.which("nvidia-smi") is not None
+
+
+def no_cuda() -> str:
+    """Return why torch cannot use a GPU of this machine."""
+    if not has_driver():
+        return "no GPU driver is installed"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this is a CPU-only build of torch; https://pytorch.org/get-started has one for GPUs"
+    visible = os.environ.get(settings.VISIBLE_GPUS)
+    if visible in ("", "-1"):
+        return f"{settings.VISIBLE_GPUS}={visible} hides every GPU"
     try:
-        torch.device(name)
-    except RuntimeError:
-        hint = did_you_mean(kind, names[1:])
-        raise UserError(f"device={name}: torch knows no such device.{hint} {advice}") from None
-    reason = ""
-    if kind in names[1:]:
-        listed = ", ".join(names[2:]) or f"only {kind}:0"
-        visible = os.environ.get(settings.VISIBLE_GPUS)
-        shown = f" with {settings.VISIBLE_GPUS}={visible}" if visible else ""
-        reason = f", but {listed}{shown}"
-    elif kind == "cuda":
-        reason = f": {no_gpu.no_cuda(**no_gpu.cuda_facts())}"
-    raise UserError(f"device={name}: this machine has no such device{reason}. {advice}")
+        torch.cuda.init()
+    except RuntimeError as error:  # that the driver is too old, for example
+        return f"torch says: {first_line(error).partition('.')[0]}"
+    return "torch sees no GPU"
 
 
 def make_current(device: torch.device) -> None:
@@ -146,26 +156,6 @@ def auto_precision(device: torch.device) -> tuple[torch.dtype | None, str]:
     return None, f"the default on {device.type}"
 
 
-def check_autocast(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise UserError if matrix products under autocast are not of this dtype on the device."""
-    if device.type == "cpu":
-        return
-    matrix = torch.ones(1, 1, device=device)
-    reason = ""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch disables it
-        try:
-            with torch.autocast(device.type, dtype=dtype):
-                works = (matrix @ matrix).dtype == dtype
-        except (RuntimeError, AssertionError) as error:
-            works = False
-            reason = f" ({str(error).partition('.')[0]})"
-    if not works:
-        raise UserError(
-            f"precision: {device.type} has no autocast to {dtype}{reason}.\nType precision=fp32."
-        )
-
-
 @functools.cache
 def wide_type(kind: str) -> torch.dtype:
     """Return the type to sum in on a kind of device: float64, or float32 where it is missing."""
@@ -200,8 +190,15 @@ def autocast(
     """
     if dtype is None:
         return contextlib.nullcontext()
-    check_autocast(device, dtype)
-    return torch.autocast(device.type, dtype=dtype)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns that it does nothing
+            return torch.autocast(device.type, dtype=dtype)
+    except (RuntimeError, UserWarning) as error:
+        raise UserError(
+            f"precision: {device.type} has no autocast to {dtype} ({first_line(error)}).\n"
+            "Type precision=fp32."
+        ) from None
 
 
 def settle_layout(module: torch.nn.Module, in_shape: Sequence[int], device: torch.device) -> None:

@@ -40,26 +40,20 @@ def test_a_trainer_takes_a_torch_device(accelerator):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("simulated:2", "this machine has no such device, but simulated:0, simulated:1."),
-        ("simulate", "torch knows no such device. Did you mean 'simulated'?"),
-        ("mps", "this machine has no such device."),
-    ],
-)
-def test_a_device_that_is_not_there_is_refused(accelerator, monkeypatch, name, reason):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+@pytest.mark.parametrize("name", ["simulated:2", "simulate", "mps"])
+def test_a_device_that_is_not_there_is_refused(accelerator, name):
     with pytest.raises(UserError) as caught:
         devices.choose(name)
-    advice = "Type device=auto or device=simulated:1."
-    assert str(caught.value) == f"device={name}: {reason} {advice}"
+    assert str(caught.value) == (
+        f"device={name}: this machine has no such device.\n"
+        "Type device=auto, or one of: cpu, simulated, simulated:0, simulated:1."
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
-        ({"strategy": "dp"}, "Type strategy=ddp devices=2, or strategy=single."),
+        ({"strategy": "dp"}, "Type strategy=single, or strategy=ddp."),
         ({"compile": "graph"}, "Type compile=true or compile=false."),
     ],
 )
