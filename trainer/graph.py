@@ -18,13 +18,6 @@ PATIENCE = 20  # steps after which a fit without a graph says so
 CHANGES = ("params", "lr", "initial_lr")  # of a parameter group: not a part of the kind of a step
 # Attributes of a Trainer that are others at each step: a graph would keep those of its capture.
 CLOCKS = ("step", "rates")
-# What the parts of a kind are, for people.
-PARTS = (
-    "the shapes or the plain values of the batches change",
-    "the trained parameters change",
-    "the optimizer's settings change (a schedule that cycles momentum changes them)",
-)
-
 Work = Callable[[Any], Any]  # from a batch to tensors
 Kind = tuple[Hashable, Hashable, Hashable]
 
@@ -99,13 +92,10 @@ class Captured:
     def remember(self, kind: Kind) -> None:
         """Remember a kind of step; say so if all have been different for long."""
         if self.steps == PATIENCE and not self.graphs:
-            last = list(self.kinds)[-1]
-            pairs = zip(PARTS, kind, last, strict=True)
-            reasons = [part for part, here, before in pairs if hash(here) != hash(before)]
             log.warning(
-                "compile=graph: the first %d steps ran without a graph, since %s.",
+                "compile=graph: the first %d steps ran without a graph: the shapes of the batches, "
+                "the trained parameters or the optimizer's settings change.",
                 self.steps,
-                " and ".join(reasons),
             )
         self.kinds[kind] = None
         if len(self.kinds) > REMEMBERED:

@@ -8,7 +8,6 @@ from stoker.trainer.errors import UserError
 from stoker.trainer.readable import number
 
 Row = dict[str, Any]
-Point = tuple[float, float]
 
 COLORS = {"train/loss": "#1f77b4", "val/loss": "#d62728"}
 
@@ -70,31 +69,29 @@ class History(list[Row]):
         return f"{self._plot()}<table>{''.join(cells)}</table>"
 
     def _plot(self) -> str:
-        """Return an <svg> of the losses over the steps and its legend, "" without two points.
+        """Return an <svg> of the losses over the steps and its legend, "" without two rows.
 
         Points are in steps and losses: the view box scales them.
         """
-        all_points: list[Point] = []
-        longest = 0
+        heights: list[float] = []
         lines = ""
         legend = []
         for name, color in COLORS.items():
             rows = [row for row in self if math.isfinite(row.get(name, math.nan))]
-            points = [(row["step"], -row[name]) for row in rows]
-            if points:
-                path = " ".join(f"{x},{y}" for x, y in points)
+            if rows:
+                path = " ".join(f"{row['step']},{-row[name]}" for row in rows)
                 style = f'fill="none" stroke="{color}" vector-effect="non-scaling-stroke"'
                 lines += f'<polyline points="{path}" {style}/>'
                 legend.append(f'<span style="color:{color}">{name}</span>')
-            longest = max(longest, len(points))
-            all_points += points
-        if longest < 2:
+                heights += [-row[name] for row in rows]
+        if len(self) < 2 or not heights:
             return ""
-        xs, ys = zip(*all_points, strict=True)
-        left = min(xs)
-        top = min(ys)
-        box = f"{left} {top} {max(xs) - left} {max(ys) - top or 1}"
-        legend.append(f"steps {left:,} to {max(xs):,}")
-        legend.append(f"{number(-max(ys))} to {number(-top)}")
+        first = self[0]["step"]
+        last = self[-1]["step"]
+        top = min(heights)
+        bottom = max(heights)
+        box = f"{first} {top} {last - first} {bottom - top or 1}"
+        legend.append(f"steps {first:,} to {last:,}")
+        legend.append(f"{number(-bottom)} to {number(-top)}")
         start = f'<svg width="480" height="200" viewBox="{box}" preserveAspectRatio="none">'
         return f"{start}{lines}</svg><p>{', '.join(legend)}</p>"

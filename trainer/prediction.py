@@ -93,36 +93,42 @@ def combined(nestings: list[Any], combine: Combine, name: str = "outputs") -> An
     """Return one nesting of the form of all of these, with `combine(name, leaves)` as each leaf.
 
     Dicts and tuples are walked through; None stays.
+
+    Raises:
+        UserError: The nestings differ in their form.
     """
     first = nestings[0]
-    if isinstance(first, Mapping):
-        check_alike(nestings, lambda each: isinstance(each, Mapping) and set(each) == set(first))
-        merged: Any = copy.copy(first)  # keeps an OrderedDict, and a dict of your own
-        for key in first:
-            merged[key] = combined([each[key] for each in nestings], combine, f"{name}[{key!r}]")
-        return merged
-    if isinstance(first, tuple):
-        check_alike(nestings, lambda each: isinstance(each, tuple) and len(each) == len(first))
-        items = []
-        for i in range(len(first)):
-            items.append(combined([each[i] for each in nestings], combine, f"{name}[{i}]"))
-        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
-    is_leaf = isinstance(first, (torch.Tensor, list))
-    check_alike(nestings, lambda each: isinstance(each, (torch.Tensor, list)) == is_leaf)
-    if first is None and name != "outputs":
-        return None
-    return combine(name, nestings)
-
-
-def check_alike(nestings: list[Any], is_alike: Callable[[Any], bool]) -> None:
-    """Raise UserError unless the outputs for all batches have the form of the first."""
+    keys = keys_of(first)
     for each in nestings:
-        if not is_alike(each):
+        if keys_of(each) != keys:
             raise UserError(
-                f"predict: the outputs are {misuse.form(nestings[0])} for one batch, and "
-                f"{misuse.form(each)} for another.\n"
+                f"predict: {name} is {misuse.form(first)} for one batch, and {misuse.form(each)} "
+                "for another.\n"
                 f"Override predict_batch to return the same form for all; {misuse.HOW}."
             )
+    if first is None and name != "outputs":
+        return None
+    if not isinstance(keys, list):
+        return combine(name, nestings)
+    parts = {}
+    for key in keys:
+        parts[key] = combined([each[key] for each in nestings], combine, f"{name}[{key!r}]")
+    if isinstance(first, Mapping):
+        merged: Any = copy.copy(first)  # keeps an OrderedDict, and a dict of your own
+        for key in keys:
+            merged[key] = parts[key]
+        return merged
+    values = parts.values()
+    return type(first)(*values) if hasattr(first, "_fields") else tuple(values)
+
+
+def keys_of(nesting: Any) -> Any:
+    """Return the keys of a dict or a tuple, and of a leaf whether it can hold samples."""
+    if isinstance(nesting, Mapping):
+        return sorted(nesting, key=str)
+    if isinstance(nesting, tuple):
+        return list(range(len(nesting)))
+    return isinstance(nesting, (torch.Tensor, list))
 
 
 def on_cpu(outputs: Any, samples: int) -> Any:
