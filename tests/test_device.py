@@ -423,7 +423,7 @@ class HiddenState(torch.nn.Module):
 
 @pytest.mark.parametrize("doing", ["fit", "evaluate"])
 @pytest.mark.parametrize("net", [MadeInForward(3, 2), HiddenState()])
-def test_a_tensor_made_in_forward_is_an_error_with_its_line_and_both_devices(net, doing):
+def test_a_tensor_made_in_forward_is_an_error_with_its_line(net, doing):
     lines, first = inspect.getsourcelines(type(net))
     (offset,) = [i for i, line in enumerate(lines) if line.endswith("# here\n")]
     with trainer(net) as own, pytest.raises(UserError) as caught:
@@ -431,7 +431,7 @@ def test_a_tensor_made_in_forward_is_an_error_with_its_line_and_both_devices(net
     assert str(caught.value).splitlines() == [
         (
             "Tensors on two devices: the Trainer works on cpu, but "
-            f"{__file__}:{first + offset} has one on meta:"
+            f"{__file__}:{first + offset} has one on another:"
         ),
         lines[offset].strip(),
         (

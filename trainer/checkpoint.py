@@ -179,20 +179,18 @@ def begin_copy(state: Any, everywhere: bool, sources: set[torch.device]) -> Any:
 def first_nonfinite(module: torch.nn.Module) -> str | None:
     """Return the name of the first parameter with a value that is not finite, or None.
 
-    Asks the device once, unless there is one.
+    Asks the device once.
     """
-    named = {}
+    names = []
+    counts = []
     for name, weight in module.named_parameters():
-        if weight.is_floating_point() and weight.itemsize > 1:  # torch has no norm of float8
-            named[name] = weight
-    if not named:
+        if weight.is_floating_point() and weight.itemsize > 1:  # torch cannot ask float8
+            (part,) = parallel.local([weight])
+            names.append(name)
+            counts.append((~part.isfinite()).sum())
+    if not names:
         return None
-    weights = parallel.local(named.values())
-    norm = torch.nn.utils.get_total_norm(weights)
-    if parallel.add_up(norm.float()).isfinite():  # huge weights may overflow too
-        return None
-    counts = torch.stack([(~weight.isfinite()).sum() for weight in weights])
-    for name, count in zip(named, parallel.add_up(counts).tolist(), strict=True):
+    for name, count in zip(names, parallel.add_up(torch.stack(counts)).tolist(), strict=True):
         if count:
             return name
     return None

@@ -93,12 +93,12 @@ def muon(
     hidden: Groups = []
     rest: Groups = []
     for group in params:
-        is_hidden = [p.ndim == 2 and p not in others for p in group["params"]]
-        for groups, wanted in ((hidden, True), (rest, False)):
-            chosen = zip(group["params"], is_hidden, strict=True)
-            parameters = [p for p, is_one in chosen if is_one == wanted]
-            if parameters:
-                groups.append({**group, "params": parameters})
+        matrices = [p for p in group["params"] if p.ndim == 2 and p not in others]
+        remaining = [p for p in group["params"] if p.ndim != 2 or p in others]
+        if matrices:
+            hidden.append({**group, "params": matrices})
+        if remaining:
+            rest.append({**group, "params": remaining})
     optimizers: list[torch.optim.Optimizer] = []
     if hidden:
         scale = "match_rms_adamw"

@@ -274,23 +274,20 @@ def check_compiler(device: torch.device) -> None:
 
     TorchInductor needs a C++ compiler on the CPU, nothing on mps, and Triton elsewhere.
     """
-    if device.type == "mps":
-        return
+    missing = None
     if device.type == "cpu":
         compilers = [os.environ.get("CXX") or "g++", "clang++", "cl"]
-        if not any(shutil.which(compiler) for compiler in compilers):
-            raise UserError(
-                "compile=true: there is no C++ compiler (g++, clang++ or cl) on the PATH.\n"
-                "Install one, or type compile=false."
-            )
-        return
-    # private: torch.utils._triton.has_triton, no public check exists, torch 2.15
-    from torch.utils._triton import has_triton
+        if not any(map(shutil.which, compilers)):
+            missing = "a C++ compiler (g++, clang++ or cl) on the PATH"
+    elif device.type != "mps":
+        # private: torch.utils._triton.has_triton, no public check exists, torch 2.15
+        from torch.utils._triton import has_triton
 
-    if not has_triton():
+        if not has_triton():
+            missing = "Triton (pip install triton)"
+    if missing is not None:
         raise UserError(
-            f"compile=true: Triton does not work on {device}.\n"
-            "Install it (pip install triton), or type compile=false."
+            f"compile=true: {device} needs {missing}.\nInstall it, or type compile=false."
         )
 
 

@@ -18,7 +18,6 @@ TWO_DEVICES = (
     "is not on the expected device",
     "Expected object of device type",
 )
-DEVICE = r"\b(?:cpu|meta|[a-z]+:\d+)\b"  # its name in a message of torch's
 HERE = os.path.dirname(__file__) + os.sep
 TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -60,9 +59,7 @@ def explain(
     line = innermost_line(error)
     place = "no parameter, buffer or batch entry is on another"
     if line is not None:
-        named = [name for name in re.findall(DEVICE, text) if name != str(device)]
-        where = f" on {named[0]}" if named else " on another"
-        place = f"{line.filename}:{line.lineno} has one{where}:\n{line.line}"
+        place = f"{line.filename}:{line.lineno} has one on another:\n{line.line}"
     return UserError(
         f"{begin} {place}\nA tensor made in forward: create it with device=inputs.device; one that "
         "the model keeps is a buffer: self.register_buffer."

@@ -12,14 +12,8 @@ from stoker.trainer.errors import TrainingError, UserError, check_number, log
 
 Bounds = tuple[int, int] | None  # most and fewest samples that a process gets from a batch
 Result = TypeVar("Result")
-DROPOUTS = (
-    torch.nn.Dropout,
-    torch.nn.Dropout1d,
-    torch.nn.Dropout2d,
-    torch.nn.Dropout3d,
-    torch.nn.AlphaDropout,
-    torch.nn.FeatureAlphaDropout,
-)
+# What smaller micro-batches change.
+SAME = "the same result, except with BatchNorm or dropout"
 
 
 class MicroBatch:
@@ -126,17 +120,16 @@ class MicroBatch:
         if most == 1 or not memory.is_out_of_memory(error):
             raise error
         self.size = most // 2
-        unit = "sample" if self.size == 1 else "samples"
+        note = "" if module is None else f", and {SAME}"
         log.warning(
-            "Out of memory with %d samples at once: the %s goes on with %d %s, %s.",
+            "Out of memory with %d samples at once: the %s goes on with %d%s.",
             most,
             self.use,
             self.size,
-            unit,
-            effect(module),
+            note,
         )
 
-    def explain(self, samples: int | None, module: torch.nn.Module) -> TrainingError:
+    def explain(self, samples: int | None) -> TrainingError:
         """Return the error for running out of memory with a batch (None before the first one)."""
         place = f"{self.device}"
         if samples is not None:
@@ -153,7 +146,7 @@ class MicroBatch:
         elif self.size:
             advice = f"a lower micro_batch or {self.key}"
         else:
-            advice = f"micro_batch=auto (less memory, {effect(module)}), or a lower {self.key}"
+            advice = f"micro_batch=auto (less memory, {SAME}), or a lower {self.key}"
         left = memory.describe_memory(self.device)
         return TrainingError(
             f"Out of memory on {place}, in the {self.use}: {left}.\nType {advice}."
@@ -176,28 +169,3 @@ class MicroBatch:
             self.size = check_number(
                 "micro_batch", state["size"], whole=True, least=1, optional=True
             )
-
-
-def effect(module: torch.nn.Module | None) -> str:
-    """Return what smaller micro-batches change in a model that trains: 'same result', or why not.
-
-    A module of None, or one that is not in training mode, computes each sample by itself.
-    """
-    kinds: dict[str, None] = {}
-    for child in module.modules() if module is not None else ():
-        if child.training and depends_on_batch(child):
-            kinds[type(child).__name__] = None
-    if not kinds:
-        return "same result"
-    names = " and ".join(kinds)
-    verb = "sees" if len(kinds) == 1 else "see"
-    return f"with different results, since {names} {verb} one micro-batch at a time"
-
-
-def depends_on_batch(module: torch.nn.Module) -> bool:
-    """Return whether a layer takes statistics of its batch in training, or draws for all of it."""
-    if isinstance(module, (*parallel.NORMS, torch.nn.SyncBatchNorm)):
-        return True
-    is_dropout = isinstance(module, DROPOUTS)
-    rate = module.p if is_dropout else getattr(module, "dropout", 0)  # of an LSTM, an attention
-    return isinstance(rate, float) and rate > 0

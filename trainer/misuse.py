@@ -1,6 +1,7 @@
 """What a script may hand to the Trainer by mistake, each answered by what to give instead."""
 
 import functools
+import inspect
 import itertools
 import re
 import traceback
@@ -131,6 +132,16 @@ def check_parts(
         if not isinstance(callback, Callback):
             raise UserError(f"callbacks: give objects of stoker.Callback{instead_of(callback)}.")
         check_hooks(callback)
+
+
+def check_arguments(kind: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise UserError for an argument that `Trainer` does not have; your own `__init__` may."""
+    if kind.__init__.__qualname__ != "Trainer.__init__":
+        return
+    known = inspect.signature(kind.__init__).parameters
+    for name in arguments:
+        if name not in known:
+            raise UserError(f"Trainer has no argument {name!r}.{did_you_mean(name, known)}")
 
 
 def check_methods(trainer: "Trainer") -> None:
@@ -465,7 +476,7 @@ def raise_explained(
         raise nonfinite.explained(trainer, error) from None
     if memory.is_out_of_memory(error):
         samples = None if batch is None else trainer.samples(batch)
-        raise micro_batch.explain(samples, trainer.module) from error
+        raise micro_batch.explain(samples) from error
     text = wrong_batch(trainer, error, batch) or wrong_result(error)
     if text is not None:
         raise UserError(text) from error

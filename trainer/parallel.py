@@ -349,13 +349,12 @@ def spread_norms(module: torch.nn.Module) -> None:
     for child in module.modules():
         if not isinstance(child, NORMS):
             continue
+        kind: Any = type(child)
         if has_usual_forward(child):
-            child.__class__ = over_ranks(type(child))
+            child.__class__ = over_ranks(kind)
         else:
-            log.warning(
-                "%s has its own forward: its statistics are of each process's part.",
-                type(child).__name__,
-            )
+            name = kind.__name__
+            log.warning("%s has its own forward: its statistics are of each process's part.", name)
 
 
 def unwrap(module: torch.nn.Module) -> None:

@@ -5,7 +5,7 @@ The Trainer chooses one when it is built, and `train_step` hands its batches ove
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,18 +20,17 @@ if TYPE_CHECKING:
 LOWEST_SCALE = 2.0**-14
 
 
-class Step(Protocol):
+class Step:
     """Does the work of `Trainer.train_step` in another way."""
 
-    captures: (
-        bool  # whether steps are replayed as graphs, without running any Python code of the model
-    )
+    captures = False  # whether steps are replayed as graphs, without running the model's Python
 
     def begin(self, trainer: "Trainer") -> None:
         """Prepare for the steps of a fit, whose optimizer and schedule are ready."""
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
         """Take one optimizer step, and one of the schedule; return the mean loss of the batch."""
+        raise NotImplementedError
 
 
 def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
@@ -71,13 +70,8 @@ def captures(trainer: "Trainer") -> bool:
     return trainer.special_step is not None and trainer.special_step.captures
 
 
-class AdaptiveStep:
+class AdaptiveStep(Step):
     """A step with the fp16 scaler, which may skip it, and micro-batches that fit the memory."""
-
-    captures = False
-
-    def begin(self, trainer: "Trainer") -> None:
-        pass
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
         scaler = trainer.scaler
@@ -104,13 +98,8 @@ class AdaptiveStep:
         return loss
 
 
-class ClosureStep:
+class ClosureStep(Step):
     """A step of an optimizer that evaluates the loss of the batch many times, such as LBFGS."""
-
-    captures = False
-
-    def begin(self, trainer: "Trainer") -> None:
-        pass
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
         parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.sample_bounds)
@@ -169,7 +158,7 @@ def check_scale(trainer: "Trainer") -> None:
         )
 
 
-class GraphStep:
+class GraphStep(Step):
     """A step that is captured as a CUDA graph, once for each kind of batch, and then replayed."""
 
     captures = True

@@ -1,9 +1,10 @@
-"""Why and how a training ends before its last step."""
+"""Why and how a training ends before its last step: a callback, a signal or another thread."""
 
 import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 received: int | None = None  # the number of the first signal, if the program listens for them
@@ -23,6 +24,48 @@ class StopReason:
 
     def __str__(self) -> str:
         return self.text
+
+
+class Stoppable:
+    """The part of a Trainer that can be stopped."""
+
+    stop_reason: StopReason | None = None  # of the last fit, None if it went on to its end
+    interruption: str | None = None  # asked for by a signal or another thread, not yet heeded
+    failed: bool = False  # whether an error has ended the fit, for `on_fit_end`
+    agreement: Any  # of all processes: parallel.Agreement
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the training ends after this step."""
+        return self.stop_reason is not None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the training ends because of `interrupt`, on this process or another."""
+        return self.stop_reason is not None and self.stop_reason.kind == "interrupted"
+
+    def stop(self, reason: str, kind: str = "asked") -> None:
+        """End the training after this step; the reason is shown, and `kind` is for programs.
+
+        In several processes, all have to call it in the same step. If one alone knows, let it call
+        `interrupt`.
+        """
+        self.stop_reason = StopReason(kind, reason)
+
+    def interrupt(self, reason: str) -> None:
+        """End the training after this step, or in the middle of its evaluation.
+
+        Call it from a signal handler or another thread. In several processes, one call is enough:
+        all end after the same step, a little later.
+        """
+        self.interruption = reason
+
+    def poll_interruption(self) -> bool:
+        """Stop if any process was interrupted, and return it; all processes ask equally often."""
+        if self.agreement.is_asked(self.interruption):
+            self.stop(self.interruption or "another process was asked to stop", "interrupted")
+            return True
+        return False
 
 
 class Interrupted(KeyboardInterrupt):

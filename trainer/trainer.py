@@ -32,8 +32,7 @@ from stoker.trainer.prediction import Predicting
 from stoker.trainer.reporting import Reporting
 from stoker.trainer.spans import Spans, silent_spans
 from stoker.trainer.stateful import Stateful
-from stoker.trainer.stoppable import Stoppable
-from stoker.trainer.stopping import Interrupted
+from stoker.trainer.stopping import Interrupted, Stoppable
 from stoker.trainer.window import Window
 
 
@@ -74,6 +73,10 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
     Raises:
         UserError: An argument is of the wrong kind or out of range, or two exclude each other.
     """
+
+    def __new__(cls, *_: Any, **arguments: Any) -> Any:
+        misuse.check_arguments(cls, arguments)
+        return super().__new__(cls)
 
     def __init__(
         self, model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None = None,

@@ -111,7 +111,7 @@ class Hidden(torch.nn.Module):
 
 
 @pytest.mark.parametrize("model", [Offset(6, 3), Hidden()])
-def test_a_tensor_made_on_the_cpu_is_an_error_with_its_line_and_both_devices(accelerator, model):
+def test_a_tensor_made_on_the_cpu_is_an_error_with_its_line(accelerator, model):
     lines, first = inspect.getsourcelines(type(model))
     (offset,) = [i for i, line in enumerate(lines) if line.endswith("# here\n")]
     with pytest.raises(UserError) as caught:
@@ -119,7 +119,7 @@ def test_a_tensor_made_on_the_cpu_is_an_error_with_its_line_and_both_devices(acc
     assert str(caught.value).splitlines()[:2] == [
         (
             "Tensors on two devices: the Trainer works on simulated:0, but "
-            f"{__file__}:{first + offset} has one on cpu:"
+            f"{__file__}:{first + offset} has one on another:"
         ),
         lines[offset].strip(),
     ]
