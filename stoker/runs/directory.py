@@ -14,6 +14,7 @@ from stoker.trainer.errors import UserError
 
 CONFIG = "config.yaml"
 RESULT = "result.json"
+STATUS = "status.json"  # when it began and ended, and on which machine
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"  # what a language model wrote at each evaluation
 WEIGHTS = "model.safetensors"  # the tested ones, to share
@@ -27,7 +28,7 @@ TYPED = (
 # The files on how a run ended, removed when it resumes.
 ENDING = (RESULT, EVALUATION, REPORT)
 # The files that a run writes; a killed run may leave one half-written.
-WRITTEN = (METRICS, SAMPLES, *ENDING, WEIGHTS, "model.md", CHANGES)
+WRITTEN = (METRICS, SAMPLES, STATUS, *ENDING, WEIGHTS, "model.md", CHANGES)
 
 new: set[Path] = set()  # the folders that this process has made
 

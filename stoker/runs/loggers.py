@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.command import invocation, settings
-from stoker.runs import index, pictures
+from stoker.runs import index, pictures, status
 from stoker.runs.directory import ENDING, METRICS
 from stoker.runs.json_files import finite
 from stoker.runs.lock import wait_for
@@ -500,4 +500,5 @@ class ConfigFile(Callback):
         for name, text in self.beside().items():
             (folder / name).parent.mkdir(exist_ok=True)
             write_text(folder / name, text)
+        status.begin(folder, trainer)
         index.update(folder, draws=False)

@@ -1,169 +1,307 @@
-"""Curves, histograms and scatter plots as SVG in the colours of the page, light or dark."""
+"""Curves, histograms and scatter plots as SVG in the colours of the page, light or dark.
 
-import io
-import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+Curves keep their values in `data-points`, which templates/script.js shows and saves.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
+from stoker.runs.page import render
 from stoker.trainer.errors import printable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Points = Sequence[tuple[float, float]]
 
 MOST_POINTS = 400  # in a drawn curve
+MOST_MARKED = 30  # points of a curve that has a dot at each
 MOST_DOTS = 800  # in a scatter plot
-MOST_TICKS = 8  # labels at an axis
-MOST_LETTERS = 16  # in a label
+MOST_NAMES = 8  # names at an axis
+MOST_LETTERS = 16  # in a name
 FAR = 30  # ratio of values that calls for a logarithmic axis
-SIZE = (3.9, 2.5)  # inches: nearly the size it has on a phone
-DASHES = (0, (3, 3))
-# The colours in matplotlib's SVG, each of which stands for a variable of the page's style.
-COLOURS = {
-    "text": "#010101",
-    "soft": "#010102",
-    "line": "#010103",
-    "train": "#010104",
-    "val": "#010105",
-    "back": "#010106",
-    "bad": "#010107",
-}
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "report",
-    "text.parse_math": False,
-    "font.family": "sans-serif",
-    "font.size": 8.5,
-    "text.color": COLOURS["soft"],
-    "axes.labelcolor": COLOURS["soft"],
-    "xtick.labelcolor": COLOURS["soft"],
-    "ytick.labelcolor": COLOURS["soft"],
-    "xtick.color": COLOURS["line"],
-    "ytick.color": COLOURS["line"],
-    "axes.edgecolor": COLOURS["line"],
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": COLOURS["line"],
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.6,
-    "axes.xmargin": 0.02,
-}
+WIDTH = 360  # pixels: nearly the size it has on a phone
+HEIGHT = 220
+LETTER = 6.4  # the width of a digit
+SMALLEST = 1e-100  # what is nearer to 0 is drawn as 0
+CROSS = "m-3-3l6 6m0-6l-6 6"
+
+
+@dataclass
+class Axis:
+    """A scale from values to pixels, with its ticks as (value, label)."""
+
+    low: float
+    high: float
+    ticks: list[tuple[float, str]]
+    is_log: bool = False
+    start: float = 0
+    end: float = 1
+
+    def place(self, value: float) -> float:
+        """Return the pixel of a value."""
+        low = self.low
+        high = self.high
+        if self.is_log:
+            low, high, value = map(math.log10, (low, high, value))
+        share = (value - low) / (high - low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    @property
+    def data(self) -> str:
+        """The scale, for the script."""
+        numbers = [self.low, self.high, self.start, self.end, int(self.is_log)]
+        return ",".join(map(str, numbers))
+
+
+@dataclass
+class Mark:
+    """A path in a plot. Its kind is a class of the page's style, its colour a variable."""
+
+    kind: str
+    path: str
+    colour: str = ""
+    name: str = ""  # of a curve
+    values: str = ""  # of a curve
+
+
+@dataclass
+class Plot:
+    """A plot: its axes, and the marks that are drawn in them."""
+
+    x: Axis
+    y: Axis
+    label: str  # describes the plot
+    xlabel: str = ""
+    ylabel: str = ""
+    epochs: float = 0  # in a step
+    marks: list[Mark] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        texts = [text for _, text in self.x.ticks]
+        self.is_tilted = sum(map(len, texts)) > 46
+        letters = max(len(text) for _, text in self.y.ticks)
+        self.x.start = round(26 + LETTER * letters) if self.ylabel else round(12 + LETTER * letters)
+        self.x.end = WIDTH - 14
+        foot = 20
+        if self.xlabel:
+            foot += 14
+        if self.is_tilted:
+            foot += 3.2 * max(map(len, texts))
+        self.y.start = round(HEIGHT - foot)
+        self.y.end = 8
+
+    def places(self, points: Points) -> list[str]:
+        """Return the points in pixels."""
+        return [f"{self.x.place(x)} {self.y.place(y)}" for x, y in points]
+
+    def rule(self, value: float) -> None:
+        """Draw a vertical line."""
+        place = self.x.place(value)
+        self.marks.append(Mark("rule", f"M{place} {self.y.start}V{self.y.end}"))
+
+    def box(self, kind: str, start: float, end: float, top: float) -> None:
+        """Draw a box that stands on the x axis."""
+        [from_, to] = self.places([(start, top), (end, top)])
+        left, height = from_.split()
+        right = to.split()[0]
+        foot = self.y.start
+        self.marks.append(Mark(kind, f"M{left} {foot}V{height}H{right}V{foot}z"))
+
+    def line(self, name: str, points: Points, colour: str) -> None:
+        """Draw a curve."""
+        values = " ".join(f"{x:.9g},{y:.6g}" for x, y in points)
+        path = "L".join(self.places(points))
+        self.marks.append(Mark("curve", f"M{path}", colour, name, values))
+        if len(points) <= MOST_MARKED:
+            self.dots("marked", points, colour)
+
+    def dots(self, kind: str, points: Points, colour: str, shape: str = "h0") -> None:
+        """Draw the points; `shape` is an SVG path from the point itself."""
+        path = "".join(f"M{place}{shape}" for place in self.places(points))
+        self.marks.append(Mark(f"dots {kind}", path, colour))
+
+    def svg(self) -> Markup:
+        """Return the plot as an <svg>."""
+        text = render("plot.html", plot=self, width=WIDTH, height=HEIGHT)
+        return Markup(text.replace("\n", ""))
+
+
+def linear(values: Iterable[float], widens: bool = True) -> Axis:
+    """Return an axis with about five round ticks; one that `widens` ends at ticks."""
+    values = list(values)
+    low = min(values)
+    high = max(values)
+    most = max(abs(low), abs(high))
+    if most < SMALLEST:
+        high = low + 1
+    elif high - low <= 1e-9 * most:
+        low -= abs(low) / 10
+    step = round_step((high - low) / 4)
+    first = math.floor(round(low / step, 6))
+    last = math.ceil(round(high / step, 6))
+    ticks = [i * step for i in range(first, last + 1)]
+    if widens:
+        low = ticks[0]
+        high = ticks[-1]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    return Axis(low, high, with_labels(ticks, step))
+
+
+def round_step(least: float) -> float:
+    """Return the next of 1, 2, 5, 10, 20, 50, ... and of 0.1, 0.2, 0.5, ..."""
+    power = 10.0 ** exponent(least)
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= least * 0.999)
+
+
+def exponent(value: float) -> int:
+    return math.floor(math.log10(value) + 1e-9)
+
+
+def with_labels(ticks: Sequence[float], step: float) -> list[tuple[float, str]]:
+    """Return (value, label) of ticks in one notation: 0.05, 0.10; 20,000; 1e-5, 2e-5."""
+    most = max(map(abs, ticks))
+    digits = max(0, -exponent(step))
+    notation = f",.{digits}f"
+    if step < 1e-4 or most >= 1e6:
+        digits = exponent(most) - exponent(step)
+        notation = f".{digits}e"
+    return [(tick, tick_label(tick, notation)) for tick in ticks]
+
+
+def tick_label(value: float, notation: str) -> str:
+    mantissa, e, power = f"{value:{notation}}".partition("e")
+    return f"{mantissa}e{int(power)}" if e and value else mantissa if value else "0"
+
+
+def logarithmic(values: Sequence[float]) -> Axis:
+    """Return a logarithmic axis with ticks such as 0.01, 0.03, 0.1."""
+    first = exponent(min(values))
+    last = exponent(max(values)) + 1
+    steps = (1, 3) if last - first < 4 else (1,)
+    every = math.ceil((last - first) / 8)
+    powers = [10.0**i for i in range(first, last + every, every)]
+    ticks = [step * power for power in powers for step in steps]
+    low = max(tick for tick in ticks if tick <= min(values) * 1.001)
+    high = min(tick for tick in ticks if tick >= max(values) * 0.999)
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    notation = ",.10g" if low >= 1e-4 and high < 1e6 else ".0e"
+    return Axis(low, high, [(tick, tick_label(tick, notation)) for tick in ticks], is_log=True)
+
+
+def named(names: Sequence[str]) -> Axis:
+    """Return an axis with a place for each name, of which some are written."""
+    every = math.ceil(len(names) / MOST_NAMES)
+    ticks = [(float(i), shortened(names[i])) for i in range(0, len(names), every)]
+    return Axis(-0.5, len(names) - 0.5, ticks)
+
+
+def scale(values: Sequence[float], far: float = FAR) -> Axis:
+    """Return an axis for the values: logarithmic if they are far apart."""
+    is_log = min(values) > SMALLEST and max(values) > far * min(values)
+    return logarithmic(values) if is_log else linear(values)
 
 
 def curves(
-    name: str,
     lines: Mapping[str, Points],
+    label: str,
+    colours: Mapping[str, str] | None = None,
     best: tuple[float, float] | None = None,
-    label: str = "",
-    logarithmic: bool = False,
+    warmup: float = 0,
+    far: float = math.inf,
+    epochs: float = 0,
 ) -> Markup:
-    """Draw "train" and "val" over the epochs, with a mark at `best`; `label` describes the plot.
+    """Draw named curves over the steps, with a mark at `best` and a band over the `warmup`.
 
-    `logarithmic` allows a logarithmic axis, for values that are far apart.
+    `colours` names a variable of the page's style for each, by default that of the same name.
+    Values whose ratio is above `far` get a logarithmic axis. A step has so many `epochs`.
     """
-    with drawing() as (figure, axes):
-        axes.set_xlabel("epoch")
-        values = []
-        for series, points in lines.items():
-            if not points:
-                continue
-            drawn = thin(points)
-            values += [y for _, y in drawn]
-            marker = "o" if series != "train" and len(drawn) <= 30 else ""
-            axes.plot(
-                *zip(*drawn, strict=True),
-                color=COLOURS[series],
-                marker=marker,
-                markersize=3,
-                zorder=3 if series == "val" else 2,
-                clip_on=False,
-            )
-        epochs = [x for points in lines.values() for x, _ in points]
-        if max(epochs, default=0) >= 2:
-            axes.locator_params(axis="x", integer=True)  # 1, 2, 3 rather than 1.5
-        if best is not None:
-            axes.axvline(best[0], color=COLOURS["soft"], linewidth=0.9, linestyle=DASHES)
-            mark(axes, *best)
-        if 0.5 < max(values) <= 1 < axes.get_ylim()[1]:
-            axes.set_ylim(top=1)  # values near 1 are usually shares
-        if logarithmic and are_far_apart(values):
-            scale_by_powers(axes, "y")
-        return svg(name, figure, label)
+    drawn = {name: thin(points) for name, points in lines.items() if points}
+    steps = [x for points in drawn.values() for x, _ in points]
+    values = [y for points in drawn.values() for _, y in points]
+    x = linear([0, *steps], widens=False)
+    plot = Plot(x, scale(values, far), label, "step", epochs=epochs)
+    if warmup:
+        plot.box("warmup", 0, min(warmup, x.high), plot.y.high)
+    if best is not None:
+        plot.rule(best[0])
+    for name, points in drawn.items():
+        plot.line(name, points, (colours or {}).get(name, name))
+    if best is not None:
+        plot.dots("best", [best], "val")
+    return plot.svg()
 
 
-def histogram(name: str, values: Sequence[float], xlabel: str, label: str) -> Markup:
+def shares(
+    lines: Mapping[str, Points], label: str, xlabel: str, ylabel: str, colours: Mapping[str, str]
+) -> Markup:
+    """Draw curves in the unit square, such as precision over recall."""
+    plot = Plot(linear([0, 1]), linear([0, 1]), label, xlabel, ylabel)
+    for name, points in lines.items():
+        plot.line(name, points, colours[name])
+    return plot.svg()
+
+
+def histogram(values: Sequence[float], xlabel: str, label: str) -> Markup:
     """Draw how often values come, with a line at 0."""
-    with drawing() as (figure, axes):
-        axes.set_xlabel(xlabel)
-        bins = min(40, max(8, round(len(values) ** 0.5)))
-        axes.hist(values, bins=bins, color=COLOURS["val"], alpha=0.75)
-        axes.axvline(0, color=COLOURS["text"], linewidth=0.9)
-        axes.grid(axis="x", visible=False)
-        return svg(name, figure, label)
+    x = linear([*values, 0])
+    bins = min(40, max(8, round(len(values) ** 0.5)))
+    width = (x.high - x.low) / bins
+    counts = [0] * bins
+    for value in values:
+        counts[min(bins - 1, int((value - x.low) / width))] += 1
+    plot = Plot(x, linear([0, *counts]), label, xlabel)
+    for i, count in enumerate(counts):
+        if count:
+            start = x.low + i * width
+            plot.box("histogram", start, start + width, count)
+    plot.rule(0)
+    return plot.svg()
 
 
-def against(name: str, points: Points, label: str) -> Markup:
+def against(points: Points, label: str) -> Markup:
     """Draw (true, predicted) as dots, with the line on which they are the same."""
-    with drawing() as (figure, axes):
-        axes.set(xlabel="true", ylabel="predicted")
-        points = some(points)
-        values = [value for point in points for value in point]
-        ends = (min(values), max(values))
-        axes.margins(0.04)  # the same for both: the line is the diagonal
-        axes.plot(ends, ends, color=COLOURS["soft"], linewidth=0.9, linestyle=DASHES)
-        dots(axes, points, color=COLOURS["val"], alpha=0.5)
-        return svg(name, figure, label)
+    points = some(points)
+    values = [value for point in points for value in point]
+    plot = Plot(linear(values), linear(values), label, "true", "predicted")
+    diagonal = plot.places([(plot.x.low, plot.x.low), (plot.x.high, plot.x.high)])
+    plot.marks.append(Mark("rule", f"M{'L'.join(diagonal)}"))
+    plot.dots("some", points, "val")
+    return plot.svg()
 
 
 def results(
-    name: str, settings: Sequence[str], values: Sequence[float | None], best: int, label: str
+    settings: Sequence[str], values: Sequence[float | None], best: int, label: str
 ) -> Markup:
     """Draw the results of jobs over the typed values of a setting, with a mark at the job `best`.
 
     Jobs without a result are crosses at the foot. Numbers are placed on a linear or logarithmic
     axis, other values in the order in which they come.
     """
-    with drawing() as (figure, axes):
-        places = place_settings(axes, settings)
-        done = [(x, y) for x, y in zip(places, values, strict=True) if y is not None]
-        lost = [(x, 0.03) for x, y in zip(places, values, strict=True) if y is None]
-        axes.margins(0.08)
-        dots(axes, some(done), color=COLOURS["val"], alpha=0.6, gid="done")
-        foot = axes.get_xaxis_transform()  # from 0, the foot, to 1
-        dots(axes, some(lost), "x", color=COLOURS["bad"], transform=foot, gid="lost")
-        value = values[best] if done else None
-        if value is not None:
-            mark(axes, places[best], value)
-        if are_far_apart([y for _, y in done]):
-            scale_by_powers(axes, "y")
-        return svg(name, figure, label)
+    x, places = place_settings(settings)
+    pairs = list(zip(places, values, strict=True))
+    done = [(x, y) for x, y in pairs if y is not None]
+    plot = Plot(x, scale([y for _, y in done] or [0.0, 1.0]), label)
+    plot.dots("done", some(done), "val")
+    plot.dots("lost", some([(x, plot.y.low) for x, y in pairs if y is None]), "bad", CROSS)
+    value = values[best]
+    if value is not None:
+        plot.dots("best", [(places[best], value)], "val")
+    return plot.svg()
 
 
-def place_settings(axes: "Axes", settings: Sequence[str]) -> list[float]:
-    """Return the place of each setting on the x axis, and set its scale and ticks."""
+def place_settings(settings: Sequence[str]) -> tuple[Axis, list[float]]:
+    """Return an axis for the values of a setting, and the place of each."""
     texts = list(dict.fromkeys(settings))
     numbers = [as_number(text) for text in texts]
     known = [number for number in numbers if number is not None]
-    if len(known) == len(texts):
-        if are_far_apart(known, 10):
-            scale_by_powers(axes, "x", (1,) if are_far_apart(known, 1000) else (1, 3))
-        places = dict(zip(texts, known, strict=True))
+    if len(known) < len(texts):
+        axis = named(texts)
+        known = [float(i) for i in range(len(texts))]
     else:
-        places = {text: float(i) for i, text in enumerate(texts)}
-        named = texts[:: -(-len(texts) // MOST_TICKS)]
-        labels = [shortened(text) for text in named]
-        is_long = sum(map(len, labels)) > 40
-        ticks = [places[text] for text in named]
-        axes.set_xticks(ticks, labels, rotation=30 * is_long, ha="right" if is_long else "center")
-    return [places[text] for text in settings]
+        axis = scale(known, 10)
+    places = dict(zip(texts, known, strict=True))
+    return axis, [places[text] for text in settings]
 
 
 def shortened(text: str) -> str:
@@ -179,43 +317,6 @@ def as_number(text: str) -> float | None:
     except ValueError:
         return None
     return value if abs(value) < 1e100 else None
-
-
-def dots(axes: "Axes", points: Points, marker: str = "o", **style: Any) -> None:
-    if points:
-        width = 0 if marker == "o" else 1.2
-        style |= {"markersize": 3.6, "markeredgewidth": width, "linestyle": ""}
-        axes.plot(*zip(*points, strict=True), marker=marker, **style)
-
-
-def mark(axes: "Axes", x: float, y: float) -> None:
-    """Draw a large dot."""
-    axes.plot(
-        x,
-        y,
-        marker="o",
-        markersize=6,
-        color=COLOURS["val"],
-        markeredgecolor=COLOURS["back"],
-        zorder=5,
-        clip_on=False,
-        gid="best",
-    )
-
-
-def are_far_apart(values: Sequence[float], far: float = FAR) -> bool:
-    return bool(values) and min(values) > 0 and max(values) > far * min(values)
-
-
-def scale_by_powers(axes: "Axes", which: str, ticks: Sequence[float] = (1, 3)) -> None:
-    """Make the axis "x" or "y" logarithmic, with ticks such as 0.01, 0.03, 0.1."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axes.set(**{f"{which}scale": "log"})
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_locator(LogLocator(subs=ticks, numticks=8))
-    axis.set_major_formatter(tick)
 
 
 def some(points: Points) -> Points:
@@ -235,44 +336,3 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
         highest = max(stretch, key=lambda i: points[i][1])
         kept += [points[i] for i in sorted({lowest, highest})]
     return [*kept, points[-1]]
-
-
-@contextmanager
-def drawing() -> "Iterator[tuple[Figure, Axes]]":
-    """Yield a figure and its axes in the page's style, without pyplot, which needs a display."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(STYLE), warnings.catch_warnings():
-        # About letters that matplotlib's font lacks; the browser has its own fonts.
-        warnings.simplefilter("ignore")
-        figure = Figure(figsize=SIZE, layout="constrained")
-        axes = figure.add_subplot()
-        axes.locator_params(nbins=5)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(tick)
-        yield figure, axes
-
-
-def tick(value: float, _: object) -> str:
-    """'0.003', '20,000': no power of ten beside the axis."""
-    return f"{value:,.6g}" if abs(value) < 1e6 else f"{value:.3g}"
-
-
-def svg(name: str, figure: "Figure", label: str) -> Markup:
-    """Return the figure as an <svg>, with ids that begin with `name`, since a page has several."""
-    stream = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # the same bytes at any time
-    figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
-    head, _, body = stream.getvalue().partition("<svg")[2].partition(">")
-    size = re.search(r'viewBox="[\d. ]+"', head)
-    body = body.rpartition("</svg>")[0].replace("xlink:href", "href")
-    body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)
-    body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
-    body = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", body)
-    body = re.sub(r"\s*\n\s*", " ", body)
-    for variable, colour in COLOURS.items():
-        body = body.replace(colour, f"var(--{variable})")
-    return Markup('<svg class="plot" {} role="img" aria-label="{}">{}</svg>').format(
-        Markup(size[0] if size else ""), printable(label), Markup(body.strip())
-    )

@@ -19,13 +19,13 @@ def report_command(folder: Path) -> str:
     return shell.command([], start=[invocation.python(), "-m", "stoker.runs.report", str(folder)])
 
 
-def draw_report(folder: Path) -> None:
+def draw_report(folder: Path, state: str | None = None) -> None:
     """Draw the report. The run is complete without it, so an error is a warning."""
     from stoker.runs import report
 
     again = report_command(folder)
     try:
-        print(f"report   {report.write(folder)}")
+        print(f"report   {report.write(folder, state)}")
     except KeyboardInterrupt:
         signals.print_advice(
             f"\ninterrupted after the end of the run. To draw its report:\n{again}"

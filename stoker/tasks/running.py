@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.command import arguments, signals
 from stoker.command.trust import own_packages
-from stoker.runs import directory
+from stoker.runs import directory, status
 from stoker.runs.provenance import Code
 from stoker.runs.result import RunResult, closing_lines
 from stoker.tasks import job
 from stoker.tasks.finish import efficiency, finish
 from stoker.tasks.parts import Parts
-from stoker.tasks.report import draw_report, report_command
+from stoker.tasks.report import draw_report
 from stoker.trainer import launch, stopping, terminal
 from stoker.trainer.errors import TrainingError
 
@@ -65,7 +65,7 @@ class Run:
         begun = self.folder
         doctor_warnings = None
         try:
-            with ended_after_failure(loggers), keeping_warnings(self.parts):
+            with ended_after_failure(loggers), noting_the_end(self.folder, self.parts):
                 with within or contextlib.nullcontext():
                     self.fit()
                 result = finish(
@@ -118,9 +118,9 @@ class Run:
         text = f"\ninterrupted at step {self.saver.saved}."
         if not job.in_sweep():
             text += f" To resume:\n{signals.resume_command}"
-            if self.draws:
-                text += f"\nTo see it so far: {report_command(self.folder)}"
         signals.print_advice(text)
+        if self.draws:
+            draw_report(self.folder, "stopped")
 
     def draw_report(self) -> None:
         """Draw the report, on rank 0."""
@@ -141,8 +141,8 @@ def ended_after_failure(loggers: Sequence["Logger"]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def keeping_warnings(parts: Parts) -> Iterator[None]:
-    """Keep the doctor's warnings for the result of a training that fails."""
+def noting_the_end(folder: Path, parts: Parts) -> Iterator[None]:
+    """Write when the training ends, and the doctor's warnings, however it ends."""
     from stoker.diagnostics import doctor
 
     global doctor_warnings
@@ -151,3 +151,7 @@ def keeping_warnings(parts: Parts) -> Iterator[None]:
     except Exception:
         doctor_warnings = doctor.result_of(parts.trainer).get("doctor")
         raise
+    finally:
+        if launch.is_first():
+            with contextlib.suppress(OSError):  # a full disk may be why it ends
+                status.end(folder, doctor.result_of(parts.trainer).get("doctor"))

@@ -18,7 +18,8 @@ import __main__
 from stoker.command import exit_codes, invocation, signals
 from stoker.data.record import Data
 from stoker.diagnostics.timing import Timing
-from stoker.runs import directory, index, provenance, resume, rows
+from stoker.runs import directory, index, lock, provenance, resume, rows
+from stoker.runs.live import LiveReport
 from stoker.runs.loggers import JSONL, ConfigFile
 from stoker.runs.result import finished, write_failure
 from stoker.runs.saved_config import SCRIPT
@@ -169,6 +170,7 @@ def with_files(
     files: list[Callback] = [
         JSONL(folder / directory.METRICS),
         *(callback for callback in callbacks if callback is not saver),
+        LiveReport(folder),
         saver,
         config,
     ]

@@ -69,7 +69,7 @@ def train_in(folder: Path, cfg: DictConfig) -> None:
     )
     _, state, origin = begins or (None, None, None)
     saver = build_saver(cfg, folder)
-    callbacks = [*pruning(cfg), saver, config_file(cfg, folder, code)]
+    callbacks = [*pruning(cfg), *live_report(cfg, folder), saver, config_file(cfg, folder, code)]
     with building(cfg, callbacks, resumes=state is not None) as parts:
         check_effects(cfg, parts)
         git = code.revision()  # git has ended long ago
@@ -116,6 +116,15 @@ def config_file(cfg: DictConfig, folder: Path, code: provenance.Code) -> "Callba
     typed = json.dumps(arguments.typed())
     text = f"{directory.TYPED}{typed}\n{OmegaConf.to_yaml(cfg)}"
     return ConfigFile(folder / "config.yaml", text, directory.WRITTEN, code.files)
+
+
+def live_report(cfg: DictConfig, folder: Path) -> list["Callback"]:
+    """Return the callback that draws the report while the training goes on, if it has one."""
+    if not draws_report(cfg):
+        return []
+    from stoker.runs.live import LiveReport
+
+    return [LiveReport(folder)]
 
 
 def saved_values(cfg: DictConfig) -> dict[str, Any]:

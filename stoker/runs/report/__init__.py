@@ -5,6 +5,7 @@ templates/report.html, and `facts` names the function that each part comes from.
 untrusted: whatever it contains is escaped as text.
 """
 
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,21 +20,25 @@ from stoker.trainer.readable import number
 
 NAME = "report.html"
 MOST_PAGE = 1_000_000  # bytes
+RELOAD = 30  # seconds after which the page of a running training looks for a newer one
 MEMORY = ("parameters", "gradients", "optimizer", "buffers", "data")
 
 
-def write(folder: str | Path) -> Path:
-    """Draw report.html in a run directory and return its path; OSError if it cannot be written."""
+def write(folder: str | Path, state: str | None = None) -> Path:
+    """Draw report.html in a run directory and return its path; OSError if it cannot be written.
+
+    The process that trains the run knows its `state`; anybody else finds out.
+    """
     path = Path(folder) / NAME
-    files.write_text(path, html(folder))
+    files.write_text(path, html(folder, state))
     return path
 
 
-def html(folder: str | Path) -> str:
+def html(folder: str | Path, state: str | None = None) -> str:
     """Return the page. Beyond MOST_PAGE bytes it loses its pictures, and then its settings."""
     from stoker.runs.page import render
 
-    shown = facts(inputs.read_run(folder))
+    shown = facts(inputs.read_run(folder, state))
     text = render("report.html", **shown)
     for names in (["hardest"], ["settings", "confusion"]):
         if len(text.encode()) < MOST_PAGE:
@@ -47,6 +52,8 @@ def facts(run: inputs.Run) -> dict[str, Any]:
     """Return what the template shows; a part that is not known is None or empty."""
     seen = run.evaluation
     best = run.best
+    drawn = time.time()
+    is_running = run.state == "running"
     return {
         "run": run,
         "result": run.result,
@@ -57,17 +64,23 @@ def facts(run: inputs.Run) -> dict[str, Any]:
         "seconds": seconds,
         "duration": duration,
         "about": summary.about(run),
+        "progress": summary.progress(run, drawn),
+        "times": summary.times(run),
+        "reload": RELOAD if is_running else None,
+        "drawn": round(drawn) if is_running else None,
+        "doctor": run.result.doctor or run.status.doctor,
         "verdict": summary.quality_verdict(run),
         "chosen_by": seen and seen.split == "val" and best and best.name.startswith("val/"),
         "split": inputs.SPLITS[seen.split] if seen else None,
         "tests": summary.tests_in_units(run),
-        "curves": curves.frames(run.rows, best),
+        "curves": curves.frames(run),
         "confusion": evaluation.confusion(seen) if seen else None,
         "regression": evaluation.regression(seen) if seen else [],
         "hardest": evaluation.hardest(seen) if seen else [],
         "time": parts(run.result.time, STAGES),
         "memory": parts(run.result.memory_mib, MEMORY),
         "settings": setup.settings(run),
+        "origin": setup.origin(run),
         "commands": setup.commands(run),
         "trusted": setup.trusted(run),
     }

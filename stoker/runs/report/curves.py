@@ -1,81 +1,136 @@
-"""The curves of a run: loss, metric and learning rate over the epochs."""
+"""The curves of a run over its steps: loss, metrics, learning rates, and what the device did."""
 
 import math
 from typing import Any
 
-from stoker.runs.report.inputs import Best, Row
-from stoker.runs.report.words import epoch, shortened
+from stoker.runs import plots
+from stoker.runs.json_files import is_number
+from stoker.runs.report.inputs import Best, Row, Run
+from stoker.runs.report.words import shortened
 from stoker.trainer.history import weight_of
 
-Points = list[tuple[float, float]]
+MOST_METRICS = 6  # drawn, beside the loss
+MOST_RATES = 8  # parameter groups: as many as the style has colours
+LOSS_FAR = 30  # ratio of losses that calls for a logarithmic axis
+SCHEDULES = "stoker.trainer.schedules."
+MEASURED = {  # {name in a row: title}
+    "train/grad_norm": "gradient norm",
+    "device/memory_mib": "device memory, MiB",
+    "device/utilization": "device utilization, %",
+}
+
+Lines = dict[str, list[tuple[float, float]]]
 
 
-def frames(rows: list[Row], best: Best | None) -> list[dict[str, Any]]:
-    """Return {"title", "keys", "best", "svg"} of each frame with at least two points on a line."""
+def frames(run: Run) -> list[dict[str, Any]]:
+    """Return {"title", "keys", "best", "svg"} of each frame with at least two points on a line.
+
+    The keys are {name of a curve: its colour}.
+    """
+    rows = run.rows
+    best = run.best
     split = "val" if best is None else best.name.partition("/")[0]
     if split == "train" or not any(f"{split}/loss" in row for row in rows):
         split = "val"
-    name = metric_of(rows, split)
-    if best is not None and is_metric(best.name, split) and any(best.name in row for row in rows):
-        name = best.name
-    drawn = [frame("loss", rows, f"{split}/loss", best)]
-    if name is not None:
-        drawn.append(frame("metric", rows, name, best))
-    drawn.append(rate_frame(rows))
+    names = metrics_of(rows, split)
+    if best is not None and best.name in names:
+        names.remove(best.name)
+        names.insert(0, best.name)
+    drawn = [metric_frame(run, f"{split}/loss", LOSS_FAR)]
+    drawn += [metric_frame(run, name) for name in names[:MOST_METRICS]]
+    drawn.append(frame(run, "learning rate", rates(run)))
+    for name, title in MEASURED.items():
+        drawn.append(frame(run, title, {title: series(rows, name)}))
     return [one for one in drawn if one is not None]
 
 
-def metric_of(rows: list[Row], split: str = "val") -> str | None:
-    """Return the first metric of a validation set that is not the loss."""
-    for row in rows:
-        for name in row:
-            if is_metric(name, split):
-                return name
-    return None
+def metrics_of(rows: list[Row], split: str = "val") -> list[str]:
+    """Return the metrics of a validation set that are not the loss."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in names if is_metric(name, split)]
 
 
 def is_metric(name: str, split: str) -> bool:
     return name.startswith(f"{split}/") and name != f"{split}/loss"
 
 
-def frame(place: str, rows: list[Row], name: str, best: Best | None) -> dict[str, Any] | None:
-    """Draw the training and validation curves of a metric, with a mark at the best epoch."""
-    from stoker.runs import plots
-
+def metric_frame(run: Run, name: str, far: float = math.inf) -> dict[str, Any] | None:
+    """Draw the training and validation curves of a metric, with a mark at the best step."""
     _, _, metric = name.partition("/")
-    title = shortened(metric)
-    lines = {"train": pooled(rows, f"train/{metric}"), "val": series(rows, name)}
-    if max(map(len, lines.values())) < 2:
+    lines = {"train": pooled(run.rows, f"train/{metric}"), "val": series(run.rows, name)}
+    return frame(run, shortened(metric), lines, run.best, far)
+
+
+def frame(
+    run: Run, title: str, lines: Lines, best: Best | None = None, far: float = math.inf
+) -> dict[str, Any] | None:
+    """Draw curves over the steps; None if none of them has two points."""
+    lines = {name: points for name, points in lines.items() if points}
+    if max(map(len, lines.values()), default=0) < 2:
         return None
+    colours = {name: f"c{i}" for i, name in enumerate(lines)}
+    if lines.keys() <= {"train", "val"}:
+        colours = {name: name for name in lines}
     point = None
-    for x, y in lines["val"]:
-        if best is not None and x == best.epoch and point is None:
-            point = (x, y)
-    svg = plots.curves(place, lines, point, f"{title} over the epochs", place == "loss")
+    for step, value in lines.get("val", []):
+        if best is not None and step == best.step and point is None:
+            point = (step, value)
+    last = run.rows[-1]
+    svg = plots.curves(
+        lines,
+        f"{title} over the steps",
+        colours,
+        point,
+        warmup_of(run),
+        far,
+        last["epoch"] / last["step"] if last["step"] else 0,
+    )
     return {
         "title": title,
-        "keys": [key for key, points in lines.items() if points],
-        "best": epoch(point[0]) if point is not None else None,
+        "keys": colours if len(lines) > 1 or "val" in lines else {},
+        "best": None if point is None else f"step {point[0]:,}",
         "svg": svg,
     }
 
 
-def rate_frame(rows: list[Row]) -> dict[str, Any] | None:
-    """Draw the learning rate."""
-    from stoker.runs import plots
-
-    points = series(rows, "train/lr")
-    if len(points) < 2:
-        return None
-    svg = plots.curves("rate", {"val": points}, None, "learning rate over the epochs")
-    return {"title": "learning rate", "keys": [], "best": None, "svg": svg}
-
-
-def series(rows: list[Row], name: str) -> Points:
-    return [(row["epoch"], row[name]) for row in rows if name in row]
+def warmup_of(run: Run) -> int:
+    """Return the steps of the warmup; 0 without one, or if it is unknown."""
+    warmup = run.config.get("scheduler.warmup")
+    total = run.total_steps
+    is_ours = str(run.config.get("scheduler._target_")).startswith(SCHEDULES)
+    if not is_ours or not is_number(warmup) or not total:
+        return 0
+    steps: float = warmup if warmup >= 1 else warmup * total
+    return round(min(steps, total))
 
 
-def pooled(rows: list[Row], name: str) -> Points:
+def rates(run: Run) -> Lines:
+    """Return the learning rate of each parameter group, with the ends of the warmup.
+
+    The rows may be too far apart to show the warmup, which is a straight line.
+    """
+    groups = dict.fromkeys(name for row in run.rows for name in row if name.startswith("train/lr"))
+    lines = {name.removeprefix("train/lr/"): series(run.rows, name) for name in groups}
+    first = lines.pop("train/lr", [])
+    warmup = warmup_of(run)
+    rate = run.config.get("optimizer.lr")
+    if warmup and is_number(rate) and not run.config.get("groups") and not lines:
+        start = run.config.get("scheduler.start") or 0
+        begin = start + (1 - start) / (warmup + 1)
+        ends = {1: rate * begin, warmup + 1: rate}
+        last = run.rows[-1]["step"]
+        known = {step: value for step, value in ends.items() if step <= last}
+        first = sorted({**known, **dict(first)}.items())
+    name = "learning rate" if not lines else "first group"
+    named = {name: first, **lines}
+    return dict(list(named.items())[:MOST_RATES])
+
+
+def series(rows: list[Row], name: str) -> list[tuple[float, float]]:
+    return [(row["step"], row[name]) for row in rows if name in row]
+
+
+def pooled(rows: list[Row], name: str) -> list[tuple[float, float]]:
     """Return a metric's means over stretches that have the samples of the largest row.
 
     The row before an evaluation may cover only a batch or two, whose mean would jump.
@@ -86,7 +141,7 @@ def pooled(rows: list[Row], name: str) -> Points:
     samples = math.inf  # of the last stretch
     for row in reversed(rows):
         if samples >= most:
-            points.append((row["epoch"], 0.0))
+            points.append((row["step"], 0.0))
             samples = 0
         samples += samples_in(row)
         end, mean = points[-1]

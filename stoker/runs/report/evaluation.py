@@ -228,9 +228,9 @@ def regression(evaluation: Evaluation) -> list[dict[str, Any]]:
         of = f" of target {i + 1}" if targets > 1 else ""
         off = f"{number(math.fsum(map(abs, errors)) / len(errors))} on average"
         title = f"predicted against true{of}"
-        svg = plots.against(f"against{i}", pairs, title)
+        svg = plots.against(pairs, title)
         figures.append({"title": title, "note": "", "svg": svg})
         title = f"errors{of}"
-        svg = plots.histogram(f"errors{i}", errors, "predicted minus true", f"histogram of {title}")
+        svg = plots.histogram(errors, "predicted minus true", f"histogram of {title}")
         figures.append({"title": title, "note": off if targets > 1 else "", "svg": svg})
     return figures

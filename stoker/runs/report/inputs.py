@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from stoker.command import dotted
-from stoker.runs import directory, saved_config
+from stoker.runs import directory, saved_config, status
 from stoker.runs.evaluation import Evaluation, Sample
 from stoker.runs.json_files import is_number
 from stoker.runs.report.words import one_line, shortened
 from stoker.runs.result import RunResult, typed
+from stoker.runs.status import Status
 from stoker.trainer import checkpoint_names, files
 
 MOST_BYTES = 2**25  # of a metrics.jsonl
@@ -51,12 +52,13 @@ Row = dict[str, float]  # a row of metrics.jsonl, its numbers alone; it has an "
 
 @dataclass
 class Best:
-    """The best evaluation of a run; `epoch` is None if no row has it."""
+    """The best evaluation of a run; `epoch` and `step` are None if no row has it."""
 
     name: str
     value: float
     is_high: bool | None  # whether higher is better, if that is known
     epoch: float | None
+    step: float | None = None
 
 
 @dataclass
@@ -67,6 +69,8 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     result: RunResult = field(default_factory=RunResult)
     has_ended: bool = False  # whether there is a result
+    state: str = "stopped"  # or "running", "failed", "done"
+    status: Status = field(default_factory=Status)
     rows: list[Row] = field(default_factory=list)
     texts: list[tuple[float, str]] = field(default_factory=list)  # (epoch, what the model wrote)
     evaluation: Evaluation | None = None
@@ -80,14 +84,23 @@ class Run:
         return best_so_far(self.config, self.rows)
 
     @property
+    def total_steps(self) -> int | None:
+        return self.result.total_steps or self.status.total_steps
+
+    @property
     def step(self) -> float:
         """The step of the last row, or of the later checkpoint of an interrupted run."""
+        if self.result.steps is not None:
+            return self.result.steps
         steps = [row.get("step", 0) for row in self.rows]
         return max([*steps, *checkpoints(self.folder)], default=0)
 
 
-def read_run(folder: str | Path) -> Run:
-    """Read a run directory; UserError if it has no config.yaml of a run."""
+def read_run(folder: str | Path, state: str | None = None) -> Run:
+    """Read a run directory; UserError if it has no config.yaml of a run.
+
+    The process that trains the run knows its `state`.
+    """
     folder = Path(folder)
     config = saved_config.load_config("run_dir", folder)
     result = RunResult.read(folder)
@@ -99,6 +112,8 @@ def read_run(folder: str | Path) -> Run:
         config=dotted.flat(config),
         result=result or RunResult(),
         has_ended=result is not None,
+        state=state or status.state_of(folder, result),
+        status=Status.read(folder),
         rows=read_rows(folder / directory.METRICS),
         texts=read_texts(folder / directory.SAMPLES),
         evaluation=read_evaluation(folder / directory.EVALUATION),
@@ -112,11 +127,11 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl that have an epoch, each with its numbers alone."""
+    """Return the rows of a metrics.jsonl with a step and an epoch, each with its numbers alone."""
     rows = []
     for entries in read_lines(path):
         row = {name: value for name, value in entries.items() if is_number(value)}
-        if row.get("epoch", -1) >= 0:
+        if min(row.get("epoch", -1), row.get("step", -1)) >= 0:
             rows.append(row)
     return rows
 
@@ -155,7 +170,7 @@ def best_of(result: RunResult, rows: list[Row]) -> Best | None:
         return None
     epochs = [row["epoch"] for row in rows if row.get("step") == best.step and best.name in row]
     epoch = epochs[0] if epochs else None
-    return Best(best.name, best.value, best.mode == "max", epoch)
+    return Best(best.name, best.value, best.mode == "max", epoch, best.step)
 
 
 def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
@@ -171,7 +186,7 @@ def best_so_far(config: dict[str, Any], rows: list[Row]) -> Best | None:
         return None
     choose = max if mode == "max" else min
     row = choose(evaluated, key=lambda row: row[name])
-    return Best(name, row[name], mode == "max", row["epoch"])
+    return Best(name, row[name], mode == "max", row["epoch"], row.get("step"))
 
 
 def read_evaluation(path: Path) -> Evaluation | None:

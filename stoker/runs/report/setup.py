@@ -9,6 +9,7 @@ from stoker.command.shell import command, setting
 from stoker.command.trust import own_packages
 from stoker.configs import FOLDER
 from stoker.runs import saved_config
+from stoker.runs.json_files import is_number
 from stoker.runs.report.inputs import Run, checkpoints
 
 MOST_ENTRIES = 300  # settings
@@ -54,41 +55,58 @@ def defaults_of(overrides: list[str]) -> dict[str, Any]:
         return {}
 
 
-def commands(run: Run) -> list[tuple[str, str]]:
-    """Return (purpose, command) for what to do next with a run."""
+def origin(run: Run) -> list[tuple[str, str]]:
+    """Return (purpose, command) of what started the run, and of what goes on with it."""
     script = saved_config.script_of(run.config)
     if script is not None:
-        return [("Made by a script, which resumes it", script)]
-    commands = []
+        return [("Started by a script, which also resumes it", script)]
+    if run.overrides is None:
+        return []
+    typed = [one for one in run.overrides if not one.startswith("run_dir=")]
+    commands = [("Started by", command(typed))]
+    rate = run.config.get("optimizer.lr")
+    if run.result.will_repeat and is_number(rate):
+        slower = [one for one in typed if not one.startswith("optimizer.lr=")]
+        purpose = "Train it with a tenth of the learning rate"
+        commands.append((purpose, command(slower, f"optimizer.lr={rate / 10:.3g}")))
+    elif run.state == "failed" and run.result.code == exit_codes.FAILED:
+        commands.append(("Resume it, once the cause is mended", resume(run.overrides, run)))
+    elif run.state == "stopped":
+        commands.append(("Resume it", resume(run.overrides, run)))
+    return commands
+
+
+def resume(typed: list[str], run: Run) -> str:
+    return command(typed, setting("run_dir", run.folder))
+
+
+def commands(run: Run) -> list[tuple[str, str]]:
+    """Return (purpose, command) of what the model of a run can do."""
+    if saved_config.script_of(run.config) is not None or not checkpoints(run.folder):
+        return []
     result = run.result
-    if run.overrides is not None:
-        again = [one for one in run.overrides if not one.startswith("run_dir=")]
-        resumed = command(run.overrides, setting("run_dir", run.folder))
-        if result.error is None:
-            commands.append(("Train it again", command(again)))
-            if result.steps is None or result.steps != result.total_steps:
-                commands.append(("Resume it", resumed))
-        elif result.code == exit_codes.FAILED and not result.will_repeat:
-            commands.append(("Resume it, once the cause is mended", resumed))
-    if checkpoints(run.folder):
-        packages = trusted(run)
-        tasks = {"Evaluate it": ["task=evaluate"]}
-        dataset = str(run.config.get("dataset._target_"))
-        if dataset.startswith(OF_TEXT):
-            tasks["Generate with it"] = ["task=generate"]
-        elif re.match(OF_FILES, dataset):
-            tasks["Predict with it"] = ["task=predict", "input=PATH"]
-        else:
-            part = "test" if "test" in (result.samples or {}) else "train"
-            tasks["Predict with it"] = ["task=predict", f"split={part}"]
-        if dataset.startswith("stoker.") or run.evaluation is not None:
-            # What a model of any samples takes is not known.
-            tasks["Export it"] = ["task=export", "format=onnx"]
-        for purpose, typed in tasks.items():
-            typed.insert(1, setting("run", run.folder))
-            if packages:
-                typed.append(f"trusted=[{','.join(packages)}]")
-            commands.append((purpose, command(typed)))
+    packages = trusted(run)
+    tasks = {"Evaluate it": ["task=evaluate"]}
+    if (result.samples or {}) and "test" not in (result.samples or {}):
+        tasks["Evaluate it"].append("split=val")
+    dataset = str(run.config.get("dataset._target_"))
+    if dataset.startswith(OF_TEXT):
+        tasks["Generate with it"] = ["task=generate"]
+    elif re.match(OF_FILES, dataset):
+        tasks["Predict with it"] = ["task=predict", "input=PATH"]
+    else:
+        names = [name for name in ("test", "val", "train") if name in (result.samples or {})]
+        part = names[0] if names else "train"
+        tasks["Predict with it"] = ["task=predict", f"split={part}"]
+    if dataset.startswith("stoker.") or run.evaluation is not None:
+        # What a model of any samples takes is not known.
+        tasks["Export it"] = ["task=export", "format=onnx"]
+    commands = []
+    for purpose, typed in tasks.items():
+        typed.insert(1, setting("run", run.folder))
+        if packages:
+            typed.append(f"trusted=[{','.join(packages)}]")
+        commands.append((purpose, command(typed)))
     return commands
 
 

@@ -1,5 +1,6 @@
-"""The top of the report: a description, the verdict on quality, and tiles of numbers."""
+"""The top of the report: a description, how far the run is, the verdict on quality, and tiles."""
 
+import datetime
 import math
 import re
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 from stoker.runs.json_files import is_number
 from stoker.runs.page import render
+from stoker.runs.readable import seconds
 from stoker.runs.report import words
-from stoker.runs.report.curves import metric_of
+from stoker.runs.report.curves import metrics_of
 from stoker.runs.report.inputs import SPLITS, Best, Row, Run
 from stoker.runs.report.words import one_line, shortened
 from stoker.trainer.readable import number
@@ -33,6 +35,37 @@ def about(run: Run) -> str:
     if counts:
         parts.append(f"{' + '.join(counts)} samples")
     return ", ".join(filter(None, parts))
+
+
+def progress(run: Run, now: float) -> str:
+    """'running, step 1,200 of 4,000 (30 %), about 4 min 10 s to go', 'done at step 200'."""
+    total = run.total_steps
+    text = f"{run.state} at step {run.step:,.0f}"
+    if run.state == "running":
+        text = f"running, step {run.step:,.0f}"
+    if total and total != run.step:
+        text += f" of {total:,} ({run.step / total:.0%})".replace("%", " %")
+    status = run.status
+    if run.state == "running" and total and status.resumed is not None:
+        done = run.step - (status.step or 0)
+        if done > 0:
+            left = (total - run.step) / done * (now - status.resumed)
+            text += f", about {seconds(max(0, left))} to go"
+    if run.result.stopped is not None:
+        text += f": {one_line(run.result.stopped.text)}"
+    return text
+
+
+def times(run: Run) -> str:
+    """'Started 2026-11-23 09:30, ended 2026-11-23 09:40, on AMD EPYC 7763'."""
+    parts = []
+    for name, moment in (("started", run.status.started), ("ended", run.status.ended)):
+        if moment is not None and 0 < moment < 1e11:
+            parts.append(f"{name} {datetime.datetime.fromtimestamp(moment):%Y-%m-%d %H:%M}")
+    if run.status.machine:
+        parts.append(f"on {one_line(run.status.machine)}")
+    text = ", ".join(parts)
+    return text[:1].upper() + text[1:]
 
 
 def target_name(run: Run, group: str) -> str:
@@ -75,9 +108,7 @@ def quality_verdict(run: Run) -> str:
     )
     parts = text.splitlines()
     if not parts:
-        return f"No evaluation yet at step {run.step:,.0f}." if run.rows else "No numbers yet."
-    if run.rows and not run.has_ended:
-        parts.append(f"the run has not finished (step {run.step:,.0f})")
+        return "No evaluation yet." if run.rows else "No numbers yet."
     text = "; ".join(parts)
     if not re.match(r"[a-z]+/", text):  # the name of a metric stays as it is
         text = text[0].upper() + text[1:]
@@ -110,7 +141,7 @@ def scores(run: Run) -> dict[str, Any]:
 
 def latest(rows: list[Row]) -> Best | None:
     """Return the last value of a metric, for a run whose best value is unknown."""
-    name = metric_of(rows) or "val/loss"
+    name = next(iter(metrics_of(rows)), "val/loss")
     evaluated = [row for row in rows if name in row]
     if not evaluated:
         return None

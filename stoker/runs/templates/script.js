@@ -1,19 +1,9 @@
 "use strict";
-// The one script of all pages. base.html allows it by its hash, so nothing else on a page can run.
+// What all pages share: commands to copy, plots to read, and a page that follows a running training.
 
 const tip = document.createElement("div");
 tip.className = "tip";
 document.body.append(tip);
-
-// Copy buttons: <pre class="copy">.
-for (const block of document.querySelectorAll("pre.copy")) {
-  const text = block.textContent;
-  block.append(button("copy", "copy", self => {
-    copy(text);
-    self.textContent = "copied";
-    setTimeout(() => { self.textContent = "copy"; }, 1500);
-  }));
-}
 
 function button(name, label, act) {
   const made = document.createElement("button");
@@ -24,7 +14,17 @@ function button(name, label, act) {
   return made;
 }
 
-function copy(text) { // also where navigator.clipboard is missing: a page served by plain http
+// Commands: <pre class="copy">.
+for (const block of document.querySelectorAll("pre.copy")) {
+  const text = block.textContent;
+  block.append(button("copy", "copy", self => {
+    copy(text);
+    self.textContent = "copied";
+    setTimeout(() => { self.textContent = "copy"; }, 1500);
+  }));
+}
+
+function copy(text) { // this way it also works on a page from a server without https
   const area = document.createElement("textarea");
   area.value = text;
   document.body.append(area);
@@ -39,3 +39,107 @@ function download(name, text) {
   link.href = `data:text/csv;charset=utf-8,${encodeURIComponent(text)}`;
   link.click();
 }
+
+// Plots: <svg class="plot">, whose curves have their values.
+function curvesOf(plot) {
+  return [...plot.querySelectorAll(".curve")].map(curve => ({
+    name: curve.dataset.name,
+    colour: curve.style.stroke,
+    points: curve.dataset.points.split(" ").map(point => point.split(",").map(Number)),
+  }));
+}
+
+function scaleOf(text) {
+  const [low, high, start, end, isLog] = text.split(",").map(Number);
+  const of = isLog ? Math.log10 : value => value;
+  return value => start + (of(value) - of(low)) / (of(high) - of(low)) * (end - start);
+}
+
+const short = value => {
+  const size = Math.abs(value);
+  return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(3) : String(+value.toPrecision(5));
+};
+
+document.addEventListener("pointermove", event => {
+  document.querySelectorAll(".guide").forEach(guide => guide.remove());
+  tip.style.display = "none";
+  const plot = event.target.closest?.("svg.plot");
+  const curves = plot ? curvesOf(plot) : [];
+  if (!curves.length) return;
+  const box = plot.getBoundingClientRect(), {width, height} = plot.viewBox.baseVal;
+  const place = (event.clientX - box.left) / box.width * width;
+  const x = scaleOf(plot.dataset.x), [bottom, top] = plot.dataset.y.split(",").slice(2);
+  const near = (a, b) => Math.abs(x(a[0]) - place) <= Math.abs(x(b[0]) - place) ? a : b;
+  const nearest = curves.map(curve => curve.points.reduce(near));
+  const at = nearest.reduce(near)[0];
+  const guide = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  guide.setAttribute("class", "guide");
+  guide.setAttribute("d", `M${x(at)} ${bottom}V${top}`);
+  plot.append(guide);
+  const {xname, epochs} = plot.dataset;
+  const lines = [`${xname} ${xname === "step" ? at.toLocaleString("en") : short(at)}`];
+  if (+epochs) lines[0] += `, epoch ${+(at * epochs).toPrecision(3)}`;
+  curves.forEach((curve, i) => {
+    if (Math.abs(x(nearest[i][0]) - x(at)) < width / 40) lines.push(`${curve.name} ${short(nearest[i][1])}`);
+  });
+  tip.textContent = lines.join("\n");
+  tip.style.display = "block";
+  const left = event.clientX + 14, fits = left + tip.offsetWidth < innerWidth - 4;
+  tip.style.left = `${fits ? left : Math.max(4, event.clientX - 14 - tip.offsetWidth)}px`;
+  tip.style.top = `${Math.max(4, Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 4))}px`;
+});
+
+function table(curves, xname) { // as csv, with a row for each x
+  const rows = new Map();
+  curves.forEach((curve, i) => curve.points.forEach(([x, y]) => {
+    if (!rows.has(x)) rows.set(x, curves.map(() => ""));
+    rows.get(x)[i] = y;
+  }));
+  const quoted = text => `"${text.replaceAll('"', '""')}"`;
+  const lines = [...rows].sort((a, b) => a[0] - b[0]).map(([x, values]) => [x, ...values].join());
+  return [[xname || "x", ...curves.map(curve => curve.name)].map(quoted).join(), ...lines, ""].join("\n");
+}
+
+for (const figure of document.querySelectorAll("figure")) {
+  const plot = figure.querySelector("svg.plot");
+  if (!plot) continue;
+  const caption = figure.querySelector("figcaption"), curves = curvesOf(plot);
+  if (curves.length)
+    caption.append(button("csv", "csv", () =>
+      download(`${caption.querySelector("b").textContent}.csv`, table(curves, plot.dataset.xname))));
+  plot.onclick = () => enlarge(figure);
+}
+
+function enlarge(figure) {
+  const dialog = document.createElement("dialog");
+  const copy = figure.cloneNode(true);
+  copy.querySelectorAll("button").forEach(one => one.remove());
+  dialog.append(copy);
+  dialog.onclick = () => dialog.close();
+  dialog.onclose = () => { tip.style.display = "none"; document.body.append(tip); dialog.remove(); };
+  document.body.append(dialog);
+  dialog.append(tip);
+  dialog.showModal();
+}
+
+// A page that is drawn again while the training goes on: <main data-reload="seconds" data-drawn="time">.
+const {reload, drawn} = document.querySelector("main").dataset;
+const key = `scroll ${location.pathname}`;
+try {
+  const kept = JSON.parse(sessionStorage.getItem(key));
+  sessionStorage.removeItem(key);
+  if (kept) {
+    document.querySelectorAll("details").forEach((part, i) => { part.open = kept.open[i]; });
+    scrollTo(0, kept.y);
+  }
+} catch { /* a browser that keeps nothing begins at the top */ }
+
+function follow() {
+  const minutes = Math.round((Date.now() / 1000 - drawn) / 60), late = document.querySelector(".late");
+  if (late && minutes >= 5) late.textContent = `No news for ${minutes} minutes.`;
+  if (document.hidden || document.querySelector("dialog") || !getSelection().isCollapsed) return;
+  const open = [...document.querySelectorAll("details")].map(part => part.open);
+  try { sessionStorage.setItem(key, JSON.stringify({y: scrollY, open})); } catch { /* as above */ }
+  location.reload();
+}
+if (reload) setInterval(follow, 1000 * reload);

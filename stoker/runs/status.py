@@ -1,0 +1,95 @@
+"""status.json: when a run began and ended, on which machine, and how long it is to be."""
+
+import dataclasses
+import platform
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.runs import json_files, lock
+from stoker.runs.directory import STATUS
+from stoker.runs.result import RunResult, typed
+
+if TYPE_CHECKING:
+    from stoker.trainer.trainer import Trainer
+
+ENDINGS = ("asked", "early_stopping")  # reasons to stop that leave nothing to resume
+
+
+@dataclasses.dataclass
+class Status:
+    """What status.json says. Times are in seconds since 1970."""
+
+    started: float | None = None
+    resumed: float | None = None  # when this process began to train, at `step`
+    ended: float | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    machine: str | None = None
+    doctor: list[str] | None = None  # its warnings
+
+    @classmethod
+    def read(cls, folder: Path) -> "Status":
+        """Read the status of an untrusted run directory; what is malformed is None."""
+        contents = json_files.read_json(folder / STATUS) or {}
+        try:
+            status: Status = typed(contents, cls)
+        except TypeError:
+            return cls()
+        return status
+
+
+def begin(folder: Path, trainer: "Trainer") -> None:
+    """Write that the training begins, or goes on."""
+    before = Status.read(folder) if trainer.step else Status()
+    if trainer.step == trainer.total_steps:  # it is only tested again
+        return
+    started = round(time.time(), 1)
+    status = Status(
+        started=before.started or started,
+        resumed=started,
+        step=trainer.step,
+        total_steps=trainer.total_steps,
+        machine=machine(trainer.device),
+    )
+    write(folder, status)
+
+
+def end(folder: Path, doctor: list[str] | None = None) -> None:
+    """Write that the training has ended, with the doctor's warnings."""
+    status = Status.read(folder)
+    if status.started is not None and status.ended is None:
+        write(folder, dataclasses.replace(status, ended=round(time.time(), 1), doctor=doctor))
+
+
+def write(folder: Path, status: Status) -> None:
+    contents = dataclasses.asdict(status)
+    known = {name: value for name, value in contents.items() if value is not None}
+    json_files.write_json(folder / STATUS, known)
+
+
+def state_of(folder: Path, result: RunResult | None) -> str:
+    """Return "running", "stopped", "failed" or "done"."""
+    if result is None:
+        return "running" if lock.is_held(folder) else "stopped"
+    if result.has_failed:
+        return "failed"
+    is_short = result.stopped is not None and result.stopped.kind not in ENDINGS
+    return "stopped" if is_short else "done"
+
+
+def machine(device: Any) -> str:
+    """Return the name of a GPU, or of the processor."""
+    import torch
+
+    if device.type != "cpu":
+        backend = torch.get_device_module(device)
+        if hasattr(backend, "get_device_name"):
+            return str(backend.get_device_name(device))
+        return str(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
