@@ -10,21 +10,16 @@ from dataclasses import dataclass, field
 from markupsafe import Markup
 
 from stoker.runs.page import render
-from stoker.trainer.errors import printable
 
 Points = Sequence[tuple[float, float]]
 
 MOST_POINTS = 400  # in a drawn curve
 MOST_MARKED = 30  # points of a curve that has a dot at each
 MOST_DOTS = 800  # in a scatter plot
-MOST_NAMES = 8  # names at an axis
-MOST_LETTERS = 16  # in a name
-FAR = 30  # ratio of values that calls for a logarithmic axis
 WIDTH = 360  # pixels: nearly the size it has on a phone
 HEIGHT = 220
 LETTER = 6.4  # the width of a digit
 SMALLEST = 1e-100  # what is nearer to 0 is drawn as 0
-CROSS = "m-3-3l6 6m0-6l-6 6"
 
 
 @dataclass
@@ -78,17 +73,10 @@ class Plot:
     marks: list[Mark] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        texts = [text for _, text in self.x.ticks]
-        self.is_tilted = sum(map(len, texts)) > 46
         letters = max(len(text) for _, text in self.y.ticks)
-        self.x.start = round(26 + LETTER * letters) if self.ylabel else round(12 + LETTER * letters)
+        self.x.start = round(26 + LETTER * letters)
         self.x.end = WIDTH - 14
-        foot = 20
-        if self.xlabel:
-            foot += 14
-        if self.is_tilted:
-            foot += 3.2 * max(map(len, texts))
-        self.y.start = round(HEIGHT - foot)
+        self.y.start = HEIGHT - 34
         self.y.end = 8
 
     def places(self, points: Points) -> list[str]:
@@ -116,9 +104,9 @@ class Plot:
         if len(points) <= MOST_MARKED:
             self.dots("marked", points, colour)
 
-    def dots(self, kind: str, points: Points, colour: str, shape: str = "h0") -> None:
-        """Draw the points; `shape` is an SVG path from the point itself."""
-        path = "".join(f"M{place}{shape}" for place in self.places(points))
+    def dots(self, kind: str, points: Points, colour: str) -> None:
+        """Draw the points."""
+        path = "".join(f"M{place}h0" for place in self.places(points))
         self.marks.append(Mark(f"dots {kind}", path, colour))
 
     def svg(self) -> Markup:
@@ -189,15 +177,8 @@ def logarithmic(values: Sequence[float]) -> Axis:
     return Axis(low, high, [(tick, tick_label(tick, notation)) for tick in ticks], is_log=True)
 
 
-def named(names: Sequence[str]) -> Axis:
-    """Return an axis with a place for each name, of which some are written."""
-    every = math.ceil(len(names) / MOST_NAMES)
-    ticks = [(float(i), shortened(names[i])) for i in range(0, len(names), every)]
-    return Axis(-0.5, len(names) - 0.5, ticks)
-
-
-def scale(values: Sequence[float], far: float = FAR) -> Axis:
-    """Return an axis for the values: logarithmic if they are far apart."""
+def scale(values: Sequence[float], far: float) -> Axis:
+    """Return an axis for the values: logarithmic if their ratio is above `far`."""
     is_log = min(values) > SMALLEST and max(values) > far * min(values)
     return logarithmic(values) if is_log else linear(values)
 
@@ -268,55 +249,6 @@ def against(points: Points, label: str) -> Markup:
     plot.marks.append(Mark("rule", f"M{'L'.join(diagonal)}"))
     plot.dots("some", points, "val")
     return plot.svg()
-
-
-def results(
-    settings: Sequence[str], values: Sequence[float | None], best: int, label: str
-) -> Markup:
-    """Draw the results of jobs over the typed values of a setting, with a mark at the job `best`.
-
-    Jobs without a result are crosses at the foot. Numbers are placed on a linear or logarithmic
-    axis, other values in the order in which they come.
-    """
-    x, places = place_settings(settings)
-    pairs = list(zip(places, values, strict=True))
-    done = [(x, y) for x, y in pairs if y is not None]
-    plot = Plot(x, scale([y for _, y in done] or [0.0, 1.0]), label)
-    plot.dots("done", some(done), "val")
-    plot.dots("lost", some([(x, plot.y.low) for x, y in pairs if y is None]), "bad", CROSS)
-    value = values[best]
-    if value is not None:
-        plot.dots("best", [(places[best], value)], "val")
-    return plot.svg()
-
-
-def place_settings(settings: Sequence[str]) -> tuple[Axis, list[float]]:
-    """Return an axis for the values of a setting, and the place of each."""
-    texts = list(dict.fromkeys(settings))
-    numbers = [as_number(text) for text in texts]
-    known = [number for number in numbers if number is not None]
-    if len(known) < len(texts):
-        axis = named(texts)
-        known = [float(i) for i in range(len(texts))]
-    else:
-        axis = scale(known, 10)
-    places = dict(zip(texts, known, strict=True))
-    return axis, [places[text] for text in settings]
-
-
-def shortened(text: str) -> str:
-    """Return the end of a long text, where class names differ."""
-    text = printable(text)
-    return text if len(text) <= MOST_LETTERS else f"…{text[1 - MOST_LETTERS :]}"
-
-
-def as_number(text: str) -> float | None:
-    """Return the number that was typed; None for other texts and for huge numbers."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if abs(value) < 1e100 else None
 
 
 def some(points: Points) -> Points:

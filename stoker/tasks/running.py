@@ -119,7 +119,7 @@ class Run:
         if not job.in_sweep():
             text += f" To resume:\n{signals.resume_command}"
         signals.print_advice(text)
-        if self.draws:
+        if self.draws and (self.folder / directory.CONFIG).is_file():
             draw_report(self.folder, "stopped")
 
     def draw_report(self) -> None:

@@ -40,7 +40,7 @@ function download(name, text) {
   link.click();
 }
 
-// Plots: <svg class="plot">, whose curves have their values.
+{ // Plots: <svg class="plot">, whose curves have their values.
 function curvesOf(plot) {
   return [...plot.querySelectorAll(".curve")].map(curve => ({
     name: curve.dataset.name,
@@ -72,7 +72,7 @@ document.addEventListener("pointermove", event => {
   const near = (a, b) => Math.abs(x(a[0]) - place) <= Math.abs(x(b[0]) - place) ? a : b;
   const nearest = curves.map(curve => curve.points.reduce(near));
   const at = nearest.reduce(near)[0];
-  const guide = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  const guide = plot.querySelector(".grid").cloneNode();
   guide.setAttribute("class", "guide");
   guide.setAttribute("d", `M${x(at)} ${bottom}V${top}`);
   plot.append(guide);
@@ -89,7 +89,7 @@ document.addEventListener("pointermove", event => {
   tip.style.top = `${Math.max(4, Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 4))}px`;
 });
 
-function table(curves, xname) { // as csv, with a row for each x
+function csv(curves, xname) { // as csv, with a row for each x
   const rows = new Map();
   curves.forEach((curve, i) => curve.points.forEach(([x, y]) => {
     if (!rows.has(x)) rows.set(x, curves.map(() => ""));
@@ -106,23 +106,24 @@ for (const figure of document.querySelectorAll("figure")) {
   const caption = figure.querySelector("figcaption"), curves = curvesOf(plot);
   if (curves.length)
     caption.append(button("csv", "csv", () =>
-      download(`${caption.querySelector("b").textContent}.csv`, table(curves, plot.dataset.xname))));
+      download(`${caption.querySelector("b").textContent}.csv`, csv(curves, plot.dataset.xname))));
   plot.onclick = () => enlarge(figure);
 }
 
 function enlarge(figure) {
   const dialog = document.createElement("dialog");
-  const copy = figure.cloneNode(true);
-  copy.querySelectorAll("button").forEach(one => one.remove());
-  dialog.append(copy);
+  const larger = figure.cloneNode(true);
+  larger.querySelectorAll("button").forEach(one => one.remove());
+  dialog.append(larger);
   dialog.onclick = () => dialog.close();
   dialog.onclose = () => { tip.style.display = "none"; document.body.append(tip); dialog.remove(); };
   document.body.append(dialog);
   dialog.append(tip);
   dialog.showModal();
 }
+}
 
-// A page that is drawn again while the training goes on: <main data-reload="seconds" data-drawn="time">.
+{ // A page that is drawn again while the training goes on: <main data-reload="seconds" data-drawn="time">.
 const {reload, drawn} = document.querySelector("main").dataset;
 const key = `scroll ${location.pathname}`;
 try {
@@ -143,3 +144,4 @@ function follow() {
   location.reload();
 }
 if (reload) setInterval(follow, 1000 * reload);
+}
