@@ -18,7 +18,7 @@ import __main__
 from stoker.command import exit_codes, invocation, signals
 from stoker.data.record import Data
 from stoker.diagnostics.timing import Timing
-from stoker.runs import directory, index, lock, provenance, resume, rows
+from stoker.runs import directory, index, provenance, resume, rows
 from stoker.runs.live import LiveReport
 from stoker.runs.loggers import JSONL, ConfigFile
 from stoker.runs.result import finished, write_failure
