@@ -227,7 +227,9 @@ def test_lbfgs_adds_up_micro_batches():
         trainer.fit(batches())
         weights.append(trainer.module[0].weight.detach())
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-12, atol=1e-12)
-    with pytest.raises(UserError, match="LBFGS evaluates the loss many times, in one process"):
+    with pytest.raises(
+        UserError, match="LBFGS evaluates the loss several times per step: use one process"
+    ):
         make_trainer(precision="fp16", **settings)
     with pytest.raises(UserError, match="LBFGS doesn't support per-parameter options"):
         make_trainer(groups=[{"match": "0.*", "lr": 0.1}], **settings)

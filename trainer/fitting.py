@@ -1,4 +1,4 @@
-"""What surrounds the loop of a fit: its preparation, and cleaning up after it."""
+"""Prepare a fit, and clean up after it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any) -> None:
-    """Check the arguments of a fit, build the scheduler, and go to where `resume` stands."""
+    """Check the arguments of a fit, build the scheduler, and load the checkpoint to resume."""
     misuse.check_fit(trainer, train_loader, val_loader)
     loader = seekable(train_loader, trainer.seed, trainer.sample_dims)
     misuse.check_uncut(trainer, loader)
@@ -67,7 +67,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
         trainer.go_on_from(state, loader)
         if not any(isinstance(callback, Freeze) for callback in trainer.callbacks):
             warn_of_frozen(trainer.module, before)
-        trainer.steps_per_epoch = steps_per_epoch  # the checkpoint's number has replaced it
+        trainer.steps_per_epoch = steps_per_epoch  # not the checkpoint's
     if trainer.special_step is not None:
         trainer.special_step.begin(trainer)
     misuse.warn_of_untrained(trainer)
@@ -83,7 +83,7 @@ def prepare(trainer: "Trainer", train_loader: Any, val_loader: Any, resume: Any)
 
 @contextlib.contextmanager
 def cleaned_up(trainer: "Trainer") -> Iterator[None]:
-    """Begin without gradients; then drop them and the loaders, and restore the random states."""
+    """Clear the gradients before and after a fit, and restore the random states."""
     trainer.left_out = list(trainer.without_optimizer().values())
     optimizers.zero_grad(trainer.optimizer, trainer.left_out)
     devices.make_current(trainer.device)
@@ -103,7 +103,7 @@ def cleaned_up(trainer: "Trainer") -> Iterator[None]:
 
 
 def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
-    """Warn, where there are checkpoints, of what they cannot do with data without a length."""
+    """Warn of what checkpoints cannot do for data without a length."""
     savers = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
     if not savers or not isinstance(loader, IterableLoader) or loader.length_is_exact:
         return
@@ -114,18 +114,18 @@ def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
         )
     if trainer.steps_per_epoch == trainer.total_steps and not any(s.every for s in savers):
         launch.warn(
-            "checkpoint: the training is one epoch, which has its checkpoint at the end. "
+            "checkpoint: the whole training is one epoch, so the only checkpoint is at its end. "
             "Type checkpoint.every=N, or give Checkpoint(every=N)."
         )
 
 
 def warn_of_weights(trainer: "Trainer") -> None:
-    """Warn, at the end of a fit, of weights that are not finite."""
+    """Warn at the end of a fit if a weight is not finite."""
     if trainer.module is None:  # the Trainer was closed
         return
     name = checkpoint.first_nonfinite(trainer.module)
     if name is not None:
         launch.warn(
-            f"The weights of {name} are not finite after step {trainer.step}. A NaNGuard() among "
-            "the callbacks stops earlier, and names the first such step and its cause."
+            f"The weights of {name} are not finite after step {trainer.step}. Add a NaNGuard() to "
+            "the callbacks: it stops at the first such step and explains it."
         )

@@ -1,4 +1,4 @@
-"""Compare a state with the part of a training that it is for, before anything is loaded."""
+"""Check a saved state against the model, optimizer and so on, before anything is loaded."""
 
 import inspect
 from typing import Any, NoReturn
@@ -8,10 +8,10 @@ import torch
 from stoker.trainer import launch
 from stoker.trainer.errors import UserError, first_few
 
-# How an optimizer works, not what it computes: a GPU's checkpoint has others than the CPU needs.
+# How an optimizer works, not what it computes: these may differ between a GPU and a CPU.
 WAYS = ("foreach", "fused", "capturable")
 ANYTHING = object()
-# Parts whose state has a form that is known.
+# Parts of a Trainer whose state always has the same form.
 OURS = ("train_loss", "grad_norm", "micro_batch")
 
 
@@ -39,7 +39,7 @@ def check(part: Any, state: Any, name: str) -> None:
 
 
 def frozen(module: torch.nn.Module) -> list[str]:
-    """Return the names of the parameters that are not trained, each name of a shared one."""
+    """Return the names of the frozen parameters; a shared one has several."""
     named = module.named_parameters(remove_duplicate=False)
     return [name for name, parameter in named if not parameter.requires_grad]
 
@@ -52,7 +52,7 @@ def freeze(module: torch.nn.Module, names: list[str]) -> None:
 
 
 def warn_of_frozen(module: torch.nn.Module, before: list[str]) -> None:
-    """Warn of the parameters that a checkpoint has frozen, or that are trained again."""
+    """Warn if a checkpoint has frozen parameters, or unfrozen some."""
     now = frozen(module)
     changes = {"frozen": set(now) - set(before), "trained again": set(before) - set(now)}
     for change, names in changes.items():
@@ -63,10 +63,10 @@ def warn_of_frozen(module: torch.nn.Module, before: list[str]) -> None:
 
 
 def check_like(state: Any, like: Any, name: str) -> None:
-    """Compare a nesting with one of the right form: keys, lengths, shapes, numbers for numbers.
+    """Compare a nesting with one of the right form: its keys, lengths, shapes and types.
 
     Raises:
-        UserError: They differ; it names the place.
+        UserError: They differ; it says where.
     """
     if isinstance(like, dict):
         require(isinstance(state, dict), state, "a dict", name)
@@ -96,7 +96,7 @@ def check_like(state: Any, like: Any, name: str) -> None:
 
 
 def is_like_tensor(state: Any, like: torch.Tensor) -> bool:
-    """Return whether this is a tensor of the same shape, floating-point if the other is."""
+    """Return whether this is a tensor of the same shape, and floating-point if `like` is."""
     return (
         isinstance(state, torch.Tensor)
         and state.shape == like.shape
@@ -112,11 +112,11 @@ def is_number(value: Any) -> bool:
 
 
 def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
-    """Raise UserError for the state of another scheduler, or of torch's with other settings."""
+    """Raise UserError for the state of another scheduler, or of one with other settings."""
     like = scheduler.state_dict()
     kind = type(scheduler).__name__
     if isinstance(state, dict) and set(state) != set(like):
-        raise UserError(f"The checkpoint was written with another scheduler than {kind}.")
+        raise UserError(f"The checkpoint was written with a scheduler other than {kind}.")
     check_like(state, like, name)
     for key in inspect.signature(type(scheduler)).parameters:
         if key == "last_epoch" or key not in like:
@@ -124,8 +124,8 @@ def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
         if state[key] != like[key]:
             raise UserError(
                 f"The checkpoint's {kind} has {key}={state[key]}, and this one {like[key]}: "
-                "torch's schedules keep what they began with.\nType the settings and epochs of "
-                "then, or begin with scheduler=cosine, which can be made longer."
+                "torch's schedules cannot change.\nUse the same settings and epochs, or start "
+                "with scheduler=cosine, which can be extended."
             )
     for key in ("given", "base_lrs"):  # of a Schedule, and of torch's
         if state.get(key) != like.get(key):
@@ -139,7 +139,7 @@ def check_scheduler(scheduler: Any, state: Any, name: str) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, name: str) -> None:
-    """Compare the parameter groups, of which torch itself compares only the lengths."""
+    """Compare the parameter groups; torch itself compares only their lengths."""
     groups = optimizer.state_dict()["param_groups"]
     check_like(state, {"state": ANYTHING, "param_groups": [ANYTHING] * len(groups)}, name)
     require(isinstance(state["state"], dict), state["state"], "a dict", f"{name}.state")
@@ -148,7 +148,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: Any, name: str) -> 
 
 
 def check_group(group: Any, like: dict[str, Any], place: str) -> None:
-    """Compare one parameter group: the same parameters, switches and texts, numbers for numbers."""
+    """Compare a parameter group: the same parameters and options; numbers may differ."""
     require(isinstance(group, dict), group, "a dict", place)
     for key, value in like.items():
         if key in WAYS:
@@ -176,7 +176,7 @@ def require(fits: bool, value: Any, wanted: Any, name: str) -> None:
 
 
 def refuse(value: Any, wanted: Any, name: str) -> NoReturn:
-    """Raise UserError for the value at `name`; without `wanted`, `value` says what is wrong."""
+    """Raise UserError for the value at `name`; if `wanted` is None, `value` is the problem."""
     text = value if wanted is None else f"{shown(value)}, not {wanted}"
     raise UserError(f"The checkpoint does not fit this {name.partition('.')[0]}: {name} is {text}.")
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a Trainer, and how a Trainer goes on from it."""
+"""Save the state of a Trainer, and load it to resume."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,36 +30,36 @@ class Stateful:
     device: torch.device
     module: Any
     optimizer: Any
-    scheduler: Any = None  # needs the number of steps, which `fit` knows
+    scheduler: Any = None  # built by `fit`, which knows the number of steps
     scaler: torch.amp.GradScaler
     window: Window
     micro_batch: MicroBatch
     callbacks: list[Callback]
-    train_loader: Any = None  # outside of a fit
+    train_loader: Any = None  # only during a fit
     val_loader: Any = None
     step: int  # the only clock: optimizer steps done
     total_steps: int = 0
     steps_per_epoch: int = 0
-    epochs_before: int = 0  # that earlier fits have begun: each fit has its own random numbers
-    evaluation_due: bool = False  # the step is done, except for its evaluation
+    epochs_before: int = 0  # begun by earlier fits: each fit has its own random numbers
+    evaluation_due: bool = False  # the step is done, but not yet its evaluation
     is_evaluating: bool = False  # within `evaluating()`
-    rates: Sequence[float]  # of the parameter groups, in the last step or set since
-    carried: Mapping[str, Any] = {}  # by the names of the class's Carried attributes
-    left_out: Sequence[torch.Tensor] = ()  # parameters that no optimizer had as the fit began
+    rates: Sequence[float]  # of the parameter groups, in the last step or set since then
+    carried: Mapping[str, Any] = {}  # values of the class's Carried attributes, by name
+    left_out: Sequence[torch.Tensor] = ()  # parameters without an optimizer, as the fit began
 
     def is_time(self, every: int) -> bool:
-        """Return whether it is time for what comes every `every` steps and after the last one."""
+        """Return whether this step is a multiple of `every`, or the last one."""
         return self.step % every == 0 or self.step == self.total_steps
 
     @property
     def epochs_begun(self) -> int:
-        """Epochs that any fit has begun."""
+        """Epochs begun by all fits so far."""
         return self.epochs_before + math.ceil(self.step / max(1, self.steps_per_epoch))
 
     def set_lr(self, rate: float | Sequence[float]) -> None:
-        """Change the learning rate that the schedule multiplies, from the next step on.
+        """Change the base learning rate, which the schedule multiplies, from the next step on.
 
-        For use before a fit, between fits and in callbacks; checkpoints hold it.
+        Call it before a fit, between fits or in a callback. Checkpoints save the rate.
 
         Args:
             rate: One number for all parameter groups, or one for each of them.
@@ -68,7 +68,7 @@ class Stateful:
         self.rates = schedules.set_lr(self.optimizer, self.scheduler, rate, in_fit)
 
     def stateful(self) -> dict[str, Any]:
-        """Return {name: object with a state_dict} for checkpoints; add a second optimizer here."""
+        """Return {name: object with a state_dict} to save; add a second optimizer here."""
         parts = {
             "model": self.module,
             "optimizer": self.optimizer,
@@ -82,7 +82,7 @@ class Stateful:
         return {name: part for name, part in parts.items() if part is not None}
 
     def without_optimizer(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that no optimizer has, frozen ones too, by name."""
+        """Return {name: parameter} of those that no optimizer has, including frozen ones."""
         optimized: set[torch.Tensor] = set()
         for part in self.stateful().values():
             if isinstance(part, torch.optim.Optimizer):
@@ -92,7 +92,7 @@ class Stateful:
         return {name: p for name, p in parameters if p not in optimized}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the training depends on besides the settings, with the live tensors."""
+        """Return everything that the training depends on besides its settings; tensors are live."""
         if isinstance(self.scheduler, schedules.Schedule):
             self.scheduler.take_over()
         state: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
@@ -113,14 +113,14 @@ class Stateful:
         """Load a checkpoint file, or the best one of a folder: weights, step, callbacks, ..."""
         begun = self.epochs_begun
         self.load_state_dict(checkpoint.to_load(path))
-        self.epochs_before = max(self.epochs_before, begun)  # the next fit replays none of them
+        self.epochs_before = max(self.epochs_before, begun)  # the next fit repeats no epoch
 
     def load_state_dict(self, state: Any, loader: Any = None) -> None:
-        """Load what `state_dict` returned, also into the loader of a fit that is about to begin.
+        """Load what `state_dict` returned, and the place of `loader`, for a fit about to begin.
 
         Raises:
-            UserError: The state is that of another model or optimizer. Nothing has been loaded.
-            TrainingError: It was written by another Trainer. Nothing has been loaded.
+            UserError: The state is of another model or optimizer; nothing was loaded.
+            TrainingError: It was written by another Trainer; nothing was loaded.
         """
         self.check_state(state)
         if loader is None:
@@ -145,12 +145,12 @@ class Stateful:
         self.carried = copies.move(state.get("carried", {}), self.device)
 
     def go_on_from(self, state: Any, loader: Any = None) -> None:
-        """Load a state and freeze what was frozen in it: the next step is the one after it."""
+        """Load a state, and freeze what was frozen in it, to train on from there."""
         self.load_state_dict(state, loader)
         freeze(self.module, state["frozen"])
 
     def check_state(self, state: Any) -> None:
-        """Look at all of a state before any of it is loaded."""
+        """Check a whole state before any of it is loaded."""
         trainer: Any = self  # for the callbacks
         parts = self.stateful()
         for name in [*KINDS, *parts]:
@@ -167,7 +167,7 @@ class Stateful:
                 callback.check_state(trainer, state["callbacks"][name], f"callbacks.{name}")
             elif callback.state_dict():
                 raise UserError(
-                    f"The checkpoint has nothing of {name}: its run had no such callback. "
+                    f"The checkpoint has no state of the callback {name}: its run did not use it. "
                     "Leave it out."
                 )
 

@@ -1,6 +1,6 @@
-"""Steps that need more than `Trainer.train_step`: fp16, `micro_batch=auto` and CUDA graphs.
+"""Special steps: for fp16, `micro_batch=auto`, CUDA graphs and closure optimizers.
 
-The Trainer chooses one when it is built, and `train_step` hands its batches over to it.
+The Trainer chooses one when it is built, and `train_step` calls it.
 """
 
 import functools
@@ -15,13 +15,13 @@ from stoker.trainer.errors import NotFinite, UserError
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
-# The fp16 scaler begins at 65,536 and halves its scale with each step that it skips. No gradient
-# overflows because of a scale below the smallest normal number of float16.
+# The fp16 scaler starts at 65,536 and halves its scale with each skipped step. Below the smallest
+# normal number of float16, the scale cannot be the reason that a gradient overflows.
 LOWEST_SCALE = 2.0**-14
 
 
 class Step:
-    """Does the work of `Trainer.train_step` in another way."""
+    """Replaces the body of `Trainer.train_step`."""
 
     captures = False  # whether steps are replayed as graphs, without running the model's Python
 
@@ -34,10 +34,10 @@ class Step:
 
 
 def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
-    """Return the step that the settings of a Trainer need, or None if it is the plain one.
+    """Return the step that the settings need, or None for the plain one.
 
     Raises:
-        UserError: `compile` is "graph", and there can be no graphs.
+        UserError: `compile` is "graph", and these settings rule graphs out.
     """
     if compile == "graph":
         custom = None if overrides.is_usual(type(trainer), "train_step") else type(trainer).__name__
@@ -50,17 +50,17 @@ def choose(trainer: "Trainer", compile: bool | str) -> Step | None:
 
 
 def for_optimizer(trainer: "Trainer") -> Step | None:
-    """Return the step that the optimizer needs, or the one that was chosen.
+    """Return the step that the optimizer needs, or else the one already chosen.
 
     Raises:
-        UserError: Its steps evaluate the loss themselves, which the settings do not allow.
+        UserError: It is a closure optimizer, which these settings do not allow.
     """
     if not optimizers.needs_closure(trainer.optimizer):
         return trainer.special_step
     if trainer.special_step is not None or parallel.ranks() > 1:
         raise UserError(
-            f"optimizer: a step of {type(trainer.optimizer).__name__} evaluates the loss many "
-            "times, in one process, without compile=graph, precision=fp16 and micro_batch=auto."
+            f"optimizer: {type(trainer.optimizer).__name__} evaluates the loss several times per "
+            "step: use one process, without compile=graph, precision=fp16 and micro_batch=auto."
         )
     return ClosureStep()
 
@@ -71,7 +71,7 @@ def captures(trainer: "Trainer") -> bool:
 
 
 class AdaptiveStep(Step):
-    """A step with the fp16 scaler, which may skip it, and micro-batches that fit the memory."""
+    """A step with the fp16 scaler, which may skip it, or with micro-batches that fit in memory."""
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
         scaler = trainer.scaler
@@ -99,7 +99,7 @@ class AdaptiveStep(Step):
 
 
 class ClosureStep(Step):
-    """A step of an optimizer that evaluates the loss of the batch many times, such as LBFGS."""
+    """A step of an optimizer that takes a closure, such as LBFGS."""
 
     def __call__(self, trainer: "Trainer", batch: Any) -> torch.Tensor:
         parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.sample_bounds)
@@ -121,7 +121,7 @@ class ClosureStep(Step):
 
 
 def unscale_others(trainer: "Trainer") -> None:
-    """Unscale the gradients that no optimizer has, since the norm is that of all."""
+    """Unscale the gradients of parameters without an optimizer: the norm covers them too."""
     # private: _get_scale_async, get_scale() waits for the device, torch 2.15
     scale = trainer.scaler._get_scale_async()
     assert scale is not None  # known since the backward pass
@@ -131,7 +131,7 @@ def unscale_others(trainer: "Trainer") -> None:
 
 
 def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor | None:
-    """Update the fp16 scale and note whether the step was skipped, without asking the device.
+    """Update the fp16 scale and record whether the step was skipped, without waiting.
 
     Return the norm, 0 for a skipped step.
     """
@@ -146,25 +146,25 @@ def update_scale(trainer: "Trainer", norm: torch.Tensor | None) -> torch.Tensor 
 
 
 def check_scale(trainer: "Trainer") -> None:
-    """Raise NotFinite if the fp16 scaler has skipped steps down to LOWEST_SCALE."""
+    """Raise NotFinite if skipped steps have lowered the fp16 scale below LOWEST_SCALE."""
     if not trainer.scaler.is_enabled():
         return
     scale = trainer.scaler.get_scale()
     if scale < LOWEST_SCALE:
         raise NotFinite(
-            f"fp16: the gradients up to step {trainer.step} are not finite, also at a scale of "
+            f"fp16: the gradients up to step {trainer.step} are not finite even at a scale of "
             f"{scale:.3g} (learning rate {trainer.lr:.3g}).\n"
             "Type precision=bf16 or fp32, or a lower optimizer.lr."
         )
 
 
 class GraphStep(Step):
-    """A step that is captured as a CUDA graph, once for each kind of batch, and then replayed."""
+    """A step that is captured as a CUDA graph, once per kind of batch, and then replayed."""
 
     captures = True
 
     def begin(self, trainer: "Trainer") -> None:
-        # After a checkpoint was loaded: its rates are numbers, and the optimizer's tensors are new.
+        # A checkpoint may have been loaded: its rates are numbers, and it has new tensors.
         optimizers.make_capturable(trainer.optimizer, trainer.device)
         if isinstance(trainer.scheduler, schedules.Schedule):
             trainer.scheduler.set_rates()  # in the tensors
@@ -180,7 +180,7 @@ class GraphStep(Step):
 
 
 def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Do what a graph holds of a step; return the mean loss and the norm of a clipped gradient."""
+    """Do the part of a step that a graph holds; return the mean loss and the gradient norm."""
     with graph.without_clock(trainer):
         parts = trainer.micro_batch.split(batch, trainer.sample_dims, trainer.sample_bounds)
         loss = accumulate(trainer, parts)
@@ -191,7 +191,7 @@ def update(trainer: "Trainer", batch: Any) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
-    """Add up the gradients of micro-batches, as `train_step` does; return their mean loss."""
+    """Accumulate gradients over micro-batches, as `train_step` does; return their mean loss."""
     terms = []
     for i, (micro_batch, share) in enumerate(trainer.shared(parts), 1):
         with parallel.gradient_sync(trainer.model, enabled=i == len(parts)):
@@ -208,19 +208,19 @@ def accumulate(trainer: "Trainer", parts: list[Any]) -> torch.Tensor:
 
 
 def clip(trainer: "Trainer") -> torch.Tensor:
-    """Clip the gradients and return the norm they had."""
+    """Clip the gradients and return their norm before that."""
     most = trainer.max_grad_norm or math.inf
     return torch.nn.utils.clip_grad_norm_(trainer.module.parameters(), most)
 
 
 def undo(trainer: "Trainer") -> None:
-    """Drop the gradients of a step that is done again, and give it the random numbers it had."""
+    """Drop the gradients and reseed, to repeat a step."""
     optimizers.zero_grad(trainer.optimizer, trainer.left_out)
     trainer.seed_generators("step")
 
 
 def finish(trainer: "Trainer", norm: torch.Tensor | None) -> None:
-    """Advance the schedule and note the norm of the gradient."""
+    """Advance the schedule and record the gradient norm."""
     trainer.scheduler.step()
     if norm is not None:
         trainer.window.add_norm(norm)

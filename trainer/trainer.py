@@ -41,13 +41,14 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
 
     To change what happens inside a step, override `compute_loss`, `update_metrics`, `train_step` or
     `fit`, in this order of preference. For what happens between steps, add a callback. One batch of
-    the loader is one optimizer step, and a training is a function of the model, the data, these
-    arguments and the seed. `sample_dim` says where the samples of a batch are, if not in the first
-    dimension, and `loss_weight` what your loss divides by, if not by samples.
+    the loader is one optimizer step. The result depends only on the model, the data, these
+    arguments and the seed. Override `sample_dim` if the samples of a batch are not in the first
+    dimension, and `loss_weight` if your loss does not divide by the number of samples.
 
     Args:
         model: The module to train. It is moved to the device, in place.
-        loss: Function of (outputs, targets) that returns their mean; None if `compute_loss` has it.
+        loss: Function of (outputs, targets) that returns the mean loss; not needed if you override
+            `compute_loss`.
         optimizer: Optimizer of the model's parameters, or a factory that is called with parameter
             groups, such as `functools.partial(torch.optim.AdamW, lr=1e-3)`. Only `fit` needs one.
         scheduler: Factory that is called with (optimizer, total_steps=...); it advances every step.
@@ -55,18 +56,19 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         callbacks: List of `Callback`; their hooks are called in this order.
         epochs: Length of the training, in passes over the training loader.
         max_steps: Length of the training in steps; if given, `epochs` is ignored.
-        device: "cpu", "cuda", "cuda:1", ...; "auto" is the accelerator of the machine, or the CPU.
+        device: "cpu", "cuda", "cuda:1", ...; "auto" is the machine's accelerator, or else the CPU.
         strategy: "single", "dp" (threads), "ddp" or "fsdp" (processes); "auto" is "single" in one
             process and "ddp" in several.
-        precision: "fp32", "bf16" or "fp16" autocast; "auto" is what a GPU is built for, or fp32.
+        precision: "fp32", "bf16" or "fp16" autocast; "auto" is the GPU's native type, or fp32.
         compile: True compiles the model; "graph" captures whole steps as CUDA graphs.
         channels_last: Memory format of 2-D convolutions; "auto" is True, except on mps or where the
             model's forward does not work with it.
-        grad_accum_steps: Number of micro-batches that a batch is cut into, for less memory.
-        micro_batch: Most samples in a micro-batch, instead; "auto" halves it when out of memory.
-        max_grad_norm: Norm that gradients are clipped to; None does not clip.
-        log_every: Steps between two logged rows; the end of an epoch has one too.
-        eval_every: Steps between two evaluations; None is once an epoch.
+        grad_accum_steps: Split each batch into this many micro-batches, to save memory.
+        micro_batch: Or split it by size, at most this many samples each; "auto" starts with whole
+            batches and halves the size when memory runs out.
+        max_grad_norm: Clip gradients to this norm; None does not clip.
+        log_every: Log a row every this many steps, and at the end of each epoch.
+        eval_every: Evaluate every this many steps; None is once per epoch.
         groups: Rules for parameters by name, such as {"match": "backbone.*", "lr": 1e-4}.
         seed: Seed of everything random in the training.
 
@@ -139,14 +141,14 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         self.spans: Spans = silent_spans()
 
     def fit(self, train_loader: Any, val_loader: Any = None, resume: Any = None) -> History:
-        """Train until the end or until a callback stops it; return the rows that were logged.
+        """Train to the end, or until a callback stops it; return the logged rows.
 
         Args:
             train_loader: Iterable of batches; one without a length needs `max_steps`.
-            val_loader: Iterable of batches for evaluations, or several as {name: iterable}, whose
-                results are called "name/loss" and so on; None has none.
-            resume: Where to go on: a checkpoint file, its contents, or the newest in a folder. None
-                begins at step 0 with these weights, and repeats no earlier fit.
+            val_loader: Iterable of batches to evaluate on, or several as {name: iterable}, whose
+                results are called "name/loss" and so on.
+            resume: Checkpoint to resume from: a file, its contents, or a folder, whose newest is
+                taken. None starts at step 0 with the current weights.
         """
         fitting.prepare(self, train_loader, val_loader, resume)
         eval_every = self.eval_every or self.steps_per_epoch
@@ -156,7 +158,7 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
                 self.call("on_fit_start")
                 parallel.broadcast_weights(self.model)
                 self.window.restart()
-                if self.evaluation_due:  # the run was interrupted in the middle of it
+                if self.evaluation_due:  # the run was interrupted during an evaluation
                     self.end_step(val_loader is not None)
                 while self.step < self.total_steps and not self.should_stop:
                     epoch, position = divmod(self.step, self.steps_per_epoch)
@@ -192,13 +194,13 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         return self.history
 
     def train_step(self, batch: Any) -> torch.Tensor:
-        """Take one optimizer step, and one of the schedule; return the mean loss of the batch."""
+        """Take one step of the optimizer and the schedule; return the mean loss of the batch."""
         if self.special_step is not None:  # for fp16, micro_batch=auto or CUDA graphs
             return self.special_step(self, batch)
         terms = []
         micro_batches = self.cut(batch)
         for i, (micro_batch, share) in enumerate(micro_batches, 1):
-            # Several processes exchange gradients on the last micro-batch only.
+            # Processes exchange gradients on the last micro-batch only.
             with parallel.gradient_sync(self.model, enabled=i == len(micro_batches)):
                 with self.spans["forward"], self.autocast:
                     loss, outputs = self.compute_loss(micro_batch)
@@ -229,7 +231,7 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
             raise
 
     def update_metrics(self, outputs: Any, batch: Any) -> None:
-        """Give the outputs of one evaluation batch to the metrics."""
+        """Update the metrics with the outputs of one evaluation batch."""
         for metric in self.metrics.values():
             _, targets = batch
             metric.update(outputs, targets)
@@ -244,7 +246,7 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         return evaluation.evaluating(self)
 
     def close(self) -> None:
-        """Drop the model, the optimizer and everything else, and free their memory."""
+        """Drop the model, the optimizer and the data, and free their memory."""
         if self.module is not None:
             parallel.unwrap(self.module)
         self.module = self.model = self.optimizer = self.optimizer_step = self.scheduler = None
@@ -262,19 +264,19 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         self.close()
 
     def begin_step(self, batch: Any) -> None:
-        """Note the rates of a step and seed it: a step is a function of (seed, step)."""
+        """Record the learning rates, and seed the step: it depends on (seed, step) alone."""
         self.rates = self.scheduler.get_last_lr()
         self.weigh(batch)
         self.seed_generators("step")
 
     def seed_generators(self, use: str) -> None:
-        """Seed the generators for this use at this step, differently in each fit and process."""
-        earlier = ("after", self.epochs_before) if self.epochs_before else ()  # epochs of fits
+        """Seed the generators for this use at this step; each fit and process has its own seed."""
+        earlier = ("after", self.epochs_before) if self.epochs_before else ()
         parts = (self.seed, use, self.step, *earlier, *self.seed_suffix)
         seeding.seed_generators(self.device, seeding.mix_seed(*parts), self.replicas)
 
     def end_step(self, evaluate: bool) -> None:
-        """Evaluate, if the step has an evaluation, and call the callbacks."""
+        """Evaluate if it is time to, and call the callbacks."""
         self.evaluation_due = evaluate
         if evaluate:
             with self.spans["evaluation"]:
@@ -289,5 +291,5 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         self.poll_interruption()
 
     def parameter_groups(self, rules: Sequence[Rule]) -> list[dict[str, Any]]:
-        """Return the parameters in groups for the optimizer, by the rules of `groups`."""
+        """Return the parameter groups for the optimizer, by the rules of `groups`."""
         return parameter_groups(self.module, rules)
