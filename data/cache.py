@@ -42,7 +42,7 @@ About = dict[str, Any]
 
 
 def open_cache(place: str | bool, key: str, about: About) -> "tuple[PixelCache | None, str]":
-    """Open or make the cache `key`; return it and a phrase that tells people where it is.
+    """Open or create the cache `key`; return it and a phrase that says where it is.
 
     `about` = {"root", "images", "shape", "resized"} says what is in it; `place` is "auto" (below
     ~/.cache), False or a folder. Where no room is left or no file can be mapped, there is no cache:
@@ -80,7 +80,7 @@ def default_place() -> str:
 
 
 def _open_or_create(folder: str, about: About) -> "PixelCache":
-    """Open a cache, after making it anew if a file is missing or has the wrong size."""
+    """Open a cache, and recreate it first if a file is missing or has the wrong size."""
     images = about["images"]
     shape = about["shape"]
     try:

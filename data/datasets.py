@@ -15,7 +15,6 @@ from stoker.data.record import Data
 from stoker.data.splits import DatasetSplit, TensorSplit, check_fractions, cut
 from stoker.trainer.errors import UserError, check_choice, check_number, printable
 from stoker.trainer.files import open_plain
-from stoker.trainer.memory import MIB, free_memory
 from stoker.trainer.seeding import mix_seed
 
 __all__ = [
@@ -189,8 +188,8 @@ def _read_or_download(name: str, root: str, download: bool) -> Known:
     if not os.path.isdir(folder) or isinstance(reason, FileNotFoundError):
         raise UserError(
             f"{title} is not in {printable(root)}.\n"
-            f"Type dataset.download=true to fetch it ({size} MB), or dataset.root=DIR for "
-            "where it lies."
+            f"Type dataset.download=true to fetch it ({size} MB), or dataset.root=DIR if "
+            "it is elsewhere."
         )
     raise UserError(
         f"{title} in {printable(folder)} cannot be read ({printable(reason)}).\n"
@@ -217,8 +216,7 @@ def _read_cifar(title: str, root: str) -> Known:
 def _read_mnist(title: str, root: str) -> Known:
     """Read the four files of MNIST, or of a set that has taken its form.
 
-    Not by torchvision: that would cost half a second, and take its reader's word for sizes, pipes
-        and old pickles.
+    torchvision would take half a second to import, and trusts the sizes in the files.
     """
     splits = []
     for part in ("train", "t10k"):
@@ -243,7 +241,7 @@ def read_idx(path: str, dimensions: int) -> Tensor:
     with open_plain(path, links=True) as raw, io.BufferedReader(raw) as file:
         header = file.read(length)
         if len(header) < length or header[:4] != bytes((0, 0, 8, dimensions)):
-            raise ValueError(f"{name} is no IDX file of {dimensions} dimensions")
+            raise ValueError(f"{name} is not an IDX file of {dimensions} dimensions")
         sizes = struct.unpack(f">{dimensions}i", header[4:])
         count = math.prod(sizes)
         size = os.fstat(raw.fileno()).st_size
@@ -298,9 +296,6 @@ def synthetic(
     fractions = check_fractions(val_fraction=val_fraction, test_fraction=test_fraction)
     is_image = len(shape) == 3
     dtype = torch.uint8 if is_image else torch.float32
-    # The samples; and as float32, each more than once, the patterns and a piece of the samples.
-    numbers = dtype.itemsize * n + 16 * num_classes + 16 * min(n, PIECE)
-    _check_memory(n, math.prod(shape) * numbers)
     generator = torch.Generator().manual_seed(mix_seed(split_seed, "synthetic"))
     patterns = torch.randn(num_classes, *shape, generator=generator)
     if is_image:  # coarse ones, which convolutions and pooling do not wash out
@@ -326,14 +321,3 @@ def synthetic(
         mean = [128 / 255] * shape[0]
         std = [40 * math.sqrt(1 + noise**2) / 255] * shape[0]
     return Data("synthetic", train, val, test, shape, num_classes, kind, mean=mean, std=std)
-
-
-def _check_memory(n: int, size: int) -> None:
-    """Check that `size` bytes are free for the samples of `synthetic`."""
-    free = free_memory(torch.device("cpu"))
-    if size > free:
-        raise UserError(
-            f"dataset.n={n}: this takes {size / MIB:,.0f} MiB of memory, and "
-            f"{free / MIB:,.0f} are free.\n"
-            "Type a lower dataset.n, dataset.in_shape or dataset.num_classes."
-        )

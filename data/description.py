@@ -1,5 +1,5 @@
-"""Descriptions: what a checkpoint keeps about its inputs and outputs, as plain values that may be
-anybody's.
+"""Descriptions: what a checkpoint says about its inputs and outputs, as plain values from a
+file that may be untrusted.
 """
 
 import math
@@ -45,7 +45,7 @@ def names_of(column: Column) -> list[str]:
 
 
 def columns_line(about: Description) -> str:
-    """Say what each column of a table was taken for, as in "y: 2 classes (no, yes); numbers: age;
+    """Describe how each column of a table is read, as in "y: 2 classes (no, yes); numbers: age;
     categories: town (3)".
     """
     classes = about["classes"]
@@ -85,7 +85,7 @@ def _has_form(about: Any) -> bool:
     classes = about["classes"]
     if not isinstance(shape, list) or not 1 <= len(shape) <= 8:
         return False
-    # In this order: the product of anybody's values may take any memory.
+    # In this order: the product of untrusted values may take any amount of memory.
     if not all(map(_is_size, [outputs, *shape])) or math.prod(shape) > MOST_NUMBERS:
         return False
     if kind not in KINDS or not isinstance(about["dataset"], str):
@@ -179,7 +179,7 @@ def _are_numbers(values: object, positive: bool = False) -> bool:
 
 
 def samples_in(loader: Any) -> int | None:
-    """Return the number of samples of a loader; None if nobody knows it."""
+    """Return the number of samples of a loader; None if it is unknown."""
     if hasattr(loader, "samples"):
         samples: int | None = loader.samples
         return samples

@@ -567,7 +567,7 @@ def decode_image(
             image.draft(None, (2 * width, 2 * height))
         ImageOps.exif_transpose(image, in_place=True)
         if image.mode == "F":
-            raise ValueError("its pixels are floats, of which nobody knows the range")
+            raise ValueError("its pixels are floats of an unknown range")
         if image.mode.startswith("I"):
             # 16 bits, of which `convert` would take all above 255 for white.
             image = image.point(lambda level: level * (1 / 256))
@@ -620,15 +620,13 @@ def open_image(file: str) -> "Iterator[Image]":
             pixels = image.width * image.height
             most = Image.MAX_IMAGE_PIXELS
             if most is not None and pixels > most:
-                raise ValueError(
-                    f"its {pixels:,} pixels are more than the {most:,} that Pillow thinks safe"
-                )
+                raise ValueError(f"its {pixels:,} pixels are more than Pillow's limit of {most:,}")
             yield image
     except MemoryError:
         raise
     except UnidentifiedImageError:
         formats = ", ".join(IMAGE_FORMATS)
-        raise broken_image(file, f"it is none of {formats}, or damaged") from None
+        raise broken_image(file, f"it is not one of {formats}, or is damaged") from None
     except Exception as error:  # Pillow's decoders raise anything for what they do not understand
         raise broken_image(file, str(error) or type(error).__name__) from None
 

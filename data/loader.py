@@ -21,7 +21,7 @@ from stoker.trainer import launch
 from stoker.trainer.copies import UNIFIED, move, to_device
 from stoker.trainer.errors import TrainingError, UserError, cause
 from stoker.trainer.loading import length_of
-from stoker.trainer.memory import MIB, free_memory, is_out_of_memory, memory_info
+from stoker.trainer.memory import MIB, free_memory, is_out_of_memory
 from stoker.trainer.seeding import mix_seed, random_stream
 
 # How many numbers are gathered and normalised at once. On a CPU they stay in its cache: an epoch of
@@ -148,8 +148,8 @@ def _check_other(augment: Spec, resident: str | bool) -> None:
     for key, value, default in (("augment", augment, []), ("resident", resident, "auto")):
         if value and value != default:
             raise UserError(
-                f"dataset.{key}: only data whose inputs are known has this, and not data sets of "
-                "any samples.\nLeave it out, and transform the samples in the data set."
+                f"dataset.{key}: this needs inputs of a known shape, which data sets of any "
+                "samples do not have.\nLeave it out, and transform the samples in the data set."
             )
 
 
@@ -166,8 +166,6 @@ def _choose_place(
         raise UserError(
             f"dataset.resident=true: this is {reason}.\nAdd it, or type dataset.resident=false."
         )
-    if resident is True:
-        _check_room(splits, device)
     if resident != "auto":
         return bool(resident), "as asked"
     size = sum(split.nbytes for split in splits.values())
@@ -176,20 +174,6 @@ def _choose_place(
     sharing = launch.local_world_size() if device.type == "cpu" else 1
     fits = size <= free / 2 / sharing
     return fits, f"{size / MIB:,.1f} MiB of {free / MIB:,.0f} free"
-
-
-def _check_room(splits: dict[str, Split], device: torch.device) -> None:
-    """Raise UserError if what has to be copied to the device is more than its free memory."""
-    free, _ = memory_info(device)
-    needed = 0
-    for split in splits.values():
-        is_there = device.type == "cpu" and hasattr(split, "inputs")
-        needed += 0 if is_there else split.nbytes
-    if free is not None and needed > free:
-        raise UserError(
-            f"dataset.resident=true: the data takes {needed / MIB:,.1f} MiB, and {device} has "
-            f"{free / MIB:,.1f} free.\nType dataset.resident=false."
-        )
 
 
 def bytes_to_decode(split: Split) -> int:
@@ -242,7 +226,7 @@ def raise_if_error(batch: Any) -> None:
 def normalizer(
     mean: Sequence[float] | None, std: Sequence[float] | None, device: torch.device | str
 ) -> Callable[[Tensor], Tensor]:
-    """Make a function uint8 -> float32, (pixel / 255 - mean) / std per channel; it leaves other
+    """Return a function uint8 -> float32, (pixel / 255 - mean) / std per channel; it leaves other
     types as they are.
     """
     return functools.partial(_normalize, *scaling(mean, std, device))

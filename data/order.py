@@ -114,5 +114,5 @@ class Ordered(Seekable):
         return order.split(self.batch_size) if len(order) else ()
 
     def close(self) -> None:
-        """Let go of the data and end the workers; the loader is of no use after this."""
+        """Release the data and stop the workers; the loader cannot be used afterwards."""
         raise NotImplementedError

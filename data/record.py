@@ -36,7 +36,7 @@ class Data:
     images; without them uint8 is only scaled to 0..1, and floats stay as they are. A regression's
     targets are (value - target_mean) / target_scale, so that errors can be reported in the user's
     units; both may be lists or tensors with one number per target. `cut` says by which rule the
-    parts were cut, if that is not chance alone. `table` says what a table's columns are and how it
+    parts were divided, if not at random alone. `table` says what a table's columns are and how it
     is read: see tables.py. `tokens` says what a text consists of, so that a model of it can read
     and write: see text.py.
 
@@ -91,7 +91,7 @@ class Data:
             reason = "a regression has none"
         elif len(classes) == self.num_classes:
             return
-        raise UserError(f"{self.name}: there are {len(classes)} names of classes, and {reason}.")
+        raise UserError(f"{self.name}: there are {len(classes)} class names, and {reason}.")
 
     @property
     def target_shape(self) -> tuple[int, ...]:
@@ -214,8 +214,8 @@ class Data:
         for part in self.parts().values():
             if "targets" not in vars(part):
                 raise UserError(
-                    "dataset: the classes or units are others than the run's, "
-                    f"and a {type(part).__name__} keeps its own."
+                    "dataset: the classes or units differ from the run's, "
+                    f"and the targets of a {type(part).__name__} cannot be changed."
                 )
             part.targets = change(part.targets)
 
@@ -230,7 +230,7 @@ class Data:
             if len(parts) > 1:
                 names = ", ".join(parts)
                 raise UserError(
-                    f"split=all: {self.name} has parts of its own. Type split= one of: {names}."
+                    f"split=all: {self.name} is divided into parts. Type split= one of: {names}."
                 )
             return "train"
         if split:
@@ -274,7 +274,7 @@ class Data:
             if new:
                 raise UserError(
                     f"{self.name}: the {name} part has the class {self._class_name(new[0])}, "
-                    "and the training part has not.\n"
+                    "which the training part lacks.\n"
                     "Add training samples of it, or type another dataset.split_seed or "
                     "smaller fractions."
                 )
@@ -331,9 +331,9 @@ def input_type(part: Split) -> torch.dtype:
 def unknown_class(name: str, known: Sequence[str]) -> UserError:
     """Make the UserError for a class that a trained model does not know."""
     return UserError(
-        f"dataset: the run knows no class {printable(name)!r}.{did_you_mean(name, known)}\n"
+        f"dataset: the run has no class {printable(name)!r}.{did_you_mean(name, known)}\n"
         f"Its {len(known)} classes are {first_few(known, 10)}.\n"
-        "Rename or remove what is of another; images lie in a folder for each class."
+        "Rename or remove such samples; images need one folder per class."
     )
 
 

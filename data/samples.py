@@ -44,7 +44,7 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
         )
     for key, part in parts.items():
         if not isinstance(key, str) or not key.isidentifier():
-            raise UserError(f"dataset: {name} names a part {key!r}. Take letters, digits and _.")
+            raise UserError(f"dataset: {name} has a part named {key!r}. Use letters, digits and _.")
         is_batch = isinstance(part, (str, bytes, Mapping, torch.Tensor))
         if part is not None and (is_batch or not (has_samples(part) or hasattr(part, "__iter__"))):
             raise UserError(
@@ -281,7 +281,7 @@ class SampleReader(Reader):
                     raise
                 dataset = type(self.split).__name__
                 raise UserError(
-                    f"{self.part}: its samples do not make a batch, {cause(error)}.\n"
+                    f"{self.part}: its samples cannot be collated into a batch, {cause(error)}.\n"
                     f"Give {dataset} a collate_fn(samples), which makes a batch of a list of "
                     "samples, or let it return tensors of one shape."
                 ) from error

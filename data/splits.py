@@ -122,7 +122,7 @@ def _stacked(dataset: Any, part: str, values: Sequence[Any] | Tensor) -> Tensor:
     if len(shapes) > 1:
         raise UserError(
             f"DatasetSplit: one {part} of this {type(dataset).__name__} has the shape {shapes[0]}, "
-            f"and another one {shapes[-1]}. Give all of them one shape."
+            f"and another has {shapes[-1]}. Give all of them the same shape."
         )
     return torch.stack(tensors)
 
@@ -169,7 +169,7 @@ def split_indices(
         if fraction > 0 and len(part) == 0:
             shares = " and ".join(f"{fraction:g}" for fraction in fractions)
             raise UserError(
-                f"{n} samples cannot be cut by the fractions {shares}: a part would be empty.\n"
+                f"{n} samples cannot be divided by the fractions {shares}: a part would be empty.\n"
                 "Type another dataset.val_fraction or dataset.test_fraction (0: no such part)."
             )
     return parts

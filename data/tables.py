@@ -504,8 +504,8 @@ class Table:
                 clean.append(column)
                 continue
             log.warning(
-                "%s, line %d: %r in the column %r is none of those trained on; such values count "
-                "as none of them.",
+                "%s, line %d: %r in the column %r was not in the training data; such values count "
+                "as no category.",
                 self.shown,
                 line + place,
                 str(texts[place])[:50],

@@ -21,7 +21,7 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 FORMS = ("auto", "characters", "bytes", "npy", "uint16", "uint32")
 BY_ENDING = {".npy": "npy", ".bin": "uint16"}
-MOST_IDS = 2**24  # classes: more are no token ids
+MOST_IDS = 2**24  # classes; higher numbers are hardly token ids
 PIECE = 2**20  # tokens that are looked at together
 PIECES = 256  # that a fingerprint covers
 UNICODE = 0x110000  # numbers of characters
@@ -193,24 +193,21 @@ def open_ids(path: str, form: str) -> Tokens:
             path, f"it does not hold {form}.\nType dataset.tokens= one of: {', '.join(FORMS)}."
         ) from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise unreadable(path, "this is not one row of whole numbers, which token ids are.")
+        raise unreadable(path, "token ids are a one-dimensional array of whole numbers.")
     return ids
 
 
 def count_ids(path: str, ids: Tokens) -> int:
-    """Return one more than the highest id; UserError if these are no token ids."""
-    highest = 0
-    for start in range(0, len(ids), PIECE):
-        piece = ids[start : start + PIECE]
-        lowest = int(piece.min())
-        highest = max(highest, int(piece.max()))
-        if lowest < 0 or highest >= MOST_IDS:
-            wrong = lowest if lowest < 0 else highest
-            raise unreadable(
-                path,
-                f"{wrong:,} is no token id, of 0 to {MOST_IDS - 1:,}. "
-                "Is it dataset.tokens=uint16 or uint32?",
-            )
+    """Return one more than the highest id; UserError if these are not token ids."""
+    lowest = int(ids.min())
+    highest = int(ids.max())
+    if lowest < 0 or highest >= MOST_IDS:
+        wrong = lowest if lowest < 0 else highest
+        raise unreadable(
+            path,
+            f"{wrong:,} is not a token id; they go from 0 to {MOST_IDS - 1:,}. "
+            "Is it dataset.tokens=uint16 or uint32?",
+        )
     return highest + 1
 
 
@@ -229,7 +226,8 @@ def encode(prompt: str, about: Description) -> list[int]:
         is_number = number.isascii() and number.isdigit() and len(number) < 10
         if not (is_number and int(number) < about["num_classes"]):
             raise UserError(
-                f"prompt: {printable(number)} is no token id, of 0 to {about['num_classes'] - 1}."
+                f"prompt: {printable(number)} is not a token id; they go from 0 to "
+                f"{about['num_classes'] - 1}."
             )
     return [int(number) for number in ids]
 
@@ -240,7 +238,7 @@ def of_text(about: Description) -> str:
 
 
 def decode(ids: Sequence[int], about: Description) -> str:
-    """Return the text of token ids; bytes that are no UTF-8 become a question mark."""
+    """Return the text of token ids; bytes that are not UTF-8 become a question mark."""
     if about["tokens"] == "bytes":
         return bytes(ids).decode(errors="replace")
     if about["tokens"] == "characters":

@@ -1,5 +1,5 @@
-"""The processes that read for a HostLoader: how many, how they start and end, and what is said when
-one is lost.
+"""The worker processes of a HostLoader: how many, how they start and end, and the error when one is
+lost.
 """
 
 import atexit
@@ -207,7 +207,7 @@ class Workers:
 
     def close(self) -> None:
         """End the workers."""
-        # The DataLoader ends its workers, if none hangs.
+        # The DataLoader stops its workers, unless one hangs.
         self.loader = None
         self.batches = None
         kill(self.processes)
@@ -220,7 +220,7 @@ def is_late(error: Exception | None) -> bool:
 
 
 class Plan(torch.utils.data.Sampler[Place]):
-    """The sampler of a HostLoader: the batches still to read, set anew each epoch, so that the
+    """The sampler of a HostLoader: the batches still to read, replaced each epoch, so that the
     workers can live on.
     """
 

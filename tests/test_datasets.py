@@ -65,7 +65,7 @@ def test_split_of_a_number_and_of_other_seeds():
     parts = split_indices(1000, [0.1, 0.2], 0)
     assert [len(part) for part in parts] == [700, 100, 200]
     assert not torch.equal(parts[1], split_indices(1000, [0.1, 0.2], 1)[1])
-    with pytest.raises(UserError, match=r"3 samples cannot be cut by the fractions 0.1"):
+    with pytest.raises(UserError, match=r"3 samples cannot be divided by the fractions 0.1"):
         split_indices(torch.tensor([0, 1, 2]), [0.1], 0)
 
 
@@ -249,9 +249,9 @@ def test_what_is_no_part_says_what_one_is(part, words):
         ({"kind": "regresion"}, "kind=regresion: .*Did you mean 'regression'"),
         (
             {"kind": "regression", "classes": ["a", "b", "c"]},
-            "mine: there are 3 names of classes, and a regression has",
+            "mine: there are 3 class names, and a regression has",
         ),
-        ({"classes": ["a", "b"]}, "mine: there are 2 names of classes, and num_classes is 3"),
+        ({"classes": ["a", "b"]}, "mine: there are 2 class names, and num_classes is 3"),
     ],
 )
 def test_what_would_be_refused_after_the_training_is_refused_before_it(changes, words):
@@ -328,7 +328,7 @@ def test_classes_are_checked():
     more = TensorSplit(torch.zeros(3, 4), torch.tensor([0, 1, 2]))
     with pytest.raises(
         UserError,
-        match="the val part has the class 2, and the training part has not.\n.*split_seed",
+        match="the val part has the class 2, which the training part lacks.\n.*split_seed",
     ):
         Data("mine", tensors(), more, None, (4,), 3).check_classes()
     Data("mine", more, one, tensors(), (4,), 9).check_classes()

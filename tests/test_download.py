@@ -105,7 +105,7 @@ def test_what_is_missing_is_fetched_and_read(small_mnist, server, tmp_path, caps
     )
     (tmp_path / "data" / "MNIST" / "raw" / "train-labels-idx1-ubyte").write_bytes(b"damaged")
     with pytest.raises(
-        UserError, match=r"cannot be read .*no IDX file.*\n.*download=true to fetch it again"
+        UserError, match=r"cannot be read .*not an IDX file.*\n.*download=true to fetch it again"
     ):
         datasets.mnist(str(tmp_path / "data"))
     datasets.mnist(str(tmp_path / "data"), download=True)

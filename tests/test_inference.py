@@ -594,7 +594,7 @@ def test_an_unknown_category_is_none_of_them(tmp_path, runs, caplog):
         assert inputs.tolist() == expected and inputs.dtype == torch.float64
         [record] = caplog.records
         assert record.getMessage() == (
-            f"{path}, line 3: 'Oslo' in the column 'town' is none of those trained on; "
+            f"{path}, line 3: 'Oslo' in the column 'town' was not in the training data; "
             "such values count as none of them."
         )
 
@@ -659,7 +659,7 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
         (
             folder,
             "houses.csv",
-            "it is none of JPEG, PNG, PPM, BMP, TIFF, WEBP, GIF, or damaged).\nThe run takes an image, or a folder",
+            "it is not one of JPEG, PNG, PPM, BMP, TIFF, WEBP, GIF, or damaged).\nThe run takes an image, or a folder",
         ),
         (prices, "images", "input=images: this is a folder, but the run takes a table"),
         (prices, "nowhere.csv", "input=nowhere.csv: there is no such file"),
@@ -853,7 +853,7 @@ def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(
     (tmp_path / "two" / "cat").rename(tmp_path / "two" / "gnat")
     err = refused(forks, runs, "task=evaluate", "run=folder", f"dataset.root={tmp_path / 'two'}")
     assert (
-        "the run knows no class 'gnat'" in err
+        "the run has no class 'gnat'" in err
         and "bird, cat, dog" in err
         and "a folder for each class" in err
     )
@@ -904,7 +904,7 @@ def test_another_table_is_read_by_the_columns_and_units_of_the_run(forks, runs, 
     err = refused(
         forks, runs, "task=evaluate", "run=grades", f"dataset.path={tmp_path / 'other.csv'}"
     )
-    assert "the run knows no class 'lower'" in err and "Did you mean 'low'?" in err
+    assert "the run has no class 'lower'" in err and "Did you mean 'low'?" in err
 
 
 def test_any_number_of_rows_of_any_classes_can_be_evaluated(forks, runs, tmp_path):
@@ -1024,7 +1024,7 @@ def test_classes_are_matched_by_their_names():
         "dataset": "other"
     }
     with pytest.raises(
-        UserError, match="split=all: other has parts of its own. Type split= one of: train, val"
+        UserError, match="split=all: other is divided into parts. Type split= one of: train, val"
     ):
         other.part_to_evaluate("all")
 

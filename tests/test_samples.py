@@ -240,7 +240,7 @@ class Stream(IterableDataset):
         ({"val": Boxes()}, "returns a dict without train"),
         ({"train": None}, "returns a dict without train"),
         ({"train": "a.csv"}, "returns a str as train"),
-        ({"train": Boxes(), "a/b": Boxes()}, "names a part 'a/b'"),
+        ({"train": Boxes(), "a/b": Boxes()}, "has a part named 'a/b'"),
         ({"train": Boxes(0)}, "is empty"),
     ],
 )
@@ -252,8 +252,8 @@ def test_what_is_no_part_is_refused(parts, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"augment": ["flip"]}, r"dataset\.augment: only data whose inputs are known"),
-        ({"resident": True}, r"dataset\.resident: only data"),
+        ({"augment": ["flip"]}, r"dataset\.augment: this needs inputs of a known shape"),
+        ({"resident": True}, r"dataset\.resident: this needs"),
         ({"limit_train": 30}, "limit_train=30: there are only 23 samples"),
         ({"limit_val": 0.5}, r"limit_val=0\.5: Stream has no len\(\)\. Type a number"),
     ],
@@ -272,7 +272,7 @@ def test_samples_that_make_no_batch_are_explained():
         def __getitem__(self, i):
             return {"x": [0.0] * 10}[i]
 
-    with pytest.raises(UserError, match="its samples do not make a batch.*\nGive Ragged a collate"):
+    with pytest.raises(UserError, match="its samples cannot be collated into a batch.*\nGive Ragged a collate"):
         next(iter(SampleLoader(Ragged(), "the val part of mine", 8)))
     with pytest.raises(TrainingError, match="Sample 0 of the val part of mine cannot be read: Key"):
         next(iter(SampleLoader(Broken(), "the val part of mine", 8)))

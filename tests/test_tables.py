@@ -53,7 +53,7 @@ HEADER = "age,city,kind,price\n"
 def test_a_class_that_the_training_rows_of_a_table_lack(table):
     lines = [f"{i},{'ab'[i % 2]}" for i in range(40)] + ["1,c"] * 2
     with pytest.raises(
-        UserError, match="the (val|test) part has the class 'c', and the training part has not"
+        UserError, match="the (val|test) part has the class 'c', which the training part lacks"
     ):
         table(
             "x,y\n" + "\n".join(lines), target="y", val_fraction=0.45, test_fraction=0.5
@@ -204,7 +204,7 @@ def test_a_label_that_a_run_does_not_know_is_refused_or_named(table, caplog):
     codes = table(text(["1", "001"]), target="y").description()
     ids = table(text(["1234567890123456789", "3"]), target="y").description()
     for about, name in ((codes, "01"), (ids, "1234567890123456790"), (ids, "none")):
-        with pytest.raises(UserError, match=f"the run knows no class '{name}'|no value"):
+        with pytest.raises(UserError, match=f"the run has no class '{name}'|no value"):
             table(text([name, about["classes"][0]]), target="y", trained=about)
 
 
@@ -654,7 +654,7 @@ def test_a_run_is_told_of_categories_that_it_has_not_seen(table, caplog):
         trained=about,
     )
     assert [record.getMessage().partition(".csv, ")[2] for record in caplog.records] == [
-        "line 7: 'd' in the column 'city' is none of those trained on; such values count as none of them."
+        "line 7: 'd' in the column 'city' was not in the training data; such values count as none of them."
     ]
     assert sum(
         (part.inputs[:, 1:4].sum(1) == 0).sum().item() for part in parts_of(again)

@@ -131,7 +131,7 @@ def test_mistakes_in_a_text_are_one_sentence(file, tmp_path):
     other.write_text("the caß")
     cases = [
         ({"path": str(binary)}, "byte 2 is not UTF-8.\nType dataset.tokens=bytes"),
-        ({"path": str(ids)}, "-1 is no token id"),
+        ({"path": str(ids)}, "-1 is not a token id"),
         ({"path": str(objects)}, "does not hold npy"),
         ({"path": str(tmp_path)}, "no regular file"),
         ({"path": str(tmp_path / "none")}, "Type dataset.path=FILE"),
@@ -160,7 +160,7 @@ def test_a_prompt_without_tokens_is_none(file, tmp_path):
     assert write_on(model, about, "", tokens=5) == alone and len(alone) == 5
     ids = about | {"tokens": "ids", "classes": None}
     assert write_on(model, ids, " ", tokens=5) == write_on(model, ids, tokens=5)
-    with pytest.raises(UserError, match="is no token id"):
+    with pytest.raises(UserError, match="is not a token id"):
         texts.encode("9" * 5000, ids)
     with torch.no_grad():
         model.norm.weight.fill_(math.nan)
