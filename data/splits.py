@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stoker.trainer.errors import UserError, check_number, kind_of
+from stoker.trainer.errors import UserError, cause, check_number, kind_of
 from stoker.trainer.seeding import mix_seed, random_stream
 
 
@@ -109,22 +109,13 @@ def _stacked(dataset: Any, part: str, values: Sequence[Any] | Tensor) -> Tensor:
     """Return the inputs or the targets of samples as one tensor; UserError unless they are numbers
     of one shape.
     """
-    tensors = []
-    for value in values:
-        try:
-            tensors.append(torch.as_tensor(value))
-        except (TypeError, ValueError, RuntimeError):
-            raise UserError(
-                f"DatasetSplit: the {part} of a sample of this {type(dataset).__name__} is "
-                f"{kind_of(value)}. Let __getitem__ return tensors or numbers."
-            ) from None
-    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
-    if len(shapes) > 1:
+    try:
+        return torch.stack([torch.as_tensor(value) for value in values])
+    except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"DatasetSplit: one {part} of this {type(dataset).__name__} has the shape {shapes[0]}, "
-            f"and another has {shapes[-1]}. Give all of them the same shape."
-        )
-    return torch.stack(tensors)
+            f"DatasetSplit: the {part}s of this {type(dataset).__name__} cannot be stacked, "
+            f"{cause(error)}.\nLet __getitem__ return tensors of one shape, or numbers."
+        ) from error
 
 
 def check_fractions(**fractions: float) -> list[float]:

@@ -188,22 +188,15 @@ class Workers:
         )
 
     def _died(self, pid: int | None, code: int, reading: str) -> TrainingError:
-        hint = INSTEAD
         end = f"ended with exit code {code}"
         if code < 0:
-            name = signal.Signals(-code).name
-            end = f"was ended by {name}"
-            if name == "SIGKILL":
-                hint = (
-                    f"Type a lower dataset.workers than {len(self.processes)} "
-                    "if too little memory was the reason."
-                )
-            elif name == "SIGBUS":
-                hint = (
-                    "Give more shared memory (docker run --shm-size=8g), or type dataset.workers=0."
-                )
+            end = f"was ended by {signal.Signals(-code).name}"
         during = f" while it read {reading}" if reading else ""
-        return TrainingError(f"The loader's worker {pid} {end}{during}.\n{hint}")
+        return TrainingError(
+            f"The loader's worker {pid} {end}{during}.\n"
+            f"If memory is short, type a lower dataset.workers than {len(self.processes)}, or give "
+            "more shared memory (docker run --shm-size=8g). Or type dataset.workers=0."
+        )
 
     def close(self) -> None:
         """End the workers."""

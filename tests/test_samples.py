@@ -272,7 +272,9 @@ def test_samples_that_make_no_batch_are_explained():
         def __getitem__(self, i):
             return {"x": [0.0] * 10}[i]
 
-    with pytest.raises(UserError, match="its samples cannot be collated into a batch.*\nGive Ragged a collate"):
+    with pytest.raises(
+        UserError, match="its samples cannot be collated into a batch.*\nGive Ragged a collate"
+    ):
         next(iter(SampleLoader(Ragged(), "the val part of mine", 8)))
     with pytest.raises(TrainingError, match="Sample 0 of the val part of mine cannot be read: Key"):
         next(iter(SampleLoader(Broken(), "the val part of mine", 8)))
