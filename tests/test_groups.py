@@ -336,3 +336,19 @@ def test_wsd_stays_and_goes_down_by_the_root():
     assert factors[4:15] == [1.0] * 11
     expected = [1 - 0.9 * (k / 10) ** 0.5 for k in range(11)]
     assert factors[14:] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_muon_trains_the_last_block_of_a_model_whose_head_is_its_embedding(is_tied):
+    model = torch.nn.Sequential()
+    model.tokens = torch.nn.Embedding(9, 4)
+    model.widen = torch.nn.Linear(4, 6)
+    model.shrink = torch.nn.Linear(6, 4)
+    if not is_tied:
+        model.head = torch.nn.Linear(4, 9)
+    groups = [{"params": list(model.parameters())}]
+    matrices = muon(groups, LR, module=model).optimizers[0].param_groups
+    assert {id(p) for group in matrices for p in group["params"]} == {
+        id(model.widen.weight),
+        id(model.shrink.weight),
+    }

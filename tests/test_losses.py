@@ -10,6 +10,7 @@ import pytest
 import torch
 from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
+from torch.nn import functional
 
 from stoker import Trainer
 from stoker.data.datasets import Data, TensorSplit
@@ -281,7 +282,11 @@ def test_a_sum_over_time_is_not_cut(settings):
         nn.HuberLoss(),
         nn.BCEWithLogitsLoss(),
         nn.PoissonNLLLoss(),
+        nn.KLDivLoss(reduction="batchmean"),
         functools.partial(nn.GaussianNLLLoss(), var=1.0),
+        functional.kl_div,
+        functional.poisson_nll_loss,
+        functools.partial(functional.hinge_embedding_loss, margin=0.5),
     ],
 )
 @pytest.mark.parametrize("use", ["fit", "evaluate"])
@@ -290,15 +295,22 @@ def test_outputs_and_targets_of_two_shapes_are_refused(loss, use):
     with pytest.raises(UserError, match=r"the outputs are \(8, 1\), the targets \(8,\)"):
         getattr(trainer, use)([(drawn(8, 4), drawn(8))])
     module = getattr(loss, "func", loss)
-    assert not module._forward_pre_hooks  # nothing is left for later steps
-    trainer.fit([(drawn(8, 4), drawn(8, 1))] * 2)
-    assert not module._forward_pre_hooks
+    for _ in range(2):
+        # Nothing is left for later steps.
+        assert trainer.loss is loss and not getattr(module, "_forward_pre_hooks", ())
+        trainer.fit([(drawn(8, 4), drawn(8, 1))] * 2)
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), functional.cross_entropy])
+def test_a_cross_entropy_of_one_class_is_refused(loss):
+    with pytest.raises(UserError, match=r"the outputs \(8, 1\) have one class, and .* always 0"):
+        of_case(loss, (1,), alone).fit([(drawn(8, 4), torch.zeros(8, dtype=torch.int64))])
 
 
 def test_a_weight_per_sample_of_a_batch_is_refused():
     trainer = of_case(nn.BCEWithLogitsLoss(drawn(8, 1)), (3,), alone)
     with pytest.raises(
-        UserError, match=r"the weight of BCEWithLogitsLoss is \(8, 1\), one for each"
+        UserError, match=r"BCEWithLogitsLoss has a weight of shape \(8, 1\), one for each"
     ):
         trainer.fit([(drawn(8, 4), bits(8, 3))])
 

@@ -85,11 +85,15 @@ def muon(
     check_number("optimizer.lr", lr, least=0)
     others: set[torch.Tensor] = set()
     if module is not None:
-        matrices = [p for p in module.parameters() if p.ndim == 2]
-        others.update(matrices[-1:])
+        every_name = module.named_parameters(remove_duplicate=False)
+        matrices = [parameter for _, parameter in every_name if parameter.ndim == 2]
+        widths = set()
         for child in module.modules():
             if isinstance(child, torch.nn.Embedding):
                 others.add(child.weight)
+                widths.add(child.embedding_dim)
+        # Outputs as wide as an embedding are multiplied by it, as in GPT-2: it is the last matrix.
+        others.update(matrix for matrix in matrices[-1:] if len(matrix) not in widths)
     hidden: Groups = []
     rest: Groups = []
     for group in params:

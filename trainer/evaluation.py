@@ -43,7 +43,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     try:
         reset(trainer)
         # Not inference_mode: sharded parameters cannot be copied in place under it.
-        checked = losses.first_call_checked(trainer.loss)
+        checked = losses.first_call_checked(trainer)
         with evaluating(trainer), torch.no_grad(), checked:
             trainer.seed_generators(split)
             for batch in loader:

@@ -89,7 +89,7 @@ def cleaned_up(trainer: "Trainer") -> Iterator[None]:
     devices.make_current(trainer.device)
     outside = seeding.random_states(trainer.device, trainer.replicas)
     try:
-        with losses.first_call_checked(trainer.loss):
+        with losses.first_call_checked(trainer):
             yield
         warn_of_weights(trainer)
     finally:

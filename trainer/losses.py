@@ -57,8 +57,12 @@ def divides_by(loss: Any) -> str | None:
     A functools.partial with keywords counts as what it calls, and a class with its own forward as
     another loss. KLDivLoss(reduction="batchmean") is one that divides by the samples.
     """
-    if option(loss, "reduction", "mean") != "mean":
-        return None
+    return kind_of(loss) if option(loss, "reduction", "mean") == "mean" else None
+
+
+def kind_of(loss: Any) -> str | None:
+    """Return what the mean of a loss of torch divides by, whatever its reduction is."""
+    loss = getattr(loss, "unchecked", loss)
     if isinstance(loss, functools.partial):
         loss = None if loss.args else loss.func
     if isinstance(loss, nn.Module):
@@ -72,6 +76,7 @@ def divides_by(loss: Any) -> str | None:
 
 def option(loss: Any, name: str, default: Any = None) -> Any:
     """Return an option of a loss: a module's attribute, or a keyword of a functools.partial."""
+    loss = getattr(loss, "unchecked", loss)
     if isinstance(loss, functools.partial):
         return loss.keywords.get(name, option(loss.func, name, default))
     return getattr(loss, name, default)
@@ -101,31 +106,56 @@ def is_mean_over_samples(loss: Any, targets_are_uniform: bool) -> bool:
 
 
 @contextlib.contextmanager
-def first_call_checked(loss: Any) -> Iterator[None]:
-    """Check the shapes that a loss module of torch is first called with; later calls cost nothing.
-
-    A function is left to torch, which refuses or warns of most such shapes.
-    """
+def first_call_checked(trainer: Any) -> Iterator[None]:
+    """Check the shapes that a loss of torch is first called with; later calls cost nothing."""
+    loss = trainer.loss
     module = loss.func if isinstance(loss, functools.partial) else loss
-    if not isinstance(module, nn.Module) or divides_by(loss) != "elements":
+    if kind_of(loss) is None:
         yield
+    elif isinstance(module, nn.Module):
+
+        def check(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            handle.remove()
+            check_arguments(loss, arguments)
+
+        handle = module.register_forward_pre_hook(check)
+        try:
+            yield
+        finally:
+            handle.remove()
+    else:
+
+        def checked(*arguments: Any) -> Any:
+            trainer.loss = loss
+            check_arguments(loss, arguments)
+            return loss(*arguments)
+
+        checked.unchecked = loss  # type: ignore[attr-defined]
+        trainer.loss = checked
+        try:
+            yield
+        finally:
+            if trainer.loss is checked:
+                trainer.loss = loss
+
+
+def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
+    """Raise UserError where torch would compare outputs with the targets of other samples, or where
+    a cross entropy is 0 whatever the outputs are.
+    """
+    if len(arguments) != 2 or not all(isinstance(one, torch.Tensor) for one in arguments):
         return
-
-    def check(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        handle.remove()
-        if len(arguments) == 2 and all(isinstance(one, torch.Tensor) for one in arguments):
-            check_shapes(module, *arguments)
-
-    handle = module.register_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def check_shapes(loss: nn.Module, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-    """Raise UserError where torch would spread the targets, or a weight per sample, over others."""
-    name = type(loss).__name__
+    outputs, targets = arguments
+    kind = loss.func if isinstance(loss, functools.partial) else loss
+    name = getattr(kind, "__name__", type(kind).__name__)
+    if kind_of(loss) == "classes":
+        if outputs.ndim > 1 and outputs.shape[1] == 1:
+            raise UserError(
+                f"loss: the outputs {tuple(outputs.shape)} have one class, and {name} is then "
+                "always 0.\nGive the model an output per class, or use BCEWithLogitsLoss with "
+                "targets of 0. and 1."
+            )
+        return
     if outputs.shape != targets.shape:
         raise UserError(
             f"loss: the outputs are {tuple(outputs.shape)}, the targets {tuple(targets.shape)}, "
@@ -136,8 +166,8 @@ def check_shapes(loss: nn.Module, outputs: torch.Tensor, targets: torch.Tensor) 
     weight = option(loss, "weight")
     if isinstance(weight, torch.Tensor) and weight.ndim == targets.ndim and len(weight) > 1:
         raise UserError(
-            f"loss: the weight of {name} is {tuple(weight.shape)}, one for each sample of a batch, "
-            "and batches hold other samples each time.\n"
+            f"loss: {name} has a weight of shape {tuple(weight.shape)}, one for each sample of a "
+            "batch, but every batch has different samples.\n"
             "Put the weights into the batches, and override compute_loss and loss_weight."
         )
 

@@ -250,8 +250,9 @@ def of_today(config: Config) -> Config:
     if "decay_all" not in config:
         return config
     rule = {"match": "*", "weight_decay": "${optimizer.weight_decay}"}
+    decays = "weight_decay" in (config.get("optimizer") or ())
     today = {key: value for key, value in config.items() if key != "decay_all"}
-    today["groups"] = [rule] if config["decay_all"] else []
+    today["groups"] = [rule] if config["decay_all"] and decays else []
     if isinstance(config.get("trainer"), dict):
         trainer = {key: value for key, value in config["trainer"].items() if key != "decay_all"}
         today["trainer"] = {**trainer, "groups": "${groups}"}
