@@ -742,9 +742,8 @@ class NaNGuard(Callback):
                 split, _, _ = name.partition("/")
                 if weights_are_finite and split in by_name(trainer.val_loader):
                     raise NotFinite(
-                        f"{symptom}, and all weights are finite.\nLook at the validation data.",
-                        symptom,
-                        in_validation=True,
+                        f"{symptom}, and all weights are finite.\n"
+                        f"Look at the data and the targets of {split}."
                     )
                 is_explained = name.startswith("train/") or not weights_are_finite
                 raise NotFinite(

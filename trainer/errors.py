@@ -37,7 +37,6 @@ class NotFinite(TrainingError):
         symptom: What was noticed, and when; "" if a replay would not explain it.
         explanation: The text without how to replay the step that was the first.
         replay: The checkpoint before that step; None if none was kept.
-        in_validation: Whether it is a loss of the validation, of a model whose weights are finite.
     """
 
     def __init__(
@@ -46,10 +45,8 @@ class NotFinite(TrainingError):
         symptom: str = "",
         explanation: str = "",
         replay: Path | None = None,
-        in_validation: bool = False,
     ) -> None:
         super().__init__(text)
-        self.in_validation = in_validation
         self.symptom = symptom
         self.explanation = explanation
         self.replay = replay

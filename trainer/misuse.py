@@ -1,12 +1,9 @@
 """What a script may hand to the Trainer by mistake, each answered by what to give instead."""
 
-import functools
 import inspect
-import itertools
 import re
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,67 +31,33 @@ if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
 
 HOW = "docs/own.md shows how"
-GIVEN_A_BATCH = ("compute_loss", "update_metrics", "train_step", "predict_batch")
+# Methods that are given a batch, the outermost last.
+GIVEN_A_BATCH = ("compute_loss", "update_metrics", "predict_batch", "train_step")
+FORM_ERRORS = (TypeError, ValueError, AttributeError)
+# What your method has to return, and the functions that fail if it returns something else.
+RESULTS = {
+    "compute_loss": ("loss, outputs", ("__iter__", "train_step", "accumulate", "compute_losses")),
+    "train_step": ("the mean loss, a tensor", ("update",)),
+}
 METRIC = ("update", "compute", "reset")
 LOADERS = (torch.utils.data.DataLoader, Seekable)
-NO_LOSS = "give Trainer(loss=torch.nn.CrossEntropyLoss()), or override compute_loss"
-HERE = Path(__file__).parent
-# Methods of Lightning's modules and of Hugging Face's Trainer, by what does their work here.
-METHODS = {
-    "a step is train_step, and its loss compute_loss": ("training_step",),
-    "an evaluation calls compute_loss and update_metrics for each batch": (
-        "validation_step",
-        "test_step",
-        "prediction_step",
-    ),
-    "a prediction calls predict_batch": ("predict_step",),
-    "the optimizer is Trainer(optimizer=..., scheduler=...)": (
-        "configure_optimizers",
-        "create_optimizer",
-        "create_scheduler",
-    ),
-}
-# Hooks of Lightning, Keras and Hugging Face that are called inside a step.
-IN_STEP = {
-    "on_train_batch_start",
-    "on_batch_start",
-    "on_step_begin",
-    "on_substep_end",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-}
-# Their other hooks whose names do not lead to the one that does their work here.
-HOOKS = {
-    "on_train_batch_end": "on_step_end(trainer) is called after each step.",
-    "on_batch_end": "on_step_end(trainer) is called after each step.",
-    "on_save_checkpoint": "state_dict() returns what a checkpoint holds of the callback.",
-    "on_load_checkpoint": "load_state_dict(state) takes what a checkpoint holds of the callback.",
-    "on_exception": "on_fit_end(trainer) is called, and trainer.failed is True.",
-}
+# Methods of the trainers of other libraries.
+METHODS = (
+    "training_step",
+    "validation_step",
+    "test_step",
+    "prediction_step",
+    "predict_step",
+    "configure_optimizers",
+    "create_optimizer",
+    "create_scheduler",
+)
 # Wrappers of a module, each with the name of what is inside, and the setting that does its work.
 WRAPPERS = {
     "DataParallel": ("module", "strategy='dp'"),
     "DistributedDataParallel": ("module", "strategy='ddp'"),
     "FullyShardedDataParallel": ("module", "strategy='fsdp'"),
     "OptimizedModule": ("_orig_mod", "compile=True"),
-}
-# Functions that call a method of the Trainer, by the file and name that a traceback shows, and what
-# that method has to return. Where they fail by themselves, it returned something else.
-LOSS_AND_OUTPUTS = (
-    "compute_loss has to return the mean loss, a tensor, and the outputs; this one returns "
-    f"something else ({{error}}).\nLet it return loss, outputs; {HOW}."
-)
-CALLERS = {
-    ("trainer.py", "train_step"): LOSS_AND_OUTPUTS,
-    ("steps.py", "accumulate"): LOSS_AND_OUTPUTS,
-    ("evaluation.py", "compute_losses"): LOSS_AND_OUTPUTS,
-    ("evaluation.py", "evaluate"): LOSS_AND_OUTPUTS,
-    ("trainer.py", "fit"): (
-        "train_step has to return the mean loss of its batch, a tensor: "
-        "let it return loss.detach()."
-    ),
 }
 
 
@@ -145,38 +108,27 @@ def check_arguments(kind: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def check_methods(trainer: "Trainer") -> None:
-    """Raise UserError for a subclass with a method that nobody would call."""
+    """Raise UserError for a subclass with a method that is never called."""
     kind = type(trainer)
-    for instead, names in METHODS.items():
-        for name in names:
-            if hasattr(kind, name):
-                raise UserError(
-                    f"{kind.__name__}.{name} is not a method of Trainer, which would not call it.\n"
-                    f"Here {instead}; {HOW}."
-                )
     for name in dir(kind):
-        if name.startswith("on_") and callable(getattr(kind, name)):
+        if name in METHODS or (name.startswith("on_") and callable(getattr(kind, name))):
             raise UserError(
-                f"{kind.__name__}.{name}: the Trainer would not call it. Hooks are methods of a "
-                f"callback; {HOW}."
+                f"{kind.__name__}.{name}: Trainer never calls this.\nOverride train_step or "
+                f"compute_loss, or move hooks to a callback; {HOW}."
             )
 
 
 def check_hooks(callback: Callback) -> None:
-    """Raise UserError for a callback with a hook that nobody would call."""
+    """Raise UserError for a callback with a hook that is never called."""
     kind = type(callback)
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
     for name in dir(kind):
-        if not name.startswith("on_") or name in hooks or not callable(getattr(kind, name)):
-            continue
-        instead = f"the hooks are {', '.join(hooks)}.{did_you_mean(name, hooks)}"
-        if name in IN_STEP:
-            instead = "a Trainer changes a step: override train_step or compute_loss."
-        instead = HOOKS.get(name, instead)
-        raise UserError(
-            f"callbacks: {kind.__name__}.{name} is not a hook, and would not be called.\n"
-            f"Here {instead}"
-        )
+        if name.startswith("on_") and name not in hooks and callable(getattr(kind, name)):
+            raise UserError(
+                f"callbacks: {kind.__name__}.{name} is not a hook, so it is never called."
+                f"{did_you_mean(name, hooks)}\nThe hooks are {', '.join(hooks)}. To change what "
+                "happens inside a step, override Trainer.train_step or compute_loss."
+            )
 
 
 def check_model(model: Any) -> None:
@@ -228,10 +180,6 @@ def check_loss_function(loss: Any) -> None:
         raise UserError(
             f"loss: reduction={reduction!r}; the Trainer combines mean losses, so give 'mean'."
         )
-    keywords = loss.keywords if isinstance(loss, functools.partial) else {}
-    for name in ("size_average", "reduce"):  # torch's older names for it
-        if keywords.get(name) not in (None, True):
-            raise UserError(f"loss: {name}=False; the Trainer weighs means, so leave {name} out.")
     if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
         raise UserError(
             f"loss: {type(loss).__name__} has parameters of its own; make it a part of the model."
@@ -241,23 +189,21 @@ def check_loss_function(loss: Any) -> None:
 def check_metric(name: str, metric: Any) -> None:
     """Raise UserError for what is not one metric."""
     methods = [callable(getattr(metric, method, None)) for method in METRIC]
-    if isinstance(metric, type) or not all(methods):
+    # torchmetrics' MetricCollection has keys.
+    if isinstance(metric, type) or not all(methods) or hasattr(metric, "keys"):
         raise UserError(
-            f"metrics: {name!r} needs {', '.join(METRIC)}, as Accuracy() has{instead_of(metric)}."
-        )
-    if hasattr(metric, "keys"):  # torchmetrics' MetricCollection
-        raise UserError(
-            f"metrics: {name!r} is several. Give each by a name, as in metrics=dict(collection)."
+            f"metrics: {name!r} has to be one object with {', '.join(METRIC)}, such as Accuracy()"
+            f"{instead_of(metric)}."
         )
 
 
 def instead_of(part: Any) -> str:
-    """Return ', and not the class Linear', or what else was given."""
+    """Return ', not the class Linear', or what else was given."""
     if isinstance(part, type):
-        return f", and not the class {part.__name__}: {part.__name__}(...) makes one"
+        return f", not the class {part.__name__}"
     if isinstance(part, (str, type(None))):
-        return f", and not {part!r}"
-    return f", and not {kind_of(part)}"
+        return f", not {part!r}"
+    return f", not {kind_of(part)}"
 
 
 def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
@@ -287,7 +233,10 @@ def check_loss(trainer: "Trainer", use: str) -> None:
     Also for one whose parts do not add up where batches are cut.
     """
     if trainer.loss is None and is_usual(type(trainer), "compute_loss"):
-        raise UserError(f"{use} needs a loss: {NO_LOSS}.")
+        raise UserError(
+            f"{use} needs a loss: give Trainer(loss=torch.nn.CrossEntropyLoss()), or override "
+            "compute_loss."
+        )
     cuts = trainer.micro_batch
     is_cut = cuts.adapts or cuts.size is not None or cuts.parts > 1 or parallel.ranks() > 1
     sums_over_first = losses.option(trainer.loss, "reduction") == "batchmean"
@@ -330,23 +279,17 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
         raise UserError(
             f"{use}: this Trainer is closed. Call it before close(), or inside its `with`."
         )
-    kind = kind_of(loader)
-    several = isinstance(loader, (list, tuple)) and loader and isinstance(loader[0], LOADERS)
-    if several or isinstance(loader, Mapping):
-        raise UserError(
-            f"{use}: give one loader, and not {kind} of several.\n"
-            "Call trainer.evaluate(loader, name) for each of the others, or give fit "
-            "val_loader={name: loader}."
-        )
-    # A fit on a list of tensors needs a compute_loss that takes one.
     is_list = isinstance(loader, (list, tuple)) and len(loader) > 0
+    is_several = isinstance(loader, Mapping) or (is_list and isinstance(loader[0], LOADERS))
+    # A fit on a list of tensors needs a compute_loss that takes one.
     is_batch = is_list and isinstance(loader[0], torch.Tensor)
     is_batch = is_batch and use != "predict" and is_usual(type(trainer), "compute_loss")
-    if is_batch or isinstance(loader, (torch.Tensor, str)) or not hasattr(loader, "__iter__"):
-        batch = "inputs" if use == "predict" else "(inputs, targets)"
+    is_wrong = isinstance(loader, (torch.Tensor, str)) or not hasattr(loader, "__iter__")
+    if is_several or is_batch or is_wrong:
         raise UserError(
-            f"{use}: give a loader, that is batches{instead_of(loader)}.\n"
-            f"One batch is [{batch}]; DataLoader(..., batch_size=500) cuts a data set."
+            f"{use}: give one loader, or a list of batches{instead_of(loader)}.\n"
+            "DataLoader(dataset, batch_size=64) makes one. For several validation loaders, use "
+            "fit(..., val_loader={name: loader})."
         )
     shuffles = isinstance(getattr(loader, "sampler", None), torch.utils.data.RandomSampler)
     shuffles = shuffles or getattr(loader, "shuffle", False)
@@ -477,7 +420,8 @@ def raise_explained(
     if memory.is_out_of_memory(error):
         samples = None if batch is None else trainer.samples(batch)
         raise micro_batch.explain(samples) from error
-    text = wrong_batch(trainer, error, batch) or wrong_result(error)
+    calls = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    text = wrong_batch(trainer, error, batch, calls) or wrong_result(trainer, error, calls)
     if text is not None:
         raise UserError(text) from error
     explained = device_errors.explain(error, trainer.module, batch, trainer.device)
@@ -486,7 +430,7 @@ def raise_explained(
         explained = explained or graph.explain(error, trainer)
     if explained is not None:
         raise explained from error
-    in_step = any(name in GIVEN_A_BATCH for _, name in places(error))
+    in_step = any(name in calls for name in GIVEN_A_BATCH)
     if in_step and hasattr(error, "add_note"):  # since Python 3.11
         error.add_note(f"The model is {type(trainer.module).__name__}, the batch {shapes(batch)}.")
 
@@ -500,54 +444,31 @@ def shapes(batch: Any) -> str:
         parts = [f"{name}: {shapes(part)}" for name, part in batch.items()]
         return "{" + ", ".join(parts) + "}"
     if isinstance(batch, (list, tuple)):
-        runs = [(text, len(list(same))) for text, same in itertools.groupby(map(shapes, batch))]
-        parts = [text if count == 1 else f"{count} x {text}" for text, count in runs]
-        return "(" + ", ".join(parts) + ")"
+        return f"({', '.join(map(shapes, batch[:5]))}{', ...' if len(batch) > 5 else ''})"
     return type(batch).__name__
 
 
-def wrong_batch(trainer: "Trainer", error: Exception, batch: Any) -> str | None:
+def wrong_batch(trainer: "Trainer", error: Exception, batch: Any, calls: list[str]) -> str | None:
     """Return what to do if one of the Trainer's own methods cannot take the batch."""
-    calls = places(error)
     is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
-    if is_pair or not calls or not isinstance(error, (TypeError, ValueError, AttributeError)):
+    if batch is None or is_pair or not isinstance(error, FORM_ERRORS):
         return None
-    for name in ("compute_loss", "update_metrics"):
-        place = ("trainer.py", name)
-        cannot = calls[-1] == place or (isinstance(batch, Mapping) and place in calls)
-        if cannot and is_usual(type(trainer), name):
+    for name in GIVEN_A_BATCH[:3]:
+        # `predict_batch` gives any batch to the model, whose errors may be its own.
+        is_refused = name != "predict_batch" or isinstance(batch, Mapping)
+        if name in calls and is_usual(type(trainer), name) and is_refused:
             return (
-                f"A batch is {form(batch)}, and {name} takes (inputs, targets).\n"
+                f"A batch is {form(batch)}, and {name} takes (inputs, targets): {error}.\n"
                 f"Override {name}; {HOW}."
             )
-    is_given_whole = isinstance(batch, Mapping) and ("prediction.py", "predict_batch") in calls
-    if is_given_whole and is_usual(type(trainer), "predict_batch"):
-        return (
-            f"predict: a batch is {form(batch)}, and all of it was given to the model.\n"
-            f"Override predict_batch; {HOW}."
-        )
     return None
 
 
-def wrong_result(error: Exception) -> str | None:
-    """Return what to do if compute_loss or train_step has returned the wrong thing."""
-    calls = places(error)
-    # The mean of the losses fails inside, with what it is given.
-    while calls and calls[-1][0] == "metrics.py":
-        calls.pop()
-    text = CALLERS.get(calls[-1]) if calls else None
-    return text and text.format(error=error)
-
-
-def places(error: Exception) -> list[tuple[str, str]]:
-    """Return (file, function) of each call on the way to the error, the innermost last.
-
-    Files of this package have short names. Unpacking a tensor counts for the function that does it.
-    """
-    calls = []
-    for frame in traceback.extract_tb(error.__traceback__):
-        path = Path(frame.filename)
-        calls.append((path.name if path.parent == HERE else str(path), frame.name))
-    while calls and calls[-1][0].endswith("_tensor.py"):
-        calls.pop()
-    return calls
+def wrong_result(trainer: "Trainer", error: Exception, calls: list[str]) -> str | None:
+    """Return what to do if your compute_loss or train_step has returned the wrong thing."""
+    if "compute_loss" in calls or not isinstance(error, FORM_ERRORS):
+        return None
+    for name, (result, callers) in RESULTS.items():
+        if not is_usual(type(trainer), name) and calls[-1] in callers:
+            return f"{name} has to return {result}: {error}.\nChange its return statement; {HOW}."
+    return None

@@ -17,7 +17,6 @@ from stoker.trainer import batch as batches
 from stoker.trainer import checkpoint, copies, launch, parallel
 from stoker.trainer.callbacks import Callback, Checkpoint, Monitor, NaNGuard, TimeLimit
 from stoker.trainer.errors import NotFinite, cause, log
-from stoker.trainer.loading import by_name, dealt
 
 if TYPE_CHECKING:
     from stoker.trainer.trainer import Trainer
@@ -48,59 +47,10 @@ def explained(trainer: "Trainer", error: NotFinite) -> NotFinite:
     if not guards or not error.symptom:
         return error
     try:
-        if error.in_validation:
-            return validation_error(trainer, error)
         return replayed_error(trainer, error, guards[0])
     except Exception as failure:
         log.warning("The replay that looks for the cause has failed: %s.", cause(failure))
         return error
-
-
-def validation_error(trainer: "Trainer", error: NotFinite) -> NotFinite:
-    """Evaluate again; return the error with the first batch whose loss is not finite."""
-    for split, loader in by_name(trainer.val_loader).items():
-        explanation = error_of_split(trainer, error, split, loader)
-        if explanation is not None:
-            return explanation
-    return error
-
-
-def error_of_split(
-    trainer: "Trainer", error: NotFinite, split: str, loader: Any
-) -> NotFinite | None:
-    """Do the work of `validation_error` for one of the validation sets; None if all is finite."""
-    loader = dealt(loader, trainer.seed, trainer.sample_dims)
-    harmless: set[str] = set()
-
-    def all_finite(parts: list[Any]) -> bool:
-        for part in parts:
-            with trainer.autocast:
-                loss, _ = trainer.compute_loss(part)
-            if not loss.isfinite() and float(trainer.loss_weight(part)):
-                return False
-        return True
-
-    with trainer.evaluating(), torch.no_grad():
-        trainer.seed_generators(split)
-        for number, batch in enumerate(loader, 1):
-            batch = copies.move(batch, trainer.device)
-            is_finite = trainer.eval_micro_batch.work(all_finite, batch, trainer.sample_dims)
-            strange = strange_entries(batch)
-            if not any_rank(parallel.has_samples(loader) and not is_finite):
-                harmless.update(strange)
-                continue
-            text = strange_text(strange, harmless)
-            advice = "Look at these samples, or leave them out."
-            if text is None:
-                text = "the batch is finite, and its loss is not"
-                advice = (
-                    f"Look at the model's outputs and the loss, or type {NaNGuard.advice(trainer)}."
-                )
-            where = "the validation" if split == "val" else split
-            place = f"in batch {number} of {where}"
-            text = f"{error.symptom}, and all weights are finite: {place}, {text}.\n{advice}"
-            return NotFinite(text, error.symptom, in_validation=True)
-    return None
 
 
 def replayed_error(trainer: "Trainer", error: NotFinite, guard: NaNGuard) -> NotFinite:
@@ -242,27 +192,25 @@ def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | N
     overflows = [name for name, norm in norms.items() if not norm.isfinite()]
     if trainer.scaler.is_enabled():  # it skips such a step
         overflows = []
-    name = checkpoint.first_nonfinite(trainer.module)
+    broken = checkpoint.first_nonfinite(trainer.module)
     strange = strange_entries(batch)
-    loss_is_wrong = any_rank(not loss.isfinite())
-    gradient_is_wrong = any_rank(bool(overflows))
-    if name is None and not loss_is_wrong and not gradient_is_wrong:
+    is_wrong = broken is not None or bool(overflows) or not loss.isfinite()
+    if not parallel.add_up(int(is_wrong)):
         harmless.update(strange)
         return None
-    advice = f"Type {NaNGuard.advice(trainer)}."
-    text = strange_text(strange, harmless)
-    if text is not None:
-        return first(f"{place}, {text}", "Look at these samples, or leave them out.")
+    texts = [text for entry, text in strange.items() if entry not in harmless]
+    if texts:
+        return first(f"{place}, {texts[0]}", "Look at these samples, or leave them out.")
+    text = "another process had a number that is not finite"
+    if not loss.isfinite():
+        text = f"the loss is {float(loss)} with a finite batch"
+    elif overflows:
+        norm = float(norms[overflows[0]])
+        text = f"the gradient of {overflows[0]} has the norm {norm}, with a loss of {loss:.4g}"
+    elif broken is not None:
+        text = f"the update of {broken} is not finite"
     rate = f"(learning rate {trainer.lr:.3g})"
-    if loss_is_wrong:
-        return first(f"{place}, the loss is {float(loss)} with a finite batch {rate}", advice)
-    if gradient_is_wrong:
-        text = "a gradient of another process is not finite"
-        if overflows:
-            norm = float(norms[overflows[0]])
-            text = f"the gradient of {overflows[0]} has the norm {norm}, with a loss of {loss:.4g}"
-        return first(f"{place}, {text} {rate}", advice)
-    return first(f"{place}, the update of {name} is not finite {rate}", advice)
+    return first(f"{place}, {text} {rate}", f"Type {NaNGuard.advice(trainer)}.")
 
 
 def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -285,19 +233,6 @@ def norms_and_loss(trainer: "Trainer", batch: Any) -> tuple[dict[str, torch.Tens
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def any_rank(condition: bool | torch.Tensor) -> bool:
-    """Return whether this holds in any process; all have to call this."""
-    return parallel.add_up(int(condition)) > 0
-
-
-def strange_text(strange: dict[str, str], harmless: set[str]) -> str | None:
-    """Return the first description that is not of a harmless entry, None if no process has one."""
-    texts = [text for entry, text in strange.items() if entry not in harmless]
-    if not any_rank(bool(texts)):
-        return None
-    return texts[0] if texts else "the batch of another process has values that are not finite"
 
 
 def strange_entries(batch: Any) -> dict[str, str]:
