@@ -325,7 +325,7 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run():
     data = make_data()
     data.val.inputs[:] = math.inf
     trainer = make_trainer(callbacks=[NaNGuard()], eval_every=3)
-    with pytest.raises(TrainingError, match="val/loss is nan at step 3, .* batch 1 of the val"):
+    with pytest.raises(TrainingError, match="val/loss is nan at step 3, and all weights are"):
         trainer.fit(DeviceLoader(data, "train", 8, shuffle=True), DeviceLoader(data, "val", 7))
 
 
@@ -807,5 +807,7 @@ def test_a_validation_loss_that_is_not_finite_in_a_resumed_evaluation_is_explain
     train, val = loaders()
     val.inputs[:] = math.nan
     resumed = make_trainer(callbacks=[Checkpoint(tmp_path), NaNGuard()])
-    with pytest.raises(TrainingError, match=r"in batch 1 of the validation, batch\[0\] has values"):
+    with pytest.raises(
+        TrainingError, match="all weights are finite.\nLook at the data and the targets of val"
+    ):
         resumed.fit(train, val, resume=checkpoint.newest(tmp_path)[0])

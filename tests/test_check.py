@@ -24,7 +24,7 @@ SMALL = ("dataset=synthetic", "dataset.n=640", "device=cpu", "max_steps=8", "mod
         ("callbacks.early_stopping.patience=0", "early_stopping.patience=0: give a whole number"),
         ("trainer.groups={a:1}", r"groups=\{a:1\}: give a list of rules"),
         ("groups=[{lr:1}]", r"groups=\[\{lr:1\}\]: give a list of rules, each with a pattern"),
-        ("groups=[{match:x}]", "groups: the rule of x changes nothing"),
+        ("groups=[{match:x}]", r"groups=\[\{match:x\}\]: give a list of rules"),
         ("groups=[{match:x,lr_decay:2}]", "groups: lr_decay of x=2: give a number above 0"),
         ("callbacks.jsonl.path=", "callbacks.jsonl.path=: give a string after the ="),
         ("callbacks.jsonl.path={a:1}", r"callbacks.jsonl.path=\{a:1\}: give a string"),

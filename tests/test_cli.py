@@ -398,8 +398,8 @@ LATE = [
     ("scheduler.warmup=-1", "error: scheduler.warmup=-1:", "at least 0"),
     (
         "optimizer.betas=[2,0.9]",
-        "error: optimizer.betas: Invalid beta parameter",
-        "another value for optimizer.betas.",
+        "error: optimizer: Invalid beta parameter",
+        "another value for it.",
     ),
     (f"run_dir={TRAIN}/below/it", "it cannot be created", f"({TRAIN} is a file)"),
     ("model.hidden=[a]", "error: model.hidden=[a]: give a list of whole numbers at least 1", ""),

@@ -169,10 +169,10 @@ def test_a_number_that_never_comes_is_warned_of_once(caplog):
     stop = EarlyStopping(2, monitor="my/numbr", mode="max")
     make_trainer(callbacks=[stop, Own([1, 2, 3])]).fit(*loaders())
     assert [r.message for r in caplog.records] == [
-        "EarlyStopping: monitor=my/numbr was not logged in the first epoch, so nothing counts as the best."
+        "EarlyStopping: monitor=my/numbr was not logged, so nothing counts as the best."
     ]
     make_trainer(callbacks=[stop], epochs=1).fit(*loaders())
-    assert "was not logged in this fit" in caplog.records[1].message
+    assert "was not logged, so" in caplog.records[1].message
 
 
 def test_a_list_cannot_be_monitored():

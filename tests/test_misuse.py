@@ -440,8 +440,8 @@ def test_a_hook_that_nobody_would_call_is_refused(name, instead):
 @pytest.mark.parametrize(
     ("wrapper", "instead"),
     [
-        (torch.nn.DataParallel, "Trainer(model.module, strategy='dp')"),
-        (torch.compile, "Trainer(model._orig_mod, compile=True)"),
+        (torch.nn.DataParallel, "Trainer(model, strategy='dp')"),
+        (torch.compile, "Trainer(model, compile=True)"),
     ],
 )
 def test_a_model_in_a_wrapper_is_refused(wrapper, instead):

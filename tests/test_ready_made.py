@@ -69,10 +69,6 @@ def test_a_ready_made_optimizer_that_would_not_train_the_model_is_refused():
 
     with pytest.raises(UserError, match=r"ByLayer\.parameter_groups cannot change them"):
         make_trainer(model, kind=ByLayer, optimizer=sgd)
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        twice = torch.optim.SGD([model[0].weight, model[0].weight], lr=0.1)
-    with pytest.raises(UserError, match="has a parameter twice"):
-        make_trainer(model, optimizer=twice)
     schedule = torch.optim.lr_scheduler.StepLR(sgd, 30)
     with pytest.raises(UserError, match="scheduler: give a factory"):
         make_trainer(model, optimizer=sgd, scheduler=schedule)

@@ -156,13 +156,13 @@ class Monitor(Callback):
     def on_fit_end(self, trainer: "Trainer") -> None:
         """Warn if a number of your own was never logged."""
         if not trainer.failed:
-            self.warn_if_missing("in this fit")
+            self.warn_if_missing()
 
-    def warn_if_missing(self, when: str) -> None:
+    def warn_if_missing(self) -> None:
         """Warn, once in a fit, if the monitored number has not been logged."""
         if self.is_missing:
             launch.warn(
-                f"{type(self).__name__}: monitor={self.name} was not logged {when}, "
+                f"{type(self).__name__}: monitor={self.name} was not logged, "
                 "so nothing counts as the best."
             )
         self.is_missing = False
@@ -179,7 +179,7 @@ class Monitor(Callback):
             value = row[self.name]
         else:
             if trainer.step > trainer.steps_per_epoch:
-                self.warn_if_missing("in the first epoch")
+                self.warn_if_missing()
             return None
         self.is_missing = False
         if value is None:

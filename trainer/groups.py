@@ -1,8 +1,7 @@
 """Parameter groups: rules that match names, and no weight decay for biases and norms."""
 
-import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -130,8 +129,8 @@ def without_decay(module: torch.nn.Module) -> set[torch.Tensor]:
     return free
 
 
-def check_options(groups: Groups, factory: Callable[..., Any], known: Collection[str]) -> None:
-    """Raise UserError for an option of a rule that the optimizer does not have, or refuses."""
+def check_options(groups: Groups, known: Collection[str]) -> None:
+    """Raise UserError for an option of a rule that the optimizer does not have."""
     for group in groups:
         rule = group.get("name", REST).partition(" ")[0]
         options = {key: value for key, value in group.items() if key not in ("params", "name")}
@@ -145,12 +144,6 @@ def check_options(groups: Groups, factory: Callable[..., Any], known: Collection
                 )
             if key in ("lr", "weight_decay"):
                 check_number(f"groups: {key} of {rule}", value, least=0)
-        arguments = inspect.signature(factory).parameters
-        taken = {key: value for key, value in options.items() if key in arguments}
-        try:
-            factory([{"params": [torch.nn.Parameter(torch.zeros(1, 1))]}], **taken)
-        except (ValueError, TypeError, IndexError) as error:
-            raise UserError(f"groups: the rule of {rule}: {error}.") from error
 
 
 def scale_rates(groups: Groups, usual: Any) -> None:

@@ -52,12 +52,12 @@ METHODS = (
     "create_optimizer",
     "create_scheduler",
 )
-# Wrappers of a module, each with the name of what is inside, and the setting that does its work.
+# Wrappers of a module, each with the setting that does its work.
 WRAPPERS = {
-    "DataParallel": ("module", "strategy='dp'"),
-    "DistributedDataParallel": ("module", "strategy='ddp'"),
-    "FullyShardedDataParallel": ("module", "strategy='fsdp'"),
-    "OptimizedModule": ("_orig_mod", "compile=True"),
+    "DataParallel": "strategy='dp'",
+    "DistributedDataParallel": "strategy='ddp'",
+    "FullyShardedDataParallel": "strategy='fsdp'",
+    "OptimizedModule": "compile=True",
 }
 
 
@@ -137,10 +137,9 @@ def check_model(model: Any) -> None:
         raise UserError(f"model: give a torch.nn.Module{instead_of(model)}.")
     for kind in type(model).__mro__:
         if kind.__name__ in WRAPPERS:
-            inner, setting = WRAPPERS[kind.__name__]
             raise UserError(
                 f"model: pass the module itself, not {kind.__name__}, which renames every weight.\n"
-                f"Trainer(model.{inner}, {setting}) does the same."
+                f"Trainer(model, {WRAPPERS[kind.__name__]}) does the same."
             )
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +18,6 @@ from stoker.trainer.groups import Groups, check_options, scale_rates
 
 # Those of torch's optimizers that work on whole matrices. The others work on single numbers.
 OF_MATRICES = ("Muon", "Adafactor")
-NAMES = {"learning": "lr", "epsilon": "eps", "beta": "betas"}  # in torch's messages -> its keys
 
 Given = Callable[..., Any] | torch.optim.Optimizer  # what a Trainer takes: a factory or its work
 
@@ -66,9 +64,9 @@ def build(
     except UserError:
         raise
     except (ValueError, TypeError, IndexError) as error:  # how torch refuses a value
-        raise UserError(refusal(str(error), settings)) from error
+        raise UserError(f"optimizer: {error}. Type another value for it.") from error
     check(optimizer, is_sharded)
-    check_options(groups, factory, {*settings, *optimizer.defaults})
+    check_options(groups, {*settings, *optimizer.defaults})
     if not isinstance(optimizer, Combined):
         merge(optimizer.param_groups, groups)
     for part in parts(optimizer):
@@ -100,8 +98,6 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
             f"model's.\nMake it of the model that the Trainer gets, {kind}(model.parameters(), "
             f"...), or give a factory: {factory}."
         )
-    if len(set(parameters)) < len(parameters):
-        raise UserError(f"optimizer: this {kind} has a parameter twice. Give it each one once.")
     for parameter, moments in optimizer.state.items():
         for moment in moments.values():
             is_tensor = isinstance(moment, torch.Tensor) and moment.shape == parameter.shape
@@ -170,17 +166,6 @@ def evaluated_weights(optimizer: Any) -> Iterator[None]:
 def is_torchs(kind: type) -> bool:
     """Return whether this is one of torch's own optimizers."""
     return f"{kind.__module__}.".startswith("torch.optim.")
-
-
-def refusal(text: str, keys: Iterable[str]) -> str:
-    """Return what to say if torch refuses a value, "Invalid beta parameter at index 0: 1.5"."""
-    match = re.match(r"Invalid (\w+)(.*): ", text)
-    if not match:
-        return f"optimizer: {text}."
-    key = NAMES.get(match[1], match[1])
-    if key not in keys:
-        return f"optimizer: {text}. Type another value for it."
-    return f"optimizer.{key}: {text}. Type another value for optimizer.{key}."
 
 
 def merge(built: Groups, given: Groups) -> None:

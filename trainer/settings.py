@@ -94,19 +94,12 @@ def check_groups(rules: Any) -> Any:
     """Return the rules of parameter groups; UserError for what is not a list of them."""
     is_list = isinstance(rules, (list, tuple))
     for rule in rules if is_list else [None]:
-        if not isinstance(rule, Mapping) or not isinstance(rule.get("match"), str):
+        is_rule = isinstance(rule, Mapping) and isinstance(rule.get("match"), str) and len(rule) > 1
+        if not is_rule or not {"name", "params", "lr_scale"}.isdisjoint(rule):
             raise UserError(
-                f"groups={as_typed(rules)}: give a list of rules, each with a pattern of names, "
-                "as in 'groups=[{match: \"head.*\", lr: 1e-4}]'."
+                f"groups={as_typed(rules)}: give a list of rules, each with a pattern of names and "
+                "options of the optimizer, as in 'groups=[{match: \"head.*\", lr: 1e-4}]'."
             )
-        if len(rule) == 1:
-            raise UserError(
-                f"groups: the rule of {rule['match']} changes nothing. Add an option of the "
-                "optimizer, such as lr or weight_decay."
-            )
-        for key in ("name", "params", "lr_scale"):
-            if key in rule:
-                raise UserError(f"groups: a rule has no {key}. Leave it out of {rule['match']}'s.")
         if "lr_decay" in rule:
             check_number(f"groups: lr_decay of {rule['match']}", rule["lr_decay"], above=0, most=1)
     return rules
