@@ -435,8 +435,8 @@ def test_a_tensor_made_in_forward_is_an_error_with_its_line(net, doing):
         ),
         lines[offset].strip(),
         (
-            "A tensor made in forward: create it with device=inputs.device; one that the model "
-            "keeps is a buffer: self.register_buffer."
+            "Create tensors in forward with device=inputs.device, and keep those of the model as "
+            "buffers (self.register_buffer)."
         ),
     ]
 
@@ -461,7 +461,7 @@ def test_explain_where_everything_is_in_its_place():
     error = RuntimeError("Expected all tensors to be on the same device, but found two")
     text = str(device_errors.explain(error, Net(), (torch.ones(1, 3),), CPU))
     assert "but no parameter, buffer or batch entry is on another" in text
-    assert "made in forward" in text and "device=inputs.device" in text
+    assert "in forward with device=inputs.device" in text
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def test_a_graph_is_of_one_size():
 
 
 def test_one_sample_has_no_statistics():
-    with pytest.raises(UserError, match="BatchNorm has to see two samples at once") as caught:
+    with pytest.raises(UserError, match="BatchNorm needs at least two samples") as caught:
         make_trainer(Small(1), micro_batch="auto").fit(*loaders())
     assert "drop_last=true" in str(caught.value)
 

@@ -11,7 +11,7 @@ from stoker.trainer import batch as batches
 from stoker.trainer.device import NO_VIEW
 from stoker.trainer.errors import UserError
 
-# What torch says of tensors on two devices; the second of an RNN's hidden state.
+# What torch says about tensors on two devices.
 TWO_DEVICES = (
     "on the same device",
     "at the same device",
@@ -25,29 +25,29 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 def explain(
     error: BaseException, module: torch.nn.Module, batch: Any, device: torch.device
 ) -> UserError | None:
-    """Return a UserError that says what to change, or None.
+    """Return a UserError that says what to change, or None if the cause is unknown.
 
-    For tensors on two devices, of which it names those in the wrong place or the line, for a `view`
-    of an image in channels_last order, and for statistics of one sample.
+    It explains tensors on two devices (which ones, or in which line), `view` of an image in
+    channels_last order, statistics of one sample, and failed checks inside a kernel.
     """
     text = str(error)
     name = type(module).__name__
     if "device-side assert" in text:
         return UserError(
-            f"A check inside a kernel on {device} has failed (device-side assert): usually a class "
+            f"A check inside a kernel on {device} failed (device-side assert): usually a class "
             "in the targets, or an index into an Embedding, is out of range.\n"
-            "Type device=cpu: there, the same step says which."
+            "Type device=cpu to see which: the same step fails there with a clear message."
         )
     if "Expected more than 1 value per channel" in text:
         return UserError(
-            f"{name}: BatchNorm has to see two samples at once, and a batch or micro-batch has "
+            f"{name}: BatchNorm needs at least two samples, and a batch or micro-batch has only "
             "one.\nType drop_last=true, or another batch_size or micro_batch."
         )
     kernels = [parameter for parameter in module.parameters() if parameter.ndim == 4]
     if NO_VIEW in text and not all(kernel.is_contiguous() for kernel in kernels):
         return UserError(
-            f"{name}: .view() of an image, whose memory is in the order channels_last.\n"
-            "Write .flatten(1) or .reshape() there, or type channels_last=false."
+            f"{name} calls .view() on an image, whose memory format is channels_last.\n"
+            "Use .flatten(1) or .reshape() instead, or type channels_last=false."
         )
     if not is_of_two_devices(text):
         return None
@@ -61,13 +61,13 @@ def explain(
     if line is not None:
         place = f"{line.filename}:{line.lineno} has one on another:\n{line.line}"
     return UserError(
-        f"{begin} {place}\nA tensor made in forward: create it with device=inputs.device; one that "
-        "the model keeps is a buffer: self.register_buffer."
+        f"{begin} {place}\nCreate tensors in forward with device=inputs.device, and keep those of "
+        "the model as buffers (self.register_buffer)."
     )
 
 
 def is_of_two_devices(text: str) -> bool:
-    """Return whether a message of torch's says that tensors are on different devices."""
+    """Return whether torch's message says that tensors are on different devices."""
     if any(phrase in text for phrase in TWO_DEVICES):
         return True
     # "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same"
@@ -78,10 +78,7 @@ def is_of_two_devices(text: str) -> bool:
 def innermost_line(
     error: BaseException, libraries: tuple[str, ...] = (TORCH,)
 ) -> traceback.FrameSummary | None:
-    """Return the line of yours, or of a model, in which a library raised the error; None if none.
-
-    These are the paths of the libraries.
-    """
+    """Return the innermost line outside of these libraries; None if it is one of the Trainer's."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(libraries):
             continue
@@ -90,7 +87,7 @@ def innermost_line(
 
 
 def misplaced(module: torch.nn.Module, batch: Any, device: torch.device) -> list[str]:
-    """Return "buffer 'mask' is on cpu" for each tensor of these that is not on the device."""
+    """Return "buffer 'mask' is on cpu" for each tensor that is not on the device."""
     return [
         f"{place} is on {tensor.device}"
         for place, tensor in named_tensors(module, batch)
@@ -99,7 +96,7 @@ def misplaced(module: torch.nn.Module, batch: Any, device: torch.device) -> list
 
 
 def named_tensors(module: torch.nn.Module, batch: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (how to call it, tensor) for all tensors of a module and a batch."""
+    """Return (description, tensor) for all tensors of a module and a batch."""
     named: list[tuple[str, torch.Tensor]] = []
     for name, parameter in module.named_parameters():
         named.append((f"parameter {name!r}", parameter))

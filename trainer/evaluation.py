@@ -1,4 +1,4 @@
-"""Evaluation: the loop over a loader, and the mode of the model meanwhile."""
+"""Evaluate a model: the loop over a loader, in evaluation mode."""
 
 import contextlib
 import time
@@ -23,7 +23,7 @@ def evaluate(trainer: "Trainer", loader: Any, split: str) -> dict[str, Any]:
     """Return {"val/loss": ..., "val/acc": ...} over all samples of the loader.
 
     Raises:
-        Interrupted: A fit was interrupted in the evaluation of one of its steps.
+        Interrupted: A fit was interrupted during an evaluation.
     """
     misuse.check_loader(trainer, loader, "evaluate")
     misuse.check_loss(trainer, "evaluate")
@@ -74,7 +74,7 @@ def of_fit(trainer: "Trainer") -> dict[str, Any]:
 
 
 def metric_values(trainer: "Trainer", split: str) -> dict[str, Any]:
-    """Return {"val/acc": ...}, what the metrics have come to."""
+    """Return {"val/acc": ...}: the values of the metrics."""
     values = {}
     for name, metric in trainer.metrics.items():
         full_name = f"{split}/{name}"
@@ -83,7 +83,7 @@ def metric_values(trainer: "Trainer", split: str) -> dict[str, Any]:
 
 
 def reset(trainer: "Trainer") -> None:
-    """Reset the metrics, which leave out the targets that the loss ignores."""
+    """Reset the metrics, and let them ignore the targets that the loss ignores."""
     ignored = losses.ignored_class(trainer.loss)
     for metric in trainer.metrics.values():
         metric.reset()
@@ -95,7 +95,7 @@ def reset(trainer: "Trainer") -> None:
 
 @contextlib.contextmanager
 def evaluating(trainer: "Trainer") -> Iterator[None]:
-    """Put the model into evaluation mode and call the hooks around it; then restore everything."""
+    """Put the model in evaluation mode and call the hooks; restore everything at the end."""
     within_fit = trainer.train_loader is not None
     devices.make_current(trainer.device)
     outside = [] if within_fit else seeding.random_states(trainer.device, trainer.replicas)
@@ -108,14 +108,14 @@ def evaluating(trainer: "Trainer") -> Iterator[None]:
                 yield
     finally:
         trainer.carried = carried
-        if not within_fit:  # a fit frees memory at its end, and seeds each step
+        if not within_fit:  # a fit does both by itself
             seeding.set_random_states(outside)
             memory.release(trainer.device)
 
 
 @contextlib.contextmanager
 def hooks(trainer: "Trainer") -> Iterator[None]:
-    """Call the hooks around an evaluation; one inside another is a part of it and calls none."""
+    """Call the hooks around an evaluation, unless it is part of another one."""
     if trainer.is_evaluating:
         yield
         return
@@ -128,4 +128,4 @@ def hooks(trainer: "Trainer") -> Iterator[None]:
         finally:
             trainer.is_evaluating = False
             trainer.call("on_eval_end")
-    trainer.window.start += time.perf_counter() - start  # not a part of the training's time
+    trainer.window.start += time.perf_counter() - start  # evaluation is not training time

@@ -1,4 +1,4 @@
-"""Memory of a device and of the host: free, held and at its peak; give back what is unused."""
+"""Memory of a device and of the host: how much is free, held and was held at most; release it."""
 
 import contextlib
 import ctypes
@@ -10,7 +10,7 @@ import sys
 import torch
 
 MIB = 2**20
-# Errors without a type of their own: the CPU's allocator, mps, cuBLAS and cuDNN, the driver.
+# Out-of-memory errors that have no type of their own: CPU allocator, mps, cuBLAS, cuDNN, driver.
 NO_MEMORY = (
     "DefaultCPUAllocator:",
     "MPS backend out of memory",
@@ -31,12 +31,12 @@ def glibc() -> ctypes.CDLL | None:
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on the device (available on the machine for the CPU)."""
     free, _ = memory_info(device)
-    # Unknown (macOS, Windows, some accelerators): a size that any device of today has.
+    # Unknown (macOS, Windows, some accelerators): assume what any device has today.
     return 4 * 2**30 if free is None else free
 
 
 def memory_info(device: torch.device) -> tuple[int | None, int | None]:
-    """Return the bytes that are free and those in all, each None if nothing says so."""
+    """Return the (free, total) bytes, each None if unknown."""
     if device.type == "cpu":
         return host_memory()
     if device.type == "mps":
@@ -65,7 +65,7 @@ def host_memory() -> tuple[int | None, int | None]:
 
 
 def counted(name: str, device: torch.device) -> float:
-    """Return what the backend's allocator counts under this name, NaN if it counts nothing."""
+    """Return a count of the backend's allocator, NaN if it does not count."""
     ask = getattr(torch.get_device_module(device), name, getattr(torch.accelerator, name))
     try:
         return float(ask(device))
@@ -74,7 +74,7 @@ def counted(name: str, device: torch.device) -> float:
 
 
 def describe_memory(device: torch.device) -> str:
-    """Return "0.4 of 24.0 GiB free, 23.1 GiB held by this process", as far as it is known."""
+    """Return "0.4 of 24.0 GiB free, 23.1 GiB held by this process", as far as known."""
     free, total = memory_info(device)
     if device.type == "cpu":
         held = peak_memory(device)
@@ -109,7 +109,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start counting `peak_memory` from here, where the device can."""
+    """Reset `peak_memory`, if the device can."""
     if device.type != "cpu":
         backend = torch.get_device_module(device)
         if hasattr(backend, "reset_peak_memory_stats"):
@@ -117,14 +117,14 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that the device's or the machine's memory is too small."""
+    """Return whether an error means that the device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 def release(device: torch.device) -> None:
-    """Collect garbage and return unused memory: at the end of a job, never in a step."""
+    """Collect garbage and release unused memory: at the end of a job, never in a step."""
     gc.collect()
     libc = glibc()
     if libc is not None:
@@ -132,11 +132,11 @@ def release(device: torch.device) -> None:
     if device.type != "cpu":
         # torch.accelerator.empty_cache fails on mps in some releases.
         empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)
-        # A device whose kernel has failed refuses every call, and has nothing to give back.
+        # After a failed kernel, a device refuses every call.
         with contextlib.suppress(torch.AcceleratorError):
             if empty_cache is not None:
                 empty_cache()
-        # The pinned memory of copies. Releases and devices without such a cache keep none.
+        # Pinned memory; not all releases and devices have such a cache.
         empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)
         if empty_host_cache is not None:
             with contextlib.suppress(RuntimeError):

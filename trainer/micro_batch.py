@@ -1,4 +1,4 @@
-"""Micro-batches: how many samples are worked on at once, and fewer of them when memory runs out."""
+"""Micro-batches: how many samples are processed at once, and fewer when memory runs out."""
 
 import math
 from collections.abc import Callable
@@ -17,19 +17,19 @@ SAME = "the same result, except with BatchNorm or dropout"
 
 
 class MicroBatch:
-    """Cuts batches into micro-batches.
+    """Splits batches into micro-batches.
 
     Args:
-        device: Where the work is done, for messages and for freeing memory.
-        size: Most samples at once. "auto" begins with whole batches and halves them when memory
-            runs out. None cuts into `parts`.
+        device: For messages, and to free its memory.
+        size: Most samples at once. "auto" starts with whole batches and halves the size when
+            memory runs out. None splits into `parts`.
         parts: Number of equal parts.
-        use: What is done with the batches, for messages.
+        use: What the batches are for, for messages.
         key: Setting of the batch size, for messages.
 
     Raises:
-        UserError: Both `size` and `parts` cut, or one is out of range, or several processes would
-            cut a batch in different ways.
+        UserError: Both `size` and `parts` split, or one is out of range, or several processes
+            would split a batch differently.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MicroBatch:
         self.key = key
 
     def cut_by(self) -> str | None:
-        """Return the setting that cuts batches, None if they stay whole."""
+        """Return the setting that splits batches, None if they stay whole."""
         if self.parts > 1:
             return f"grad_accum_steps={self.parts}"
         if self.adapts:
@@ -69,10 +69,7 @@ class MicroBatch:
     def split(
         self, batch: Any, sample_dim: batches.SampleDimOf, sample_bounds: Bounds = None
     ) -> list[Any]:
-        """Cut a batch into micro-batches.
-
-        Each process makes as many of them as the others.
-        """
+        """Split a batch into micro-batches, as many as on each other process."""
         if isinstance(batch, batches.Accumulated):
             return batch.parts
         parts = self.parts
@@ -94,8 +91,8 @@ class MicroBatch:
     ) -> Result:
         """Return `function` of the micro-batches.
 
-        If that runs out of memory and the size adapts, halve it, restore the buffers of the
-        `module`, call `undo`, and start over with the whole batch.
+        If memory runs out and the size adapts, halve it, restore the buffers of the `module`, call
+        `undo`, and start over with the whole batch.
         """
         if not self.adapts:
             return function(self.split(batch, sample_dim, sample_bounds))
@@ -106,7 +103,7 @@ class MicroBatch:
                 return function(self.split(batch, sample_dim, sample_bounds))
             except (RuntimeError, MemoryError) as error:
                 self.halve(error, batches.size(batch, sample_dim), module)
-            # Outside of `except`: until it ends, the error keeps the tensors of its frames alive.
+            # Outside of `except`, where the error would keep the tensors of its frames alive.
             with torch.no_grad():
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
@@ -115,7 +112,7 @@ class MicroBatch:
             memory.release(self.device)
 
     def halve(self, error: Exception, samples: int, module: torch.nn.Module | None) -> None:
-        """Halve the size and say so; raise the error if that cannot help."""
+        """Halve the size and log it; raise the error if that cannot help."""
         most = min(self.size or samples, samples)
         if most == 1 or not memory.is_out_of_memory(error):
             raise error
@@ -130,7 +127,7 @@ class MicroBatch:
         )
 
     def explain(self, samples: int | None) -> TrainingError:
-        """Return the error for running out of memory with a batch (None before the first one)."""
+        """Return the error for running out of memory with a batch (None: before the first one)."""
         place = f"{self.device}"
         if samples is not None:
             place += f" with a batch of {samples}"
@@ -164,7 +161,7 @@ class MicroBatch:
         return {"size": self.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the size that memory allowed; a size that was set stays."""
+        """Load the size that fitted in memory; a size that was set stays."""
         if self.adapts:
             self.size = check_number(
                 "micro_batch", state["size"], whole=True, least=1, optional=True

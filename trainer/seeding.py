@@ -1,4 +1,4 @@
-"""Seeds, and the states of all generators: of Python, numpy, torch and the device."""
+"""Seeds and random states of all generators: Python, numpy, torch and the device."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def mix_seed(*parts: object) -> int:
     """Return a 63-bit seed from any parts (numbers, strings).
 
-    A hash: with `seed + epoch`, neighbours would share their streams.
+    A hash, since with `seed + epoch` neighbouring seeds would share streams.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -39,13 +39,13 @@ def seed_generators(device: torch.device, seed: int, replicas: Sequence[int] = (
 
 
 def seed_python(seed: int) -> None:
-    """Seed the global generators of the modules random and numpy."""
+    """Seed the global generators of `random` and `numpy.random`."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
 
 
 def host_random_states(device: torch.device) -> tuple[Any, ...]:
-    """Return the states of the global generators but for the device's, to compare."""
+    """Return the states of all global generators except the device's, to compare."""
     of_numpy = [numpy.asarray(part).tobytes() for part in numpy.random.get_state(legacy=True)]
     of_torch = b"" if device.type == "cpu" else torch.get_rng_state().numpy().tobytes()
     return random.getstate(), of_numpy, of_torch
@@ -70,14 +70,14 @@ def random_states(
 
 
 def set_random_states(states: Sequence[tuple[Callable[[Any], None], Any]]) -> None:
-    """Set the generators back to where `random_states` saw them."""
+    """Restore the states that `random_states` returned."""
     for set_state, state in states:
         set_state(state)
 
 
 @contextlib.contextmanager
 def random_stream(*parts: object) -> Iterator[None]:
-    """Draw from a stream of these parts in this context: torch's CPU generator, random, numpy."""
+    """Seed torch's CPU generator, random and numpy from these parts within this context."""
     states = random_states(CPU)
     seed_generators(CPU, mix_seed(*parts))
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 received: int | None = None  # the number of the first signal, if the program listens for them
-gentle: Callable[[str], object] | None = None  # called with a signal's name, not an exception
+gentle: Callable[[str], object] | None = None  # called with a signal's name, instead of raising
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +29,9 @@ class StopReason:
 class Stoppable:
     """The part of a Trainer that can be stopped."""
 
-    stop_reason: StopReason | None = None  # of the last fit, None if it went on to its end
-    interruption: str | None = None  # asked for by a signal or another thread, not yet heeded
-    failed: bool = False  # whether an error has ended the fit, for `on_fit_end`
+    stop_reason: StopReason | None = None  # of the last fit; None if it reached its end
+    interruption: str | None = None  # requested by a signal or another thread, still pending
+    failed: bool = False  # whether an error ended the fit, for `on_fit_end`
     agreement: Any  # of all processes: parallel.Agreement
 
     @property
@@ -47,21 +47,21 @@ class Stoppable:
     def stop(self, reason: str, kind: str = "asked") -> None:
         """End the training after this step; the reason is shown, and `kind` is for programs.
 
-        In several processes, all have to call it in the same step. If one alone knows, let it call
-        `interrupt`.
+        With several processes, all have to call it in the same step. If only one knows, call
+        `interrupt` there.
         """
         self.stop_reason = StopReason(kind, reason)
 
     def interrupt(self, reason: str) -> None:
-        """End the training after this step, or in the middle of its evaluation.
+        """End the training after this step, or during its evaluation.
 
-        Call it from a signal handler or another thread. In several processes, one call is enough:
-        all end after the same step, a little later.
+        Call it from a signal handler or another thread. With several processes, one call is
+        enough: all of them end after the same step, a little later.
         """
         self.interruption = reason
 
     def poll_interruption(self) -> bool:
-        """Stop if any process was interrupted, and return it; all processes ask equally often."""
+        """Stop if any process was interrupted; return whether. All processes ask equally often."""
         if self.agreement.is_asked(self.interruption):
             self.stop(self.interruption or "another process was asked to stop", "interrupted")
             return True
@@ -69,14 +69,14 @@ class Stoppable:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came where nothing is lost by ending at once; exit code 128 + its number."""
+    """A signal came where the program can end at once; exit code 128 + its number."""
 
 
 @contextlib.contextmanager
 def later() -> Iterator[None]:
     """Delay signals until the end of this context.
 
-    A library may take their exception for another: a file that it reads would be called damaged.
+    A library may mistake their exception for its own: a file that it reads would seem damaged.
     """
     global gentle
     outer = gentle

@@ -21,14 +21,14 @@ NUMBERS = (
 
 
 class Window:
-    """Collects the numbers of steps until they are logged.
+    """Collects the numbers of steps until the next logged row.
 
     Attributes:
         loss: Mean loss over the window, each step by the weight of its batch.
         grad_norm: Mean norm of the gradient over the steps of the window, if gradients are clipped.
-            It is 0 for a skipped step.
-        skipped: Share of the steps that the fp16 scaler skipped; without a value unless it is used.
-        start: Clock at the beginning, in seconds. What is no part of the training is added to it.
+            A skipped step counts as 0.
+        skipped: Share of the steps that the fp16 scaler skipped; empty unless one is used.
+        start: When the window began, in seconds; evaluation time is added to it.
     """
 
     def __init__(self) -> None:
@@ -48,24 +48,24 @@ class Window:
         self.start = time.perf_counter()
 
     def add_norm(self, norm: torch.Tensor) -> None:
-        """Note the norm of a step's gradient, which is that of all processes."""
+        """Add the gradient norm of a step, which is the same on all processes."""
         norm = parallel.whole(norm)
         if launch.is_first():
             self.grad_norm.update(norm)
 
     def add_skipped(self, is_skipped: torch.Tensor) -> None:
-        """Note whether the fp16 scaler skipped a step, which all processes do alike."""
+        """Add whether the fp16 scaler skipped a step, which all processes do together."""
         if launch.is_first():
             self.skipped.update(is_skipped.float())
 
     def row(self, rates: Sequence[float], labels: Sequence[str] = ()) -> dict[str, float]:
-        """Return the numbers of the window, over all processes, and forget its steps.
+        """Return the numbers of the window over all processes, and clear it.
 
-        `rates` are those of the parameter groups, with their labels. If they differ, those of other
-        labels than the first one follow it.
+        `rates` are the learning rates of the parameter groups, by label; groups that differ from
+        the first have entries of their own.
 
-        This reads the loss from the device, and so waits for it: only then is the clock right.
-        Steps whose targets were all ignored have no loss.
+        Reading the loss waits for the device, so the time is right. Steps whose targets were all
+        ignored have no loss.
         """
         loss = self.loss.over_ranks()
         grad_norm = self.grad_norm.over_ranks()
