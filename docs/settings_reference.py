@@ -100,9 +100,10 @@ def rows_from(first: str) -> list[Row]:
     raise ValueError(f"configs/train.yaml has no block with the key {first}")
 
 
-def type_of(key: str, default: Any) -> str:
+def type_of(row: Row) -> str:
     """Return the type of a setting in words."""
-    record = settings.SETTINGS.get(key, settings.Setting())
+    default = row.value
+    record = settings.SETTINGS.get(row.key, settings.Setting())
     limit = record.limit
     words = {bool: "true or false", int: "integer", float: "number", list: "list", dict: "mapping"}
     if isinstance(limit, Choice):
@@ -121,6 +122,8 @@ def type_of(key: str, default: Any) -> str:
         return "path"
     if isinstance(limit, settings.Text) or isinstance(default, str):
         return "text"
+    if any(f"{row.key}=[" in meaning for meaning in row.meanings):
+        return "list"
     return words.get(type(default), "")
 
 
@@ -192,7 +195,7 @@ class Settings(SphinxDirective):
             name = nodes.paragraph("", "", link, ids=[anchor])
             cells = [
                 [index, name],
-                [nodes.paragraph(text=type_of(row.key, row.value))],
+                [nodes.paragraph(text=type_of(row))],
                 paragraphs(row.defaults, count, code=True),
                 paragraphs(row.meanings, count, code=False),
             ]
