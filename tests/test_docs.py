@@ -220,6 +220,12 @@ def test_each_block_of_a_page_has_a_language_and_can_be_read():
             ast.parse(re.sub(r"^:.*\n", "", block, flags=re.MULTILINE))
 
 
+def test_the_tests_that_a_page_names_exist():
+    for page in PAGES:
+        for name in re.findall(r"`(tests/[\w/]+\.(?:py|sh))`", text_of(page)):
+            assert (ROOT / name).exists(), f"{page}: {name}"
+
+
 def test_the_readme_is_short_and_its_links_exist():
     lines = text_of(README).splitlines()
     assert len(lines) <= 120
