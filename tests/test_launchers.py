@@ -211,15 +211,14 @@ def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
     )
     assert done.code == 2 and "Traceback" not in done.err, done.err
     lines = done.out.splitlines()
-    assert (
-        lines[0] == f"jobs     {at_once} at once, with a thread each; their output is in all/jobs"
-    )
-    told = sorted(line for line in lines if line.startswith("job "))
-    assert re.fullmatch(r"job 0    seed=0 .*: done, val/acc 0\.\d+, \d+\.\d s", told[0])
-    assert re.fullmatch(
-        r"job 1    seed=-1 .*: failed, seed=-1: give a whole number at least 0\.", told[1]
-    )
-    assert len(told) == 3 and told[2].startswith("job 2 ")
+    assert lines[0] == f"jobs     {at_once} at once, with a thread each"
+    assert lines[1] == "sweep    3 jobs; their output is in all/jobs"
+    told = [re.split(" {2,}", line) for line in lines[2:5]]
+    assert [line[0] for line in told] == ["1/3", "2/3", "3/3"]
+    results = {line[-1]: line[1] for line in told}
+    assert results.pop("seed=-1") == "failed, seed=-1: give a whole number at least 0."
+    assert sorted(results) == ["seed=0", "seed=1"]
+    assert all(re.fullmatch(r"val/acc 0\.\d+", result) for result in results.values())
     for job in (0, 2):
         said = (tmp_path / "all" / "jobs" / f"{job}.txt").read_text()
         assert "device   cpu, 1 thread" in said and f"run      all/{job}" in said

@@ -7,7 +7,6 @@ whatever is malformed counts as missing.
 import contextlib
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from stoker.command import arguments, exit_codes, invocation, settings
 from stoker.command.shell import setting
-from stoker.runs import index, readable, saved_config
+from stoker.runs import readable, saved_config
 from stoker.runs import result as results
 from stoker.runs.directory import CONFIG, METRICS, RESULT
 from stoker.runs.json_files import read_json, write_json
@@ -23,13 +22,12 @@ from stoker.runs.lock import is_held
 from stoker.runs.result import Best, RunResult, are_overrides
 from stoker.runs.rows import read_rows
 from stoker.trainer import checkpoint_names
-from stoker.trainer.errors import UserError, as_typed, printable
+from stoker.trainer.errors import UserError, as_typed
 
 JOB = "job.json"  # the typed settings of a job
 SWEEP = "sweep.json"  # the command line of the sweep
 STATUSES = ("done", "pruned", "running", "unfinished", "failed")
 PROGRESS_LETTERS = 1000  # the most that is printed of a row
-announced = False  # whether this process has checked its sweep against the directory and begun it
 
 
 @dataclass
@@ -74,16 +72,6 @@ class SweepRecord:
 
     def write(self, folder: Path) -> None:
         write_json(folder / SWEEP, vars(self))
-
-
-def announce(folder: Path, count: int | None, searched: list[str] | None = None) -> None:
-    """Write what this process is about to run, after its directory has been checked."""
-    global announced
-    added = arguments.search_path()
-    typed = [argument for argument in sys.argv[1:] if argument not in added]
-    SweepRecord(typed, count, searched).write(folder)
-    index.update(folder, draws=False)
-    announced = True
 
 
 def is_sweep(folder: Path) -> bool:
@@ -245,16 +233,6 @@ def begin(folder: str, number: int) -> None:
     record = {"number": number, "overrides": arguments.typed()}
     if read_json(path / JOB) != record:
         write_json(path / JOB, record)
-
-
-def pass_over(folder: str, number: int) -> float | None:
-    """Print that this process's job is already done, and return its value."""
-    result = results.finished(folder)
-    text = f"job {number}    {' '.join(arguments.typed())}: done"
-    if result and result.best:
-        text += f", {result.best.name} {readable.number(result.best.value)}"
-    print(printable(text), flush=True)
-    return value_of(folder)
 
 
 def value_of(folder: str) -> float | None:

@@ -19,11 +19,11 @@ from stoker import project
 from stoker.command import exit_codes, invocation, settings, signals
 from stoker.runs import lock
 from stoker.runs.directory import RESULT, remove_empty
-from stoker.sweeps.jobs import Job, read_job, typed_for
+from stoker.sweeps import progress
+from stoker.sweeps.jobs import Job, read_job
 from stoker.trainer import stopping
-from stoker.trainer.errors import RunInUse, UserError, check_number, printable
+from stoker.trainer.errors import RunInUse, UserError, check_number
 from stoker.trainer.launch import cores
-from stoker.trainer.readable import number
 from stoker.trainer.settings import VISIBLE_GPUS
 
 EXTRAS = {
@@ -34,7 +34,6 @@ EXTRAS = {
 }
 SIDE_BY_SIDE = ("joblib", "submitit_local", "ray")  # they run sweep.at_once jobs
 THREADS = "OMP_NUM_THREADS"
-JOBS = "jobs"  # the folder of a sweep for the output of its jobs, and for locks
 POLL = 0.3  # seconds
 # Submitit sends it to a job that times out or is preempted; Windows lacks it.
 USR2: signal.Signals | None = getattr(signal, "SIGUSR2", None)
@@ -215,7 +214,7 @@ class Jobs(Callback):
     def hold(self, folder: Path) -> None:
         """Take the lock of the sweep, and print from now on how its jobs end."""
         self.sweep = folder.resolve()
-        self.folder = self.sweep / JOBS
+        self.folder = self.sweep / progress.OUTPUT
         try:
             holding.enter_context(lock.held(self.folder))
         except RunInUse:
@@ -230,11 +229,9 @@ class Jobs(Callback):
         look = functools.partial(self.look_for_ends, times)
         holding.callback(look)
         poll(look, holding)
-        text = f"their output is in {folder / JOBS}"
         if is_local:
             threads = f"{self.threads} threads" if self.threads > 1 else "a thread"
-            text = f"{self.jobs} at once, with {threads} each; {text}"
-        print(f"jobs     {text}", flush=True)
+            print(f"jobs     {self.jobs} at once, with {threads} each", flush=True)
 
     def results(self) -> list[Path]:
         return sorted(self.sweep.glob(f"*/{RESULT}"))
@@ -251,7 +248,8 @@ class Jobs(Callback):
                     continue
                 times[path] = time_ns
                 ended = read_job(path.parent)
-                print(line(ended), flush=True)
+                if progress.ends is not None:
+                    print(progress.ends.line(ended, with_reason=True), flush=True)
                 stops = ended.status == "failed" and self.on_error == "stop"
                 if stops and not failed:
                     failed.append(ended)
@@ -380,15 +378,3 @@ def hand_back(before: Any) -> None:
     signal.signal(USR2, before)
     if stopping.received == USR2:
         before(USR2, None)
-
-
-def line(ended: Job) -> str:
-    """Return the line for a job that has ended."""
-    text = f"failed, {ended.note.partition(chr(10))[0]}"
-    if ended.status == "done":
-        best = f", {ended.best.name} {number(ended.best.value)}" if ended.best else ""
-        text = f"done{best}, {ended.seconds:.1f} s"
-    elif ended.status == "pruned":
-        text = ended.note
-    typed = " ".join(typed_for(ended, ended.settings))
-    return printable(f"job {ended.name}    {typed}: {text}")

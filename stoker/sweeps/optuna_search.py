@@ -26,7 +26,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from stoker.runs.lock import held
-from stoker.sweeps import jobs, search
+from stoker.sweeps import jobs, progress, search
 from stoker.sweeps.search import check_mode
 from stoker.trainer import launch, parallel
 from stoker.trainer.callbacks import Callback, Monitor
@@ -99,7 +99,7 @@ class OptunaSearch(Sweeper):
         with held(self.folder):
             search.check_goes_on(self.folder, self.fixed, keys)
             begun = self.open()
-            jobs.announce(self.folder, self.trials, keys)
+            progress.announce(self.folder, self.trials, keys, keys)
             self.run(begun)
             while trials := self.propose(count):
                 self.run(trials)

@@ -23,9 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 from stoker.command import exit_codes, invocation, settings, subcommand
 from stoker.command.shell import command
 from stoker.runs import index
-from stoker.runs.directory import CONFIG, RESULT, make
+from stoker.runs.directory import CONFIG, RESULT, make, remove_empty
 from stoker.runs.json_files import read_json
-from stoker.sweeps import jobs, table
+from stoker.sweeps import jobs, launchers, progress, table
 from stoker.sweeps.jobs import JOB, STATUSES, SWEEP
 from stoker.sweeps.table import Sweep
 from stoker.trainer import files, launch
@@ -63,22 +63,41 @@ class SweepCallback(Callback):
             register(sweeper)
         else:
             count = len(planned) if planned else None
-            jobs.announce(folder, count)
+            varied = jobs.varied([jobs.settings_of(typed) for typed in planned or []])
+            progress.announce(folder, count, varied)
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        """Write the output of a training in this process to its file."""
+        if is_training_here(config):
+            progress.redirect(Path(config.hydra.sweep.dir), config.hydra.sweep.subdir)
+
+    def on_job_end(self, config: DictConfig, **_: Any) -> None:
+        progress.output.close()
+        folder = Path(config.hydra.sweep.dir, config.hydra.sweep.subdir)
+        if is_training_here(config) and folder.name not in progress.ends.names:
+            print(progress.ends.line(jobs.read_job(folder)), flush=True)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
         if self.refused:
             return
         sweep = Sweep(folder)
-        if jobs.announced:
+        progress.output.close()
+        if progress.ends is not None:
             exit_codes.codes += [job.code for job in sweep.wanted if job.code]
-        if forget_refused(folder, sweep) or not (jobs.announced and sweep.jobs):
+        if forget_refused(folder, sweep) or progress.ends is None or not sweep.jobs:
             return
         print()
         try:
             report(sweep, draws=config.get("report") is not False)
         except Exception as error:
             exit_codes.report(error)
+
+
+def is_training_here(config: DictConfig) -> bool:
+    """Whether a job of this process's sweep is a training, and runs in this process."""
+    is_here = progress.ends is not None and not launchers.apart
+    return is_here and config.task == "train" and config.overfit is None
 
 
 def forget_refused(folder: Path, sweep: Sweep) -> bool:
@@ -88,14 +107,15 @@ def forget_refused(folder: Path, sweep: Sweep) -> bool:
     """
     written = [folder / "multirun.yaml", folder / SWEEP]
     places = [folder / job.name for job in sweep.jobs if job.code == exit_codes.MISTAKE]
+    output = folder / progress.OUTPUT
     for place in places:
-        written += [place / JOB, place / RESULT]
-    if not {path for path in folder.rglob("*") if path not in places} <= set(written):
+        written += [place / JOB, place / RESULT, output / f"{place.name}.txt"]
+    folders = [*places, output]
+    if not {path for path in folder.rglob("*") if path not in folders} <= set(written):
         return False
     for path in written:
         path.unlink(missing_ok=True)
-    for place in places:
-        place.rmdir()
+    remove_empty(folders)
     return True
 
 

@@ -118,9 +118,9 @@ def present(values: Iterable[float | None]) -> list[float]:
 
 
 def decimals(value: float) -> int:
-    """Return how many decimals show four digits of a number, or of one below 1."""
+    """Return how many decimals show four digits of a number."""
     size = abs(value)
-    return 4 if size < 1 or not math.isfinite(size) else max(0, 3 - int(math.log10(size)))
+    return 4 if size <= 1 or not math.isfinite(size) else max(0, 3 - int(math.log10(size)))
 
 
 def digits(value: float) -> str:

@@ -79,7 +79,7 @@ def main(cfg: DictConfig) -> float | None:
             if job.is_finished(cfg):
                 saved = saved_config.load_config("run_dir", folder)
                 resume.check_same(f"run_dir={folder}", saved, cfg)
-                return jobs.pass_over(folder, number)
+                return jobs.value_of(folder)
             jobs.begin(folder, number)
         do(cfg)
         return jobs.value_of(folder) if job.in_sweep() else None
