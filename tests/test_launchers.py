@@ -211,8 +211,8 @@ def test_a_job_is_the_run_that_it_would_be_alone(tmp_path, launcher):
     )
     assert done.code == 2 and "Traceback" not in done.err, done.err
     lines = done.out.splitlines()
-    assert lines[0] == f"jobs     {at_once} at once, with a thread each"
-    assert lines[1] == "sweep    3 jobs; their output is in all/jobs"
+    assert lines[1] == f"jobs     {at_once} at once, with a thread each"
+    assert lines[0] == "sweep    3 jobs; their output is in all/jobs"
     told = [re.split(" {2,}", line) for line in lines[2:5]]
     assert [line[0] for line in told] == ["1/3", "2/3", "3/3"]
     results = {line[-1]: line[1] for line in told}

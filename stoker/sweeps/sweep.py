@@ -69,13 +69,17 @@ class SweepCallback(Callback):
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """Write the output of a training in this process to its file."""
         if is_training_here(config):
-            progress.redirect(Path(config.hydra.sweep.dir), config.hydra.sweep.subdir)
+            folder = Path(config.hydra.runtime.output_dir)
+            progress.redirect(folder.parent, folder.name)
 
     def on_job_end(self, config: DictConfig, **_: Any) -> None:
+        """Print the line of a job, unless it was done earlier."""
         progress.output.close()
-        folder = Path(config.hydra.sweep.dir, config.hydra.sweep.subdir)
-        if is_training_here(config) and folder.name not in progress.ends.names:
-            print(progress.ends.line(jobs.read_job(folder)), flush=True)
+        if is_training_here(config):
+            assert progress.ends is not None
+            folder = Path(config.hydra.runtime.output_dir)
+            if folder.name not in progress.ends.names:
+                print(progress.ends.line(jobs.read_job(folder)), flush=True)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
