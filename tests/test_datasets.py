@@ -232,9 +232,18 @@ def test_a_folder_of_torchvision_becomes_a_part(tmp_path):
         (lambda inputs, labels: DatasetSplit([{"x": 1}]), "sample 0 of this list is a dict, and"),
         (lambda inputs, labels: DatasetSplit(inputs), "sample 0 of this Tensor is a Tensor, and"),
         (lambda inputs, labels: DatasetSplit(["text"]), "is a str, and not .input, target"),
-        (lambda inputs, labels: DatasetSplit([("text", 1)]), "the inputs of .* cannot be stacked, .*str"),
-        (lambda inputs, labels: DatasetSplit([(1.0, None)]), "the targets of .* cannot be stacked, .*NoneType"),
-        (lambda inputs, labels: DatasetSplit([(1, [1]), (1, [1, 2])]), "targets of .* cannot be stacked, .*\n.*of one shape"),
+        (
+            lambda inputs, labels: DatasetSplit([("text", 1)]),
+            "the inputs of .* cannot be stacked, .*str",
+        ),
+        (
+            lambda inputs, labels: DatasetSplit([(1.0, None)]),
+            "the targets of .* cannot be stacked, .*NoneType",
+        ),
+        (
+            lambda inputs, labels: DatasetSplit([(1, [1]), (1, [1, 2])]),
+            "targets of .* cannot be stacked, .*\n.*of one shape",
+        ),
     ],
 )
 def test_what_is_no_part_says_what_one_is(part, words):

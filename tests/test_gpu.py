@@ -458,7 +458,9 @@ def test_a_class_out_of_range_is_named_as_the_likely_cause():
     )
     last = done.stderr.strip().splitlines()[-2:]
     assert "UserError: A check inside a kernel on cuda:0 has failed" in last[0], done.stderr
-    assert last[1] == "Type device=cpu to see which: the same step fails there with a clear message."
+    assert (
+        last[1] == "Type device=cpu to see which: the same step fails there with a clear message."
+    )
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -97,7 +97,9 @@ def values_of(sweep: Sweep, jobs: list[Job], key: str) -> list[str]:
     """Return the values of a setting in their order: as typed in a grid, sorted in a search."""
     in_order = sorted(jobs, key=lambda job: natural(job.name))
     values = list(dict.fromkeys(job.settings.get(key, DEFAULT) for job in in_order))
-    return sorted(values, key=natural) if sweep.is_search else values
+    if not sweep.is_search:
+        return values
+    return sorted(values, key=lambda value: natural(value.strip("[]")))
 
 
 def axis(key: str, values: list[str]) -> dict[str, Any]:
