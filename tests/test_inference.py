@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 pytest.importorskip("pyarrow")  # of stoker[tables]
@@ -1061,6 +1062,27 @@ def test_the_readme_and_the_card_say_how(runs):
     finally:
         os.chdir(here)
     assert scope["model"].classes == [str(i) for i in range(10)]
+
+
+def test_the_card_has_what_a_hub_reads_and_the_results_of_each_class(runs):
+    text = (runs / "digits" / "model.md").read_text(encoding="utf-8")
+    _, front, body = text.split("---\n", 2)
+    front, numbers = yaml.safe_load(front), result(runs, "digits")
+    assert "license" not in front and front["library_name"] == "stoker"
+    assert front["pipeline_tag"] == "image-classification" and front["metrics"] == ["accuracy"]
+    (model,) = front["model-index"]
+    for entry in model["results"]:
+        assert entry["task"] == {"type": "image-classification"}
+        assert entry["dataset"]["name"] == "digits"
+        for metric in entry["metrics"]:
+            assert metric["value"] == numbers[metric["name"]]
+    assert [entry["dataset"]["split"] for entry in model["results"]] == ["test", "val"]
+    seen = json.loads((runs / "digits" / "evaluation.json").read_text(encoding="utf-8"))
+    counts = torch.tensor(seen["confusion"])
+    for i, count in enumerate(counts.sum(1).tolist()):
+        precision, recall = counts[i, i] / counts[:, i].sum(), counts[i, i] / count
+        assert f"| {i} | {precision:.3f} | {recall:.3f} | {count} |\n" in body
+    assert re.search(r"^- Date: \d{4}-\d\d-\d\d$", body, re.MULTILINE) and "## Limits" in body
 
 
 def test_the_card_has_the_numbers_of_the_weights_that_it_is_of(forks, tmp_path):

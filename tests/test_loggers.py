@@ -34,6 +34,7 @@ CONFIG = {
     "ema": None,
     "tune": ["threads"],
     "drop_last": False,
+    "deterministic": True,
     "device": "cpu",
 }
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAAAAABX3VL4AAAADElEQVR4nGNg+A+EAAYAAf+T0eSJAAAAAElFTkSuQmCC"
@@ -44,6 +45,8 @@ SEEN = {
 }
 SEEN |= {"worst": [{"png": PNG, "true": 2, "predicted": 0, "probability": 0.9}]}
 FINAL = {"test/loss": 0.25, "test/acc": 0.75}
+RESULT = {"result/test/loss": 0.25, "result/test/acc": 0.75}
+CHARTS = {"train/loss": "loss/train", "val/loss": "loss/val"}  # others have the row's name
 
 
 def need(*tools):
@@ -155,7 +158,7 @@ def of_rows(folder):
     for row in loggers.read_rows(folder / "metrics.jsonl"):
         for name, value in row.items():
             if isinstance(value, float) and name != "epoch":
-                found.setdefault(name, []).append((row["step"], value))
+                found.setdefault(CHARTS.get(name, name), []).append((row["step"], value))
     return found
 
 
@@ -215,13 +218,15 @@ def told(tmp_path_factory):
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_has_the_rows_and_the_result(told, tool):
     rows = of_rows(told(tool))
-    assert {"train/loss", "train/lr", "train/seconds", "val/loss", "val/acc"} == set(rows)
-    expected = rows | {name: [(24, value)] for name, value in FINAL.items()}
+    assert set(rows) == {"loss/train", "loss/val", "train/lr", "train/seconds", "val/acc"}
+    expected = rows | {name: [(24, value)] for name, value in RESULT.items()}
     if tool == "wandb":  # it has them in the summary
         expected = rows
         summary = [item for record in records_of(told(tool)) for item in record.summary.update]
-        assert FINAL.items() <= values_of(summary).items()
-    assert as_kept(tool, numbers_of(tool, told(tool))) == as_kept(tool, expected)
+        assert RESULT.items() <= values_of(summary).items()
+    numbers = numbers_of(tool, told(tool))
+    assert as_kept(tool, numbers) == as_kept(tool, expected)
+    assert sorted(numbers)[:2] == ["loss/train", "loss/val"]  # the tools' order
 
 
 @pytest.mark.slow
@@ -315,6 +320,7 @@ def test_tensorboards_hparams_tab_has_the_settings_and_compares_unlike_runs(told
     assert (
         session["optimizer.lr"].number_value == 0.01 and session["tune"].string_value == "[threads]"
     )
+    assert session["deterministic"].string_value == "true"  # a bool would be shown as 1.0000
     assert session["model._target_"].string_value == "stoker.models.mlp.MLP" and not {
         "ema",
         "device",
@@ -341,6 +347,7 @@ def test_the_other_tools_have_the_settings_the_name_and_the_sweep(told):
         "ema": "null",
         "tune": "[threads]",
         "drop_last": "false",
+        "deterministic": "true",
         "device": "cpu",
     }
     assert run.data.params == expected | {"model._target_": "stoker.models.mlp.MLP"}
@@ -360,10 +367,10 @@ def test_a_tool_has_the_images(told, tool):
     assert list(expected) == ["test/confusion", "test/worst"]
     for name, image in expected.items():
         if tool == "tensorboard":
-            [event] = events_of(folder).Images(name)
+            [event] = events_of(folder).Images(f"result/{name}")
             found = io.BytesIO(event.encoded_image_string)
         elif tool == "wandb":
-            [found] = folder.glob(f"wandb/offline-run-*/files/media/images/{name}_*.png")
+            [found] = folder.glob(f"wandb/offline-run-*/files/media/images/result/{name}_*.png")
         else:
             client, run = mlflow_of(folder)
             found = client.download_artifacts(run.info.run_id, f"{name}.png")
@@ -609,7 +616,7 @@ def test_mlflows_server_has_the_rows_and_the_images(tmp_path, server):
         name: [(metric.step, metric.value) for metric in values] for name, values in found.items()
     }
     expected = as_kept("mlflow", of_rows(tmp_path)) | {
-        name: [(24, value)] for name, value in FINAL.items()
+        name: [(24, value)] for name, value in RESULT.items()
     }
     assert as_kept("mlflow", found) == expected and run.info.status == "FINISHED"
     images = [file.path for file in client.list_artifacts(run.info.run_id, "test")]
@@ -654,9 +661,11 @@ def test_the_jobs_of_a_sweep_are_together_and_nothing_from_the_environment_is_to
             of_tensorboard(job),
             {name: [(0, value)] for name, value in run.data.metrics.items()},
         ):
-            assert numbers["test/acc"][-1][1] == pytest.approx(result["test/acc"], rel=1e-6)
+            assert numbers["result/test/acc"][-1][1] == pytest.approx(result["test/acc"], rel=1e-6)
             best = result["best"]
-            assert numbers[f"best/{best['name']}"][-1][1] == pytest.approx(best["value"], rel=1e-6)
+            assert numbers[f"result/best/{best['name']}"][-1][1] == pytest.approx(
+                best["value"], rel=1e-6
+            )
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [str(path) for path in left if secret.encode() in path.read_bytes()] == []
 

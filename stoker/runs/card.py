@@ -1,14 +1,17 @@
 """What a run leaves to share: the weights, and a card on what they are and how to load them."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from stoker.command.shell import command
 from stoker.command.trust import own_packages
 from stoker.runs import directory
+from stoker.runs.evaluation import Evaluation
 from stoker.runs.page import render
 from stoker.runs.readable import numbers
 from stoker.runs.result import RunResult
@@ -18,6 +21,10 @@ from stoker.trainer.trainer import Trainer
 
 # The inputs and outputs of a model: `data.description()` of its training data.
 Description = dict[str, Any]
+
+MOST_CLASSES = 40  # in the card's table
+# The Hugging Face hub's names of metrics; the others are ours.
+HUB_METRICS = {"acc": "accuracy", "miou": "mean_iou", "r2": "r_squared"}
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -33,19 +40,29 @@ def write(
     data: Any,
     result: RunResult,
     usual: bool = True,
+    evaluation: Evaluation | None = None,
 ) -> None:
     """Write model.safetensors, the tested weights, and model.md, the card that describes them.
 
     `usual`: whether the module's outputs are one number per class or target.
     """
+    from stoker.runs.report.evaluation import confusion
+
     about = data.description()
     # A single entry: several have the order of a hash, and equal weights would give unequal files.
     checkpoint.write_tensors(folder / directory.WEIGHTS, weights, {"inputs": json.dumps(about)})
     overrides = result.overrides or []
     module_text = parallel.plain_text(module)
+    name = module_text.partition("(")[0]
+    matrix = None if evaluation is None else confusion(evaluation)
     text = render(
         "model.md.jinja",
-        name=module_text.partition("(")[0],
+        name=name,
+        front=front_matter(f"{name}-{data.name}", about, result),
+        date=datetime.date.today(),
+        split=None if evaluation is None else evaluation.split,
+        classes=[] if matrix is None else matrix.classes[:MOST_CLASSES],
+        all_classes=0 if matrix is None else len(matrix.classes),
         module=module_text,
         about=about,
         is_image=is_image(about),
@@ -86,15 +103,57 @@ def step_of(result: RunResult) -> int | None:
 
 def results(result: RunResult) -> str:
     """Return 'val acc 0.9; test loss 0.1  acc 0.9': the metrics of the shared weights."""
-    metrics = {name: value for name, value in result.numbers.items() if "/" in name}
-    best = result.best
-    if best is not None and best.step != result.steps:
-        # The last evaluation was of other weights.
-        metrics = {name: value for name, value in metrics.items() if not name.startswith("val/")}
-        metrics[best.name] = best.value
+    metrics = metrics_of(result)
     parts = []
     for split in ("val", "test"):
         text = numbers({k: v for k, v in metrics.items() if k.startswith(f"{split}/")})
         if text:
             parts.append(f"{split} {text}")
     return "; ".join(parts) or "none"
+
+
+def metrics_of(result: RunResult) -> dict[str, Any]:
+    """Return the metrics of the shared weights."""
+    metrics = {name: value for name, value in result.numbers.items() if "/" in name}
+    best = result.best
+    if best is not None and best.step != result.steps:
+        # The last evaluation was of other weights.
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("val/")}
+        metrics[best.name] = best.value
+    return metrics
+
+
+def front_matter(name: str, about: Description, result: RunResult) -> list[str]:
+    """Return the lines of YAML that the Hugging Face hub reads; the license is not known."""
+    task = task_of(about)
+    results = []
+    for split in ("test", "val"):
+        values = []
+        for metric, value in metrics_of(result).items():
+            place, _, kind = metric.partition("/")
+            if place == split and isinstance(value, float):
+                values.append({"type": HUB_METRICS.get(kind, kind), "value": value, "name": metric})
+        if values:
+            data = {"name": about["dataset"], "type": about["dataset"], "split": split}
+            results.append({"task": {"type": task}, "dataset": data, "metrics": values})
+    kinds = [value["type"] for entry in results for value in entry["metrics"]]
+    front: dict[str, Any] = {"library_name": "stoker", "tags": ["pytorch", "stoker"]}
+    if task != "other":
+        front["pipeline_tag"] = task
+    if results:
+        front["metrics"] = [kind for kind in dict.fromkeys(kinds) if kind != "loss"]
+        front["model-index"] = [{"name": name, "results": results}]
+    text: str = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    return text.splitlines()
+
+
+def task_of(about: Description) -> str:
+    """Return the hub's name of the task; "other" where it has none."""
+    kind = about["kind"]
+    if about.get("tokens"):
+        return "text-generation"
+    if kind != "other" and about.get("table"):
+        return f"tabular-{kind}"
+    if kind == "classification" and len(about["in_shape"]) == 3:
+        return "image-classification"
+    return "other"

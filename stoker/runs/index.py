@@ -240,7 +240,7 @@ def text_of_pairs(values: dict[str, str]) -> dict[str, str]:
 def pairs(typed: list[str]) -> dict[str, str]:
     """Return typed settings as {key: value}."""
     split = (override.lstrip("+").partition("=") for override in typed)
-    return {key: value for key, _, value in split}
+    return {key: value for key, equals, value in split if equals}
 
 
 def text(value: object) -> str:

@@ -179,7 +179,8 @@ class Logger(Callback):
     ) -> None:
         """Send the result after the fit, and end; without any training, send nothing."""
         if self.begun:
-            self.attempt(self.add_result, step, numbers, evaluation)
+            results = {chart_of(name): value for name, value in numbers.items()}
+            self.attempt(self.add_result, step, results, evaluation)
             self.end_as(outcome)
 
     def attempt(self, method: Callable[..., None], *args: Any) -> None:
@@ -204,8 +205,18 @@ class Logger(Callback):
 def charted(row: Row) -> dict[str, float]:
     """Return the numbers of a row to plot over the step, without the epoch."""
     return {
-        name: value for name, value in row.items() if isinstance(value, float) and name != "epoch"
+        chart_of(name): value
+        for name, value in row.items()
+        if isinstance(value, float) and name != "epoch"
     }
+
+
+def chart_of(name: str) -> str:
+    """Return the name of a metric in the tools, which sort them: the losses come first."""
+    split, _, metric = name.partition("/")
+    if split in ("best", "test"):
+        return f"result/{name}"
+    return f"loss/{split}" if metric == "loss" else name
 
 
 class TensorBoard(Logger):
@@ -241,7 +252,8 @@ class TensorBoard(Logger):
         shown = {}
         for key, value in self.config.items():
             if not settings.may_differ(key) and not key.startswith("callbacks."):
-                shown[key] = as_typed(value) if isinstance(value, (list, dict)) else value
+                is_text = isinstance(value, (list, dict, bool))  # the tab shows true as 1.0000
+                shown[key] = as_typed(value) if is_text else value
         # No list of metrics, which would apply to all runs: the tab finds those of each run.
         _, begins, self.is_done = hparams(shown, {})
         self.writer.file_writer.add_summary(begins)
@@ -263,7 +275,7 @@ class TensorBoard(Logger):
     def add_result(self, step: int, numbers: dict[str, float], evaluation: dict[str, Any]) -> None:
         self.write(numbers, step)
         for name, image in pictures.of(evaluation).items():
-            self.writer.add_image(name, image, step, dataformats="HWC")
+            self.writer.add_image(chart_of(name), image, step, dataformats="HWC")
 
     def end(self, outcome: str) -> None:
         if outcome == "done":
@@ -325,8 +337,8 @@ class WandB(Logger):
         import wandb
 
         self.run.summary.update(numbers)
-        images = pictures.of(evaluation)
-        self.run.log({name: wandb.Image(image) for name, image in images.items()}, step=step)
+        images = pictures.of(evaluation).items()
+        self.run.log({chart_of(name): wandb.Image(image) for name, image in images}, step=step)
 
     def end(self, outcome: str) -> None:
         sync = f"wandb sync {shlex.quote(str(Path(self.run.dir).parent))}"

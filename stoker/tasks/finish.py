@@ -65,7 +65,8 @@ def finish(
     result.keep_measurements(RunResult.read(folder))
     has_usual = is_known and default_metrics(data.kind).keys() <= trainer.metrics.keys()
     understood = evaluation is not None or not examined
-    card.write(folder, weights, trainer.module, data, result, understood and has_usual)
+    usual = understood and has_usual
+    card.write(folder, weights, trainer.module, data, result, usual, evaluation)
     if evaluation is not None:
         examine.write(folder / directory.EVALUATION, evaluation, data)
     result.write(folder)

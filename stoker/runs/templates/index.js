@@ -203,7 +203,7 @@ function tabulate(chosen) {
 const counts = {};
 for (const run of runs) counts[run.status] = (counts[run.status] ?? 0) + 1;
 const statuses = Object.entries(counts).map(([status, count]) => `${count.toLocaleString("en")} ${status}`);
-document.getElementById("counts").textContent = `${runs.length.toLocaleString("en")} runs: ${statuses.join(", ")}`;
+document.getElementById("counts").textContent = `${runs.length.toLocaleString("en")} ${runs.length === 1 ? "run" : "runs"}: ${statuses.join(", ")}`;
 addHead();
 list.createTBody();
 runs.forEach(addRow);
