@@ -1,4 +1,4 @@
-"""What the Trainer asks of a loader: batches, a length, and `seek`, which any iterable gets."""
+"""Loaders: the Trainer needs batches, a length and `seek`, which any iterable is given here."""
 
 import contextlib
 import dataclasses
@@ -23,12 +23,12 @@ SAMPLERS = ("sampler", "batch_sampler")  # attributes of a DataLoader and of sam
 
 
 def resident_bytes(*loaders: Any) -> int:
-    """Return the bytes that these loaders hold on the device; streamed data has none."""
+    """Return the bytes that these loaders keep on the device."""
     return sum(getattr(loader, "resident_bytes", 0) for loader in loaders)
 
 
 def by_name(val_loader: Any) -> dict[str, Any]:
-    """Return {name: loader} of what a fit evaluates: a single loader is "val"."""
+    """Return {name: loader} of the validation loaders; a single one is "val"."""
     if val_loader is None:
         return {}
     return dict(val_loader) if isinstance(val_loader, Mapping) else {"val": val_loader}
@@ -37,8 +37,8 @@ def by_name(val_loader: Any) -> dict[str, Any]:
 def seekable(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -> Any:
     """Return the loader if it has `seek`, else an IterableLoader around it.
 
-    Any iterable will do, such as a plain DataLoader. An IterableLoader that a script has made says
-    only how it is to be read.
+    Any iterable works, such as a plain DataLoader. Of an IterableLoader that you made, only the
+    settings are taken.
     """
     if hasattr(loader, "seek"):
         return dealt(loader, seed, sample_dim)
@@ -107,14 +107,14 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
 
 
 class Seekable:
-    """A loader that begins where `seek` has set it.
+    """A loader that starts where `seek` says.
 
-    Iterating yields the batches from there to the end of that epoch, and then the epoch after.
+    Iterating yields the batches from there to the end of the epoch, and then the next epoch.
     """
 
     next: tuple[int, int] = (0, 0)
-    # Whether all samples have the same number of targets, and no class is negative, as a loss may
-    # ignore those.
+    # Whether all samples have the same number of targets and no class is negative, which a loss
+    # may ignore.
     targets_are_uniform: bool = False
     resident_bytes: int = 0  # of the data that it holds on the device
     spans: Spans = silent_spans()  # `fit` puts those of its Trainer here
@@ -125,8 +125,7 @@ class Seekable:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, position = self.next
-        # Set here and not at the end: after a stop in the middle, or a look at one batch,
-        # the next iter() begins a whole epoch.
+        # Set now, so that after a stop in the middle the next iter() begins a whole epoch.
         self.next = (epoch + 1, 0)
         return self.batches(epoch, position)
 
@@ -137,14 +136,14 @@ class Seekable:
 
 @dataclasses.dataclass
 class Place:
-    """Where the reading of an iterable stands.
+    """The position within an iterable.
 
     Attributes:
-        passes: How often the iterable has been read to its end, with the epochs of earlier fits.
-        number: Batches of this pass that were read.
-        drop: How many of them are read again only to be dropped.
-        step: Steps, counted from the first epoch, whose batches come before; None if unknown.
-        seed: Of the random streams of this pass.
+        passes: How often the iterable was read to its end, counting the epochs of earlier fits.
+        number: Batches read in this pass.
+        drop: How many of them to skip, to get back to a checkpoint.
+        step: Steps before this position, counted from the first epoch; None if unknown.
+        seed: Seed of the random streams of this pass.
     """
 
     passes: int
@@ -159,27 +158,24 @@ class Place:
 class IterableLoader(Seekable):
     """A Seekable around any iterable of batches, with or without a length.
 
-    An epoch has `steps_per_epoch` steps, or as many as the iterable is long. The next epoch goes on
-    where the last one stopped reading. At its end the iterable is read from its start again: that
-    is a pass. To go on at a checkpoint, an iterable with `state_dict` and `load_state_dict` begins
-    where it stood. Of another, the batches of the pass up to there are read and dropped.
+    An epoch has `steps_per_epoch` steps, or one per batch. The next epoch continues where the last
+    one stopped reading. At its end the iterable is read again from the start: that is a pass. To
+    resume, an iterable with `state_dict` and `load_state_dict` continues in place. For any other,
+    the batches of the pass up to there are read and dropped.
 
-    Whenever it is asked for a batch, the iterable draws from random streams of its own: from
-    torch's of (seed, pass), and from Python's and numpy's of (seed, pass, batch), which leave
-    `random` and `numpy.random` seeded. So a DataLoader's shuffling and the random numbers in its
-    data set repeat themselves, and the training and the data do not disturb each other. Only
-    workers that outlive a pass (persistent_workers) continue their own streams. What has a
-    `set_epoch` is told the number of the pass. In several processes, each reads all batches and
-    takes its part of every one.
+    While it makes a batch, the iterable has its own random streams: torch's is seeded by (seed,
+    pass), Python's and numpy's by (seed, pass, batch), which leaves `random` and `numpy.random`
+    seeded. So shuffling and augmentation are reproducible, and training and data do not disturb
+    each other. Only workers that outlive a pass (persistent_workers) continue their own streams.
+    `set_epoch`, if there is one, is called with the number of the pass. With several processes,
+    each reads all batches and takes its part of every one.
 
     Args:
         loader: Iterable of batches.
-        seed: Of the random streams; `fit` takes its Trainer's.
-        sample_dim: As `Trainer.sample_dim`, which `fit` takes.
-        steps_per_epoch: Length of an epoch, for an iterable whose length is unknown or is not what
-            an epoch is to be.
-        accumulate: How many of its batches make one step, each as a micro-batch; at the end of a
-            pass fewer.
+        seed: Seed of the random streams; `fit` uses that of its Trainer.
+        sample_dim: As `Trainer.sample_dim`, which `fit` uses.
+        steps_per_epoch: Steps per epoch, if the length is unknown or you want another.
+        accumulate: Batches per step, each as a micro-batch; fewer at the end of a pass.
 
     Raises:
         UserError: This is not an iterable.
@@ -272,7 +268,7 @@ class IterableLoader(Seekable):
             samples = 0
 
     def read(self, place: Place) -> Any:
-        """Return the next batch of the iterable, or END, from random streams of its own."""
+        """Return the next batch of the iterable, or END, using its own random streams."""
         outside = torch.default_generator.get_state()
         if place.iterator is None or place.generator is None:
             place.seed = mix_seed(self.seed, "order", place.passes)
@@ -321,7 +317,7 @@ class IterableLoader(Seekable):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the reading stands, with the state of an iterable that has one."""
+        """Return the position, and the state of the iterable if it has one."""
         place = self.place
         if place is None:
             return {}
@@ -340,7 +336,7 @@ class IterableLoader(Seekable):
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on there with the next `seek`; {}, of a checkpoint without a place, changes nothing.
+        """Continue there with the next `seek`; {} changes nothing.
 
         Raises:
             UserError: This is not a place, or the iterable does not take its state.
@@ -365,7 +361,7 @@ class IterableLoader(Seekable):
     def seed_generators(self, seed: int, passes: int) -> None:
         """Seed the generators of the loader, and of the DataLoaders and samplers inside it.
 
-        They would continue from pass to pass, and a resumed run has not had those before.
+        Otherwise they would continue from pass to pass, which a resumed run cannot repeat.
         """
         owners = [self.loader, getattr(self.loader, "dataset", None)]
         for owner in owners:  # which grow
@@ -383,8 +379,8 @@ class IterableLoader(Seekable):
 def children_do_not_interrupt() -> Iterator[None]:
     """Keep the handler of SIGCHLD while a DataLoader starts its workers.
 
-    The DataLoader's handler raises the death of a worker at whatever line the main thread has come
-    to. Waiting for the next batch notices it as well.
+    The DataLoader's handler raises an error at whatever line the main thread is when a worker
+    dies. Waiting for the next batch notices it as well.
     """
     handler = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     try:

@@ -33,18 +33,18 @@ NOTHING = contextlib.nullcontext()
 NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 # fsdp gathers a block of at least this many parameters by itself; smaller ones with their parent.
 BLOCK = 2**20
-# By how much (relatively) the norm of a weight may differ between processes on different machines.
+# Relative difference that the norm of a weight may have between processes on different machines.
 DRIFT = 1e-4
 EXCHANGE = 0.25  # seconds between two exchanges of an Agreement
-MOST_CALLS = 64  # questions between two exchanges: the next steps may be slow
+MOST_CALLS = 64  # between two exchanges, since the next steps may be slow
 
-# Whether Trainers built in this context are on their own, even among several processes.
+# Whether Trainers built in this context ignore the other processes.
 alone: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
-joined: int = 1  # processes that train together, once `start` has joined them
+joined: int = 1  # processes that train together; set by `start`
 
 
 def start(strategy: str, device: torch.device) -> str:
-    """Join the other processes if torchrun has started several; return what "auto" stands for.
+    """Join the other processes if torchrun started several; return the strategy, "auto" resolved.
 
     A process waits at most `launch.timeout` seconds for the others.
 
@@ -77,7 +77,7 @@ def start(strategy: str, device: torch.device) -> str:
 
 
 def exchange_for(strategy: str, device: torch.device) -> str:
-    """Return the name of the library by which processes exchange gradients on this device."""
+    """Return the name of the backend that exchanges gradients on this device."""
     try:
         return dist.get_default_backend_for_device(device)
     except ValueError:
@@ -88,7 +88,7 @@ def exchange_for(strategy: str, device: torch.device) -> str:
 
 
 def leave() -> None:
-    """Leave the process group, at the end of a run that went well."""
+    """Leave the process group at the end of a successful run."""
     global joined
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -96,7 +96,7 @@ def leave() -> None:
 
 
 def ranks() -> int:
-    """Return how many processes train together here."""
+    """Return how many processes train together."""
     return joined
 
 
@@ -106,9 +106,9 @@ def ranks() -> int:
 def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.nn.Module:
     """Return what a step calls: the module itself for `single`, or a wrapper that spreads the work.
 
-    `dp` takes all visible GPUs, `dp:0+2` those listed; with fewer than two it is the module itself.
-    `ddp` keeps the whole module in each process, `fsdp` a part of each parameter, in place. State
-    dicts are taken from the module itself and never carry a `module.` prefix. BatchNorm takes its
+    `dp` uses all visible GPUs, `dp:0+2` those listed; with fewer than two it changes nothing.
+    `ddp` keeps the whole module in each process, `fsdp` a shard of each parameter, in place. State
+    dicts come from the module itself, without a `module.` prefix. BatchNorm computes its
     statistics over the batch of all processes.
 
     Raises:
@@ -136,18 +136,18 @@ def wrap(module: torch.nn.Module, strategy: str, device: torch.device) -> torch.
     return spread
 
 
-# {what `wrap` has returned: the parameters whose gradients the processes exchange}
+# {what `wrap` returned: names of the parameters whose gradients are exchanged}
 exchanged: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 
 
 def trained(module: torch.nn.Module) -> set[str]:
-    """Return the names of the parameters that are trained."""
+    """Return the names of the trained parameters."""
     named = module.named_parameters()
     return {name for name, parameter in named if parameter.requires_grad}
 
 
 def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
-    """UserError if a parameter was unfrozen whose gradients the processes do not exchange."""
+    """Raise UserError if a parameter was unfrozen whose gradients are not exchanged."""
     unfrozen = trained(module) - exchanged.get(model, trained(module))
     if unfrozen:
         raise UserError(
@@ -169,8 +169,8 @@ def copied(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
             device_ids=None if device.type == "cpu" else [device.index],
             broadcast_buffers=bool(own_buffers(module)),  # those of rank 0, as in a checkpoint
             gradient_as_bucket_view=True,
-            # Keeps the buckets as they are after the first step. Otherwise a resumed run adds
-            # gradients up in another order: off by 7e-9 with three or more processes.
+            # Keeps the buckets of the first step. Otherwise a resumed run adds gradients up in
+            # another order: off by 7e-9 with three or more processes.
             find_unused_parameters=True,
         )
 
@@ -202,10 +202,10 @@ def replicated(
 
 
 class Replicated(torch.nn.DataParallel[torch.nn.Module]):
-    """DataParallel whose replicas run under the autocast of the step that calls it.
+    """DataParallel whose replicas use the autocast type of the calling thread.
 
-    Each replica has a thread, and torch gives that thread autocast's default type: fp16, for which
-    there would be no scaler.
+    Each replica runs in a thread, which torch gives autocast's default type: fp16, without a
+    scaler.
     """
 
     def parallel_apply(
@@ -231,8 +231,7 @@ def autocasting(module: Any, device_type: str) -> Any:
 def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     """Shard the module's parameters over the processes (FSDP2, Zhao 2023, arXiv 2304.11277).
 
-    Elements of a Sequential or ModuleList with at least BLOCK parameters are gathered one by one,
-    and then the rest.
+    Items of a Sequential or ModuleList with at least BLOCK parameters are gathered one by one.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -255,7 +254,7 @@ def sharded(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
                 free = [weight for weight in part.parameters() if not is_shard(weight)]
                 if sum(weight.numel() for weight in free) >= BLOCK:
                     fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        # The root too: it would stay gathered after an evaluation, and ignore EMA's copies.
+        # Reshard the root too: it would stay gathered after an evaluation and ignore EMA's copies.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"strategy=fsdp: {str(error).rstrip('.')}.\nType strategy=ddp.") from error
@@ -274,7 +273,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over all processes; its gradient is summed too, as losses are shares."""
+    """Sum a tensor over all processes; its gradient is summed too, since losses are shares."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -290,7 +289,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class OverRanks(torch.nn.SyncBatchNorm):
-    """BatchNorm over the batch of all processes: torch's own, and on the CPU, where it has none."""
+    """BatchNorm over the batch of all processes: SyncBatchNorm, but on the CPU too."""
 
     process_group = None
 
@@ -337,7 +336,7 @@ class OverRanks(torch.nn.SyncBatchNorm):
 
 @functools.cache
 def over_ranks(kind: Any) -> Any:
-    """Return a class like `kind`, of the same name (a model card shows it), over all processes."""
+    """Return a subclass of `kind` over all processes, with the same name for model cards."""
     return type(kind.__name__, (OverRanks, kind), {})
 
 
@@ -358,7 +357,7 @@ def spread_norms(module: torch.nn.Module) -> None:
 
 
 def unwrap(module: torch.nn.Module) -> None:
-    """Undo what `wrap` has done to BatchNorm: the module may outlive the process group."""
+    """Undo what `wrap` did to BatchNorm, since the module may outlive the process group."""
     for child in module.modules():
         if isinstance(child, OverRanks):
             child.__class__ = type(child).__bases__[1]
@@ -371,7 +370,7 @@ def has_usual_forward(norm: torch.nn.Module) -> bool:
 
 
 def own_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the floating-point buffers that may differ between processes: not BatchNorm's."""
+    """Return the floating-point buffers that may differ between processes, without BatchNorm's."""
     buffers: list[torch.Tensor] = []
     for child in module.modules():
         if not has_usual_forward(child):
@@ -385,13 +384,13 @@ def follow_first(module: torch.nn.Module, _: Any) -> None:
 
 
 def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
-    """Give all processes the values that these tensors have on rank 0."""
+    """Copy the values of these tensors from rank 0 to all processes."""
     for tensor in tensors:
         dist.broadcast(tensor.detach(), 0)
 
 
 def plain_text(module: torch.nn.Module) -> str:
-    """Return the module as Python prints it, without what `wrap` has done to it."""
+    """Return the module as Python prints it, without the changes of `wrap`."""
     return re.sub(r"\bFSDP(?=\w+\()", "", str(module))
 
 
@@ -417,7 +416,7 @@ def gradient_sync(
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which backward passes exchange gradients, or do not.
 
-    Only the last micro-batch of a step has to.
+    Only the last micro-batch of a step needs to.
     """
     if joined == 1:
         return NOTHING
@@ -433,8 +432,8 @@ def gradient_sync(
 def average_gradients(module: torch.nn.Module) -> None:
     """Average the gradients of a module over the processes.
 
-    For a step of your own that calls parts of `trainer.module`, such as one of several models; a
-    step that calls `trainer.model` has this done by its backward pass.
+    Call it in your own step if that calls parts of `trainer.module`, such as one of several
+    models. If it calls `trainer.model`, the backward pass does this.
     """
     if joined == 1:
         return
@@ -445,16 +444,16 @@ def average_gradients(module: torch.nn.Module) -> None:
 
 
 def broadcast_weights(model: torch.nn.Module) -> None:
-    """Give all processes the weights and buffers of rank 0, if each has all of them."""
+    """Copy the weights and buffers of rank 0 to all processes, if each has all of them."""
     if isinstance(model, DistributedDataParallel):
         take_from_first([*model.module.parameters(), *model.module.buffers()])
 
 
 def check_same_weights(model: torch.nn.Module) -> None:
-    """TrainingError if the weights of the processes have come to differ, although each has all.
+    """Raise TrainingError if weights that should be the same on all processes differ.
 
-    A step that bypasses the called model, such as a loss of `self.module(inputs)`, leaves each
-    process with its own gradients, and nothing else reports that.
+    A step that bypasses `trainer.model`, such as with `self.module(inputs)`, leaves each process
+    with its own gradients, and nothing else would report it.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -480,7 +479,7 @@ def check_same_weights(model: torch.nn.Module) -> None:
 
 
 def explain(error: BaseException) -> UserError | None:
-    """Return a UserError for what ddp or fsdp cannot do with a step; None for anything else."""
+    """Return a UserError for a step that ddp or fsdp cannot do; None for anything else."""
     text = str(error)
     sharding = ("DTensor", "FSDP", "sharding strategy", "Sharding propagation")
     if ranks() > 1 and any(words in text for words in sharding):
@@ -503,14 +502,14 @@ def explain(error: BaseException) -> UserError | None:
 
 
 def add_up(value: Summable) -> Summable:
-    """Return the sum over all processes of a number or a tensor; None stands for nothing to add."""
+    """Return the sum of a number or a tensor over all processes; None adds nothing."""
     if ranks() == 1:
         return value
     if isinstance(value, (int, float)):
         number = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(number)
         return type(value)(number.item())
-    # A rank with nothing learns the form of the others'.
+    # A rank with None learns the shape from the others.
     forms = from_all(None if value is None else (value.shape, value.dtype))
     known = [form for form in forms if form is not None]
     if not known:
@@ -524,7 +523,7 @@ def add_up(value: Summable) -> Summable:
 
 
 def from_all(value: Any) -> list[Any]:
-    """Return what each process gives, by rank: plain values, or tensors on the CPU."""
+    """Return the values of all processes, by rank: plain values, or tensors on the CPU."""
     if ranks() == 1:
         return [value]
     values = [None] * ranks()
@@ -533,7 +532,7 @@ def from_all(value: Any) -> list[Any]:
 
 
 def check_sampler(loader: Any) -> None:
-    """UserError for a loader that deals out by itself."""
+    """Raise UserError for a loader that deals its batches out itself."""
     if isinstance(getattr(loader, "sampler", None), torch.utils.data.DistributedSampler):
         raise UserError(
             "DistributedSampler: the Trainer deals each batch out to the processes itself.\n"
@@ -554,10 +553,9 @@ def sample_bounds(samples: int) -> tuple[int, int]:
 def weight(
     here: float | torch.Tensor, total: float | None, device: torch.device
 ) -> float | torch.Tensor:
-    """Return what a process multiplies its mean loss by, as gradients are averaged over processes.
+    """Return the factor of this process's mean loss, since gradients are averaged over processes.
 
-    `here` is the weight of its part of the batch, and `total` that of the whole batch, None if no
-    process knows it.
+    `here` is the weight of its part of the batch, and `total` that of the whole batch, if known.
     """
     if total is not None:
         return float(here) * ranks() / total
@@ -568,7 +566,7 @@ def weight(
 
 
 def has_samples(loader: Any) -> bool:
-    """Return whether this process has a part of the loader's last batch, and not a loan."""
+    """Return whether this process has its own part of the last batch, and not a borrowed one."""
     return joined == 1 or launch.rank() < loader.global_size
 
 
@@ -576,7 +574,7 @@ def has_samples(loader: Any) -> bool:
 
 
 def is_shard(tensor: object) -> "TypeGuard[DTensor]":
-    """Return whether `fsdp` has cut this tensor up."""
+    """Return whether `fsdp` has sharded this tensor."""
     return dist.is_initialized() and isinstance(tensor, shard_type())
 
 
@@ -587,17 +585,17 @@ def shard_type() -> "type[DTensor]":
 
 
 def local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this process's parts of the tensors, or the tensors; changing them changes both."""
+    """Return this process's shards of the tensors, or the tensors; changing one changes both."""
     return [tensor.to_local() if is_shard(tensor) else tensor for tensor in tensors]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, put together if it is cut up; all processes have to call this."""
+    """Return the tensor, gathered if it is sharded; all processes have to call this."""
     return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
 def like(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
-    """Return a whole tensor cut up as `target` is, without asking the other processes."""
+    """Return a whole tensor sharded as `target` is, without communication."""
     if target is None or not is_shard(target) or is_shard(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -608,10 +606,10 @@ def like(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
 
 
 class Agreement:
-    """What all processes have to know alike: was any of them asked to stop, and what time is it.
+    """What all processes have to agree on: whether to stop, and what time it is.
 
     Each process asks equally often: after each step, and before each batch of an evaluation. They
-    exchange answers about every EXCHANGE seconds; in between nobody was asked and no time passes.
+    exchange answers about every EXCHANGE seconds; in between the answers do not change.
     """
 
     def __init__(self) -> None:
@@ -620,20 +618,20 @@ class Agreement:
         self.agreed = 0.0  # seconds since the start, by the slowest clock
         self.calls = 0  # since the last exchange
         self.soonest = 1  # call that exchanges
-        # One process asks nobody: a call of C code per step.
+        # One process asks nobody: a call to C per step.
         self.is_asked: Callable[[Any], bool] = bool if joined == 1 else self.any_is_asked
 
     def now(self) -> float:
-        """Return the seconds since the beginning, by the slowest clock."""
+        """Return the seconds since the start, by the slowest clock."""
         return time.monotonic() - self.start if ranks() == 1 else self.agreed
 
     def soon(self) -> None:
-        """Exchange at the next question: what comes now may take longer than what was before."""
+        """Exchange at the next call: what comes now may take longer than a step."""
         self.calls = 0
         self.soonest = 1
 
     def any_is_asked(self, here: str | None) -> bool:
-        """Return whether any process was asked to stop, as far as all of them know."""
+        """Return whether any process was asked to stop, as of the last exchange."""
         self.calls += 1
         if self.calls < self.soonest:
             return False
