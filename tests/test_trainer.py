@@ -699,9 +699,7 @@ def test_a_step_does_not_wait_for_the_device():
         train_loader, _ = loaders(batch_size=3, data=make_data(60))
         with Syncs() as syncs:
             trainer.fit(train_loader)
-        assert (
-            syncs.count == 3
-        )  # the row at the end: its loss and norm; whether all weights are finite
+        assert syncs.count == 2  # the row at the end: its loss and norm
 
 
 # Strategies, compilation, memory
@@ -920,7 +918,7 @@ def test_a_model_that_views_images_trains_as_it_would_without_channels_last():
         states.append(trainer.module.state_dict())
     assert_same(*states)
     with pytest.raises(
-        UserError, match=r"Write .flatten\(1\) or .reshape\(\) there, or type channels_last=false"
+        UserError, match=r"Use .flatten\(1\) or .reshape\(\) instead, or type channels_last=false"
     ):
         make_trainer(Viewing(), channels_last=True).fit(
             DeviceLoader(data, "train", 8, shuffle=True)
@@ -940,7 +938,7 @@ def test_a_checkpoint_of_another_scheduler_is_refused(tmp_path, order):
     written, read = (kinds[i] for i in order)
     make_trainer(scheduler=written, callbacks=[Checkpoint(tmp_path)], epochs=1).fit(*loaders())
     path = checkpoint.newest(tmp_path)[0]
-    with pytest.raises(UserError, match="written with another scheduler"):
+    with pytest.raises(UserError, match="written with a scheduler other than"):
         make_trainer(scheduler=read, epochs=2).fit(*loaders(), resume=path)
 
 
