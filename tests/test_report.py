@@ -17,7 +17,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -37,9 +39,10 @@ from stoker.data.loader import make_loaders, normalizer
 from stoker.data.record import Data
 from stoker.data.splits import TensorSplit
 from stoker.models.mlp import MLP
-from stoker.runs import examine, plots, report
+from stoker.runs import examine, live, lock, plots, report
 from stoker.runs.evaluation import Sample, class_colour
 from stoker.runs.json_files import write_json
+from stoker.runs.loggers import JSONL
 from stoker.runs.page import NUMBER, Table, plain
 from stoker.runs.report import curves, evaluation, setup, summary, words
 from stoker.runs.result import RunResult
@@ -203,9 +206,10 @@ def test_the_page_shows_these_numbers(run, tested):
     images = [attributes["src"] for tag, attributes, _ in shown.elements if tag == "img"]
     seen = read(run[0])
     assert images == [
-        f"data:image/png;base64,{s['png']}" for s in seen["worst"] + seen["uncertain"]
+        f"data:image/png;base64,{s['png']}"
+        for s in seen["worst"] + seen["uncertain"] + seen["random"]
     ]
-    assert len([1 for tag, attributes, _ in shown.elements if tag == "svg"]) == 3
+    assert len([1 for tag, attributes, _ in shown.elements if tag == "svg"]) == 4
     commands = shown.all("pre")
     assert f"{PROGRAM} epochs=2 optimizer.lr=2e-3" in commands
     assert f"{PROGRAM} task=evaluate run={run[0]}" in commands
@@ -333,6 +337,90 @@ def test_tokens_and_pixels_are_counted_and_shown(run, tmp_path, shape):
     assert page.count('<p class="tokens') == (10 if unit == "tokens" else 0)
     assert page.count("data:image/png") == (48 if unit == "pixels" else 0)
     assert "<a>" not in page
+
+
+def test_the_curves_of_two_classes_are_scikit_learns(tmp_path):
+    from sklearn.metrics import precision_recall_curve, roc_auc_score, roc_curve
+
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(2, (400,), generator=generator)
+    # Probabilities in the middle of bins, so that nothing is lost by counting.
+    places = torch.randint(examine.BINS, (400,), generator=generator) // 4 + 37 * targets
+    second = (places + 0.5) / examine.BINS
+    part = TensorSplit(torch.zeros(400, 1), targets)
+    data = Data("d", part, part, None, (1,), 2, classes=["no", "yes"])
+    (_, loader, _), _ = make_loaders(data, batch_size=70)
+    examination = examine.Classes("val", loader, data)
+    for rows in torch.arange(400).split(70):
+        shares = torch.stack([1 - second[rows], second[rows]], 1)
+        examination.update(shares.log(), targets[rows])
+    examination.compute()
+    seen = examination.evaluation
+    roc, precision = evaluation.thresholds(seen.second)
+    false, recall, _ = roc_curve(targets, second, drop_intermediate=False)
+    assert np.allclose(roc, np.stack([false, recall], 1))
+    precisions, recalls, _ = precision_recall_curve(targets, second)
+    assert np.allclose(precision[::-1], np.stack([recalls, precisions], 1)[:-1])
+    area = roc_auc_score(targets, second)
+    drawn = evaluation.probabilities(seen)
+    assert [plot["title"] for plot in drawn] == ["calibration", "ROC", "precision and recall"]
+    assert drawn[1]["note"] == f"of yes, area {area:.3f}"
+    best = torch.maximum(second, 1 - second)
+    is_right = (second > 0.5) == targets
+    expected = []
+    for low in range(10):
+        rows = (best * 10).long() == low
+        if rows.any():
+            expected.append((best[rows].mean().item(), is_right[rows].float().mean().item()))
+    assert np.allclose(evaluation.calibration(seen.confidence), expected, atol=1e-6)
+
+
+def test_drawing_while_it_trains_changes_nothing(run, tmp_path, monkeypatch):
+    """Neither the weights nor the random numbers that come after the training."""
+    monkeypatch.setattr(live, "EVERY", 0)
+    monkeypatch.setattr(live, "SHARE", 1e9)
+    (tmp_path / "config.yaml").write_bytes((run[0] / "config.yaml").read_bytes())
+    drawn = live.LiveReport(tmp_path)
+    ends = []
+    for callbacks in ([], [JSONL(tmp_path / "metrics.jsonl"), drawn]):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        (train, val, _), _ = make_loaders(make_data(val=9), batch_size=10)
+        trainer = make_trainer(callbacks=callbacks, epochs=3, log_every=1)
+        trainer.fit(train, val)
+        numbers = [random.random(), np.random.rand(), torch.rand(1).item()]
+        ends.append((trainer.module.state_dict(), numbers))
+        trainer.close()
+    (before, numbers), (after, same) = ends
+    assert numbers == same and all(torch.equal(before[name], after[name]) for name in before)
+    assert drawn.is_on and drawn.spent > 0
+    [state] = Page((tmp_path / "report.html").read_text(encoding="utf-8")).all("span", "state")
+    assert re.match(r"running, step \d+$", state)
+
+
+@pytest.mark.parametrize("cost", [0.05, 2.0])
+def test_drawing_keeps_to_its_budget(tmp_path, monkeypatch, cost):
+    """At most every 30 s, and for at most 1 % of the time."""
+    clock = [0.0]
+    draws = []
+
+    def write(folder, state):
+        draws.append(clock[0])
+        clock[0] += cost
+
+    monkeypatch.setattr(report, "write", write)
+    monkeypatch.setattr(live.time, "perf_counter", lambda: clock[0])
+    trainer = make_trainer()
+    drawn = live.LiveReport(tmp_path)
+    drawn.on_fit_start(trainer)
+    while clock[0] < 5000:
+        clock[0] += 4
+        drawn.on_log(trainer, {})
+    gaps = [after - before for before, after in pairwise(draws)]
+    assert min(gaps) >= 30 and len(draws) >= (140 if cost < 1 else 20)
+    assert cost * len(draws) <= 0.01 * clock[0]
+    trainer.close()
 
 
 def test_places_are_exact_where_a_device_has_float32_alone(monkeypatch):
@@ -526,9 +614,8 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
         command.removesuffix(str(tmp_path / "run")) for command in shown.all("pre")[:2]
     ] == again
     [verdict] = shown.all("p", "verdict")
-    assert verdict.startswith("val/acc rose from ") and verdict.endswith(
-        "the run has not finished (step 40)."
-    )
+    assert verdict.startswith("val/acc rose from ")
+    assert shown.all("span", "state") == ["stopped at step 40"]
     assert shown.all("tr", "changed")[:2] == ["epochs210", "optimizer.lr0.0020.003"]
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert [
@@ -539,9 +626,17 @@ def test_a_run_without_a_result_has_its_commands_and_says_how_far_it_is(run, tmp
     (
         tmp_path / "run" / "checkpoints" / "step_00000045.ckpt"
     ).touch()  # as of one that was interrupted there
-    assert page_of(tmp_path / "run").all("p", "verdict") == [
-        verdict.replace("(step 40).", "(step 45).")
-    ]
+    (tmp_path / "run" / "status.json").write_text('{"total_steps": 60, "started": 1}')
+    shown = page_of(tmp_path / "run")
+    assert shown.all("span", "state") == ["stopped at step 45 of 60 (75 %)"]
+    with lock.held(tmp_path / "run"):
+        (tmp_path / "run" / "status.json").write_text(
+            json.dumps({"total_steps": 60, "step": 15, "resumed": time.time() - 600.5})
+        )
+        text = report.html(tmp_path / "run")
+    [state] = Page(text).all("span", "state")
+    assert re.fullmatch(r"running, step 45 of 60 \(75 %\), about 5 min [0-5] s to go", state)
+    assert '<main data-reload="30"' in text and "<main>" in report.html(run[0])
     config = (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "run" / "config.yaml").write_text(config.partition("\n")[2], encoding="utf-8")
     assert all(
@@ -560,17 +655,14 @@ def test_a_run_that_is_stopped_says_how_to_see_it_so_far(forks, tmp_path):
     ]
     interrupt = {"signal": signal.SIGINT, "watch": "a b/metrics.jsonl", "delay": 0}
     done = forks.run(tmp_path, *typed, signals=[interrupt])
-    *_, said, again, seen = done.err.splitlines()
+    *_, said, again = done.err.splitlines()
     assert done.code == 130 and again.startswith(f"{PROGRAM} dataset=synthetic ")
     step = re.fullmatch(r"interrupted at step (\d+)\. To resume:", said)[1]
-    assert (
-        seen == "To see it so far: python -m stoker.runs.report 'a b'"
-        and not (tmp_path / "a b/report.html").exists()
-    )
-    assert report.write(tmp_path / "a b").is_file()
+    assert done.out.splitlines()[-1] == "report   a b/report.html"
     shown = page_of(tmp_path / "a b")
-    [verdict] = shown.all("p", "verdict")
-    assert f"step {step}" in verdict
+    [state] = shown.all("span", "state")
+    assert state.startswith(f"stopped at step {int(step):,} of ")
+    assert "<main>" in (tmp_path / "a b/report.html").read_text(encoding="utf-8")
     evaluate, *others = shown.all("pre")[
         2:
     ]  # a callback of one's own is built, so they trust it, and say so
@@ -1083,10 +1175,7 @@ def test_what_anybody_wrote_is_text(run, tmp_path):
         text.count("<script") == 1 and "\x1b" not in text and "49" not in shown.all("p", "soft")[0]
     )
     assert "i" not in {tag for tag, attributes, _ in shown.elements if not attributes}
-    assert (
-        "{{7*7}}" in text
-        and len(images_of(shown)) == len(seen["worst"]) + len(seen["uncertain"]) - 2
-    )
+    assert "{{7*7}}" in text and len(images_of(shown)) == 3 * len(seen["worst"]) - 2
 
 
 def images_of(shown):
@@ -1278,7 +1367,7 @@ def test_mistakes_are_answered(tmp_path, capsys, run):
 
 
 def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys, tmp_path):
-    def fails(folder):
+    def fails(folder, state):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report, "write", fails)
@@ -1288,7 +1377,7 @@ def test_a_report_that_cannot_be_drawn_costs_nothing(monkeypatch, caplog, capsys
         and f"python -m stoker.runs.report '{tmp_path / 'a b'}'" in caplog.text
     )
 
-    def interrupted(folder):
+    def interrupted(folder, state):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "write", interrupted)

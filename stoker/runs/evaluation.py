@@ -45,10 +45,14 @@ class Evaluation:
     classes: list[str] | None = None
     chance: float | None = None  # the share of the most frequent class
     confusion: list[list[int]] | None = None  # row: true class, column: predicted class
+    # By the probability of the predicted class, from 0 to 1: the samples, and those that are right.
+    confidence: list[list[int]] | None = None
+    # Of two classes, by the probability of the second: the samples, and those that are of it.
+    second: list[list[int]] | None = None
     points: list[Any] | None = None  # [true numbers, predicted numbers]
     worst: list[Sample] | None = None
     uncertain: list[Sample] | None = None
-    random: list[Sample] | None = None  # of tokens and pixels
+    random: list[Sample] | None = None
 
     def shown(self) -> list[Sample]:
         """Return the samples of all lists."""

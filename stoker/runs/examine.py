@@ -32,6 +32,7 @@ MOST_POINTS = 2000  # (true, predicted) of a regression, evenly spread over the 
 MOST_TARGETS = 8  # numbers per sample of a regression that are kept
 MOST_COLUMNS = 12  # of a table's row
 SIDE = 64  # pixels of a picture's longer side
+BINS = 200  # of a probability
 MOST_TOKENS = 200  # of a sequence that is shown
 
 
@@ -153,8 +154,10 @@ class Classes(Examination):
 
     def reset(self) -> None:
         super().reset()
-        self.worst = Highest(width=5, column=3)
-        self.uncertain = Highest(width=5, column=4)
+        self.worst = Highest(width=6, column=3)
+        self.uncertain = Highest(width=6, column=4)
+        self.random = Highest(width=6, column=5)
+        self.bins: Tensor | None = None
         self.confusion: Confusion | None = None
         if 2 <= self.data.num_classes <= MOST_CLASSES:
             self.confusion = Confusion(self.data.num_classes)
@@ -167,11 +170,26 @@ class Classes(Examination):
         probability = one_per_row(shares, predicted)
         losses = -one_per_row(logs, true)
         entropy = torch.special.entr(shares).sum(-1)
-        rows = torch.stack([true, predicted, probability, losses, entropy], 1)
+        order = shuffled(indices)
+        rows = torch.stack([true, predicted, probability, losses, entropy, order], 1)
         self.worst.update(indices, rows)
         self.uncertain.update(indices, rows)
+        self.random.update(indices, rows)
+        self.count(probability, true == predicted, shares, true)
         if self.confusion is not None:
             self.confusion.update(outputs, targets)
+
+    def count(self, probability: Tensor, is_right: Tensor, shares: Tensor, true: Tensor) -> None:
+        """Count the samples by the probability of their predicted class, and those that are right;
+        of two classes also by the probability of the second, and those that are of it.
+        """
+        if self.bins is None:
+            self.bins = probability.new_zeros(2 if shares.shape[1] == 2 else 1, 2, BINS)
+        pairs = [(probability, is_right), (shares[:, -1], true == 1)]
+        for bins, (values, are_so) in zip(self.bins, pairs, strict=False):
+            places = (values * BINS).long().clamp(0, BINS - 1)
+            bins[0].index_add_(0, places, torch.ones_like(values))
+            bins[1].index_add_(0, places, are_so.to(values.dtype))
 
     def complete(self, evaluation: Evaluation) -> None:
         evaluation.classes = names_of_classes(self.data)
@@ -181,8 +199,13 @@ class Classes(Examination):
         evaluation.chance = labels.bincount().max().item() / len(labels)
         if self.confusion is not None:
             evaluation.confusion = self.confusion.compute().tolist()
+        bins = parallel.add_up(self.bins)
+        if bins is not None:
+            evaluation.confidence, *others = bins.long().tolist()
+            evaluation.second = others[0] if others else None
         evaluation.worst = classified(self.worst.over_ranks())
         evaluation.uncertain = classified(self.uncertain.over_ranks())
+        evaluation.random = classified(self.random.over_ranks())
 
 
 class Positions(Examination):
@@ -219,7 +242,7 @@ class Positions(Examination):
             true = targets[:, ::every, ::every]
             shown = outputs.argmax(1)[:, ::every, ::every]
         self.shape = tuple(true.shape[1:])
-        order = indices * 7919 % 10007  # neighbours in the split are far from each other
+        order = shuffled(indices)
         columns = [mean.unsqueeze(1), order.unsqueeze(1), true.flatten(1), shown.flatten(1)]
         rows = torch.cat([column.float() for column in columns], 1)
         if self.worst is None or self.random is None:
@@ -280,6 +303,11 @@ def mask_png(mask: Tensor) -> str:
     return png(picture)
 
 
+def shuffled(indices: Tensor) -> Tensor:
+    """Return a number for each place, those of neighbours far from each other."""
+    return indices * 7919 % 10007
+
+
 def one_per_row(values: Tensor, classes: Tensor) -> Tensor:
     """Return the value of each row's class."""
     return values.gather(1, classes.unsqueeze(1)).squeeze(1)
@@ -288,7 +316,7 @@ def one_per_row(values: Tensor, classes: Tensor) -> Tensor:
 def classified(rows: Tensor) -> list[Sample]:
     """Return the samples of rows of `Classes`."""
     samples = []
-    for index, true, predicted, *measures in rows.tolist():
+    for index, true, predicted, *measures, _ in rows.tolist():
         samples.append(Sample(int(index), int(true), int(predicted), *measures))
     return samples
 

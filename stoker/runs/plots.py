@@ -213,13 +213,11 @@ def curves(
     return plot.svg()
 
 
-def shares(
-    lines: Mapping[str, Points], label: str, xlabel: str, ylabel: str, colours: Mapping[str, str]
-) -> Markup:
-    """Draw curves in the unit square, such as precision over recall."""
+def shares(lines: Mapping[str, Points], label: str, xlabel: str, ylabel: str) -> Markup:
+    """Draw curves in the unit square, such as precision over recall; "ideal" is a faint one."""
     plot = Plot(linear([0, 1]), linear([0, 1]), label, xlabel, ylabel)
     for name, points in lines.items():
-        plot.line(name, points, colours[name])
+        plot.line(name, points, "line" if name == "ideal" else "val")
     return plot.svg()
 
 

@@ -75,6 +75,7 @@ def facts(run: inputs.Run) -> dict[str, Any]:
         "tests": summary.tests_in_units(run),
         "curves": curves.frames(run),
         "confusion": evaluation.confusion(seen) if seen else None,
+        "probabilities": evaluation.probabilities(seen) if seen else [],
         "regression": evaluation.regression(seen) if seen else [],
         "hardest": evaluation.hardest(seen) if seen else [],
         "time": parts(run.result.time, STAGES),

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from stoker.runs.evaluation import Evaluation, Sample, class_colour
@@ -16,7 +17,7 @@ MOST_PRINTED = 20  # classes in a matrix that fits on paper
 MOST_PAIRS = 20  # pairs of confused classes
 MOST_TARGETS = 4  # drawn targets of a regression
 MOST_COLUMNS = 12  # shown for a sample
-MOST_PICTURES = 450_000  # letters of all pictures together
+MOST_PICTURES = 200_000  # letters of all pictures together
 MOST_SHOWN = {"pixels": 12, "tokens": 5}  # samples of a list
 
 
@@ -174,9 +175,7 @@ def value_of(value: Any) -> str:
 
 
 def hardest(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return the samples with the highest loss and with the highest entropy, in groups; of tokens
-    and pixels some at random in place of the latter.
-    """
+    """Return the samples with the highest loss, with the highest entropy, and some at random."""
     worst = "Worst: the highest loss"
     if evaluation.kind == "regression":
         worst = "Worst: the farthest off"
@@ -213,6 +212,60 @@ def table_of(samples: list[Shown]) -> Table:
         rows.append([*row, *(sample.columns.get(name, "") for name in names)])
     probability = ["probability"] if has_probability else []
     return Table(["", "true", "predicted", *probability, *names], rows)
+
+
+def probabilities(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Return {"title", "note", "svg"} of the calibration, and for two classes of the curves over
+    all thresholds.
+    """
+    from stoker.runs import plots
+
+    diagonal = [(0.0, 0.0), (1.0, 1.0)]
+    drawn = []
+    if evaluation.confidence is not None:
+        lines = {"ideal": diagonal, "model": calibration(evaluation.confidence)}
+        svg = plots.shares(lines, "calibration", "probability", "share that is right")
+        drawn.append({"title": "calibration", "note": "by probability of the answer", "svg": svg})
+    if evaluation.second is not None and sum(evaluation.second[1]):
+        roc, precision = thresholds(evaluation.second)
+        area = sum((x - left) * (y + low) / 2 for (left, low), (x, y) in pairwise(roc))
+        note = f"of {(evaluation.classes or [])[1]}, area {area:.3f}"
+        svg = plots.shares({"ideal": diagonal, "model": roc}, "ROC", "false positives", "recall")
+        drawn.append({"title": "ROC", "note": note, "svg": svg})
+        svg = plots.shares({"model": precision}, "precision and recall", "recall", "precision")
+        drawn.append({"title": "precision and recall", "note": "", "svg": svg})
+    return drawn
+
+
+def calibration(counts: list[list[int]]) -> list[tuple[float, float]]:
+    """Return (mean probability, share that is right) of tenths of the probability."""
+    width = len(counts[0])
+    points = []
+    for tenth in range(10):
+        bins = range(width * tenth // 10, width * (tenth + 1) // 10)
+        samples = sum(counts[0][i] for i in bins)
+        if samples:
+            right = sum(counts[1][i] for i in bins)
+            mean = sum(counts[0][i] * (i + 0.5) / width for i in bins) / samples
+            points.append((mean, right / samples))
+    return points
+
+
+def thresholds(counts: list[list[int]]) -> tuple[list[tuple[float, float]], ...]:
+    """Return the points (false positive rate, recall) and (recall, precision) of all thresholds."""
+    positives = sum(counts[1])
+    negatives = sum(counts[0]) - positives
+    right = 0
+    taken = 0
+    roc = [(0.0, 0.0)]
+    precision = []
+    for samples, hits in zip(reversed(counts[0]), reversed(counts[1]), strict=True):
+        if samples:
+            right += hits
+            taken += samples
+            roc.append(((taken - right) / max(1, negatives), right / positives))
+            precision.append((right / positives, right / taken))
+    return roc, precision
 
 
 def regression(evaluation: Evaluation) -> list[dict[str, Any]]:

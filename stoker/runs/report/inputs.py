@@ -31,6 +31,7 @@ MOST_TYPED = 10_000  # letters of the overrides
 MOST_NAME = 100  # letters of a class, which appears in several places
 MOST_SAMPLES = 24  # worst ones, and as many uncertain ones
 MOST_NUMBERS = 100  # targets of a regression
+MOST_BINS = 1000  # of a probability
 MOST_PNG = 2**15  # bytes of a picture
 MOST_SIDE = 256  # pixels of a picture
 END_OF_PNG = b"\0\0\0\0IEND\xaeB`\x82"
@@ -215,6 +216,10 @@ def evaluation_of(entries: Any) -> Evaluation:
         is_known = False
     if evaluation.confusion is not None:
         is_known = is_known and is_confusion(evaluation.confusion, len(classes))
+    for counts in (evaluation.confidence, evaluation.second):
+        is_known = is_known and (counts is None or are_bins(counts))
+    if evaluation.second is not None:
+        is_known = is_known and len(classes) == 2
     if evaluation.chance is not None:
         is_known = is_known and 0 < evaluation.chance <= 1
     if not is_known:
@@ -238,6 +243,13 @@ def is_confusion(counts: list[list[int]], size: int) -> bool:
     if [len(row) for row in counts] != [size] * size:
         return False
     return min(map(min, counts)) >= 0 and sum(map(sum, counts)) > 0
+
+
+def are_bins(counts: list[list[int]]) -> bool:
+    """Whether these are the samples of each bin, and a part of them."""
+    if len(counts) != 2 or not 10 <= len(counts[0]) == len(counts[1]) <= MOST_BINS:
+        return False
+    return all(0 <= part <= whole for whole, part in zip(*counts, strict=True))
 
 
 def samples_of(entries: Any, evaluation: Evaluation) -> list[Sample]:

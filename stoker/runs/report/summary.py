@@ -128,12 +128,14 @@ def scores(run: Run) -> dict[str, Any]:
             scores[name] = value
     if evaluation.kind == "classification":
         share: Any = numbers.get(f"{evaluation.split}/acc")
+        count = evaluation.samples
         if evaluation.confusion is not None:
             right = sum(row[i] for i, row in enumerate(evaluation.confusion))
-            share = right / sum(map(sum, evaluation.confusion))
+            count = sum(map(sum, evaluation.confusion))
+            share = right / count
         chance = evaluation.chance
         if is_number(share) and chance is not None:
-            deviation = math.sqrt(chance * (1 - chance) / evaluation.samples)
+            deviation = math.sqrt(chance * (1 - chance) / count)
             beats_chance = share > chance + 2 * deviation
             scores |= {"share": share, "chance": chance, "beats_chance": beats_chance}
     return scores
