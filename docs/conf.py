@@ -19,7 +19,7 @@ extensions = [
 ]
 myst_heading_anchors = 3  # a link to a heading is made of its text, as on GitHub
 
-autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_default_options = {"member-order": "bysource"}
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # those of torch are about torch
 maximum_signature_line_length = 100

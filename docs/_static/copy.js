@@ -1,6 +1,6 @@
-// A button on each block that copies it, without the prompt of a shell.
+// A button on each block of code that copies it, without the prompt of a shell.
 document.addEventListener("DOMContentLoaded", () => {
-  for (const block of document.querySelectorAll("div.highlight")) {
+  for (const block of document.querySelectorAll("div:not(.highlight-text) > div.highlight")) {
     const button = document.createElement("button");
     button.className = "copy";
     button.textContent = "Copy";
