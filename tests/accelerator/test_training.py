@@ -9,7 +9,9 @@ from conftest import assert_same, make_data, make_model, make_trainer
 
 from stoker.data.datasets import Data, TensorSplit
 from stoker.data.loader import DeviceLoader, HostLoader
+from stoker.data.text import text
 from stoker.models.cnn import CNN
+from stoker.models.gpt import GPT
 from stoker.models.linear import Linear
 from stoker.models.mlp import MLP
 from stoker.models.resnet import ResNet
@@ -25,6 +27,7 @@ MODELS = {
     "cnn": functools.partial(CNN, channels=[4, 8]),
     "resnet": functools.partial(ResNet, widths=[4, 8], blocks=[1, 1]),
     "whitened_cnn": functools.partial(WhitenedCNN, widths=[8, 8]),
+    "gpt": functools.partial(GPT, layers=1, heads=2, width=8),
 }
 
 
@@ -54,20 +57,30 @@ def test_each_model_is_among_them():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_model_trains_as_on_the_cpu(accelerator, name):
-    data = make_images()
+def test_each_model_trains_as_on_the_cpu(accelerator, tmp_path, name):
+    if name == "gpt":
+        (tmp_path / "text").write_text("One two three four five. " * 20)
+        data = text(str(tmp_path / "text"), length=8)
+    else:
+        data = make_images()
     states = []
     histories = []
     for device in ("cpu", accelerator.NAME):
         torch.manual_seed(0)
-        model = MODELS[name]((1, 8, 8), 3)
+        model = MODELS[name](data.in_shape, data.num_classes)
         callbacks = [EMA(0.9), *([Whiten(32)] if name == "whitened_cnn" else [])]
         with make_trainer(model, device=device, callbacks=callbacks, max_grad_norm=1.0) as trainer:
             history = trainer.fit(*loaders(data, device))
             states.append(on_cpu(trainer))
             histories.append([row["val/loss"] for row in history if "val/loss" in row])
-    assert_same(states[1], states[0])
-    assert histories[1] == histories[0]
+    if name == "gpt":
+        # Only the CPU has fused attention, which rounds differently. The gradient of a key's bias
+        # is 0 but for rounding, and Adam divides it by its size.
+        torch.testing.assert_close(states[1]["model"], states[0]["model"], rtol=1e-4, atol=1e-3)
+        assert histories[1] == pytest.approx(histories[0], rel=1e-5)
+    else:
+        assert_same(states[1], states[0])
+        assert histories[1] == histories[0]
 
 
 def by_hand(data, device, dtype, epochs):
