@@ -145,10 +145,10 @@ def test_a_new_project_is_the_template_and_its_test_passes(folder, capsys):
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("my-net", "a package is named with letters, digits and _. Type new my_net."),
+        ("my-net", "a package is named with letters, digits and _. Type new my_project."),
         ("3d", "a package is named with letters, digits and _. Type new my_project."),
         ("class", "a package is named with letters, digits and _. Type new my_project."),
-        ("../net", "a package is named with letters, digits and _. Type new net."),
+        ("../net", "a package is named with letters, digits and _. Type new my_project."),
         ("torch", "a package of this name exists. Type another name."),
         ("__main__", "a package of this name exists. Type another name."),
         ("configs", "a package of this name exists. Type another name."),
@@ -253,7 +253,7 @@ def test_a_run_is_reproduced_bit_for_bit_or_what_differs_is_named(forks, tmp_pat
     lines = other.out.splitlines()
     assert other.code == 4 and "differs  model.safetensors has other weights" in lines
     assert "because  optimizer.lr=0.004 (was 0.003)" in lines
-    assert any(line.startswith("         packages: torch=") for line in lines)
+    assert any(line.startswith("         torch=") and "(was 2.0.0)" in line for line in lines)
     write(tmp_path / "run/config.yaml", config)
     (tmp_path / "run/model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
     shutil.rmtree(tmp_path / "other")

@@ -14,25 +14,23 @@ from stoker.command.shell import quoted, setting
 from stoker.trainer import launch
 from stoker.trainer.errors import UserError, did_you_mean, is_one_slip
 
-# Hydra's options: None for one without a value, else the values that it takes, () for any.
-OPTIONS: dict[str, tuple[str, ...] | None] = {
-    "--help": None,
-    "--multirun": None,
-    "--cfg": ("job", "hydra", "all"),
-    "--resolve": None,
-    "--package": (),
-    "--config-dir": (),
-    "--config-path": (),
-    "--config-name": (),
-    "--experimental-rerun": (),
-    "--info": (
-        "all", "aliases", "config", "defaults", "defaults-tree", "plugins", "searchpath",
-    ),
-    "--hydra-help": None,
-    "--run": None,
-    "--shell-completion": None,
-    "--version": None,
-}  # fmt: skip
+# Hydra's options, and whether each needs a value.
+OPTIONS = {
+    "--help": False,
+    "--multirun": False,
+    "--cfg": True,
+    "--resolve": False,
+    "--package": True,
+    "--config-dir": True,
+    "--config-path": True,
+    "--config-name": True,
+    "--experimental-rerun": True,
+    "--info": False,
+    "--hydra-help": False,
+    "--run": False,
+    "--shell-completion": False,
+    "--version": False,
+}
 SHORT = {
     "-h": "--help",
     "-m": "--multirun",
@@ -185,30 +183,16 @@ def check(arguments: Sequence[str]) -> None:
 
 def check_options(arguments: Sequence[str]) -> None:
     """Raise UserError for an unknown option, or one without the value that it needs."""
-    position = 0
-    while position < len(arguments):
-        argument = arguments[position]
-        position += 1
+    for position, argument in enumerate(arguments):
         if not argument.startswith("-"):
             continue
-        name, equals, value = argument.partition("=")
+        following = arguments[position + 1 : position + 2]
+        name, _, value = argument.partition("=")
         name = SHORT.get(name, name)
         if name not in OPTIONS:
-            refuse_option(argument, arguments[position : position + 1])
-        values = OPTIONS[name]
-        if values is None:
-            if equals:
-                raise UserError(f"{argument}: this option takes no value. Type {name}.")
-            continue
-        if not equals:
-            following = arguments[position : position + 1]
-            if name == "--info" and (not following or following[0].startswith("-")):
-                continue  # its value may be left out
-            value = following[0] if following else ""
-            position += 1
-        if not value or (values and value not in values):
-            example = f"one of: {', '.join(values)}" if values else "VALUE"
-            raise UserError(f"{argument}: this option needs a value. Type {name} {example}.")
+            refuse_option(argument, following)
+        if OPTIONS[name] and not (value or following):
+            raise UserError(f"{argument}: this option needs a value. Type {name} VALUE.")
 
 
 def refuse_option(argument: str, following: Sequence[str]) -> None:
@@ -273,19 +257,16 @@ def check_group(argument: str, key: str, value: str, sweep: bool) -> None:
             f"{argument}: this is a group, and needs an option. "
             f"Type {key}= one of: {', '.join(options)}."
         )
-    listed = re.fullmatch(r"\[(.*)\]", value)
-    if listed is None:
-        if "," in value and not sweep and not value.startswith("["):
-            raise UserError(f"{argument}: several options make a sweep. Type -m {argument}.")
+    if "," in value and not sweep and not value.startswith("["):
+        raise UserError(f"{argument}: several options make a sweep. Type -m {argument}.")
+    if not value.startswith("["):
         return
-    names = [name.strip() for name in listed[1].split(",") if name.strip()] or options
-    if key in settings.GROUPS_OF_MANY:
-        repeated = [name for name in names if names.count(name) > 1]
-        if repeated:
-            raise UserError(f"{argument}: {repeated[0]} is given twice. Type it once.")
-        return
-    several = names if len(names) > 1 else options[:2]
-    raise UserError(
-        f"{argument}: this is a group, and takes one option. "
-        f"Type {key}={names[0]}, or for a sweep -m {key}={','.join(several)}."
-    )
+    names = re.findall(r"[\w-]+", value) or options
+    if key not in settings.GROUPS_OF_MANY:
+        several = names if len(names) > 1 else options[:2]
+        raise UserError(
+            f"{argument}: this is a group, and takes one option. "
+            f"Type {key}={names[0]}, or for a sweep -m {key}={','.join(several)}."
+        )
+    if len(set(names)) < len(names):
+        raise UserError(f"{argument}: an option is given twice. Type it once.")

@@ -161,50 +161,50 @@ def check_types(
         value = given.get(key, default)
         if is_interpolation(value):
             continue  # the key that it follows is checked itself
-        if value is None and is_interpolation(default):
-            continue  # it follows nothing, and may be off
-        limit = settings.record(name).limit
-        followed = followed_key(default)
-        if followed is not None:
-            if root is None:
-                continue
-            limit = settings.record(followed).limit
-            default = settings.value_of(root, followed)
-            if limit is not None:
-                limit.check(name, value)
-                continue
-        if default is None or default == "???":
-            continue
-        # It may have another type than the default.
-        if isinstance(limit, Choice) and limit.has(value):
-            continue
-        if isinstance(limit, Checked) and type(value) is not type(default):
-            limit.check(name, value)
-            continue
-        if default == "auto":
-            if isinstance(value, dict):
-                raise UserError(f"{name}={as_typed(value)}: give auto, or one value.")
-            continue
-        if value is None:
-            check_null(name, default)
-        elif isinstance(default, dict) and isinstance(value, dict):
-            # Another target has its own keys and types.
-            if value.get("_target_") == default.get("_target_"):
-                check_types(f"{name}.", value, default, root)
-        elif isinstance(default, dict):
-            example = f"{name}.{next(iter(default), 'KEY')}=..."
-            raise UserError(
-                f"{name}={as_typed(value)}: give a group of keys, {name}={{...}}, "
-                f"or one as {example}"
-            )
-        elif not is_like(value, default):
-            sample = [value] if default == [] else default
-            raise UserError(
-                f"{name}={arguments.typed_value(name) or as_typed(value)}: "
-                f"give {KINDS[type(default)]}, as in {name}={as_typed(sample)}."
-            )
-        elif value == "" and default:
-            raise UserError(f"{name}=: give a string after the =, or leave it out.")
+        if not is_interpolation(default):
+            check_type(name, value, default, settings.record(name).limit, root)
+        elif root is not None and value is not None:
+            followed = followed_key(default)
+            if followed is None:
+                check_type(name, value, default, None, root)
+            else:
+                limit = settings.record(followed).limit
+                usual_value = settings.value_of(root, followed)
+                if limit is None:
+                    check_type(name, value, usual_value, None, root)
+                else:
+                    limit.check(name, value)
+
+
+def check_type(
+    name: str, value: Any, default: Any, limit: Any, root: Mapping[str, Any] | None
+) -> None:
+    """Raise UserError if a value has another type than its default, and `limit` does not allow
+    it.
+    """
+    if default in (None, "???", "auto") or (isinstance(limit, Choice) and limit.has(value)):
+        return
+    if isinstance(limit, Checked) and type(value) is not type(default):
+        limit.check(name, value)
+    elif value is None:
+        check_null(name, default)
+    elif isinstance(default, dict) and isinstance(value, dict):
+        # Another target has its own keys and types.
+        if value.get("_target_") == default.get("_target_"):
+            check_types(f"{name}.", value, default, root)
+    elif isinstance(default, dict):
+        example = f"{name}.{next(iter(default), 'KEY')}=..."
+        raise UserError(
+            f"{name}={as_typed(value)}: give a group of keys, {name}={{...}}, or one as {example}"
+        )
+    elif not is_like(value, default):
+        sample = [value] if default == [] else default
+        raise UserError(
+            f"{name}={arguments.typed_value(name) or as_typed(value)}: "
+            f"give {KINDS[type(default)]}, as in {name}={as_typed(sample)}."
+        )
+    elif value == "" and default:
+        raise UserError(f"{name}=: give a string after the =, or leave it out.")
 
 
 KINDS: dict[type, str] = {

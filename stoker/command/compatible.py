@@ -31,25 +31,17 @@ def check_fit(model: nn.Module, loss: Any, data: Data, mixes: bool = False) -> N
     name = getattr(function, "__name__", type(loss).__name__)
     if isinstance(loss, LOSSES_OF_NUMBERS) and data.kind == "classification":
         advice = "Type loss=cross_entropy."
-        classes = data.classes or ()
-        if data.table is not None and all(one.removeprefix("-").isdigit() for one in classes):
-            # a column of few whole numbers
+        if data.table is not None:
             advice = "Type loss=cross_entropy, or dataset.kind=regression."
         raise UserError(
             f"loss={name} is for regression, "
             f"but {data.name} has {data.num_classes} classes. {advice}"
         )
     if isinstance(loss, nn.CrossEntropyLoss) and data.kind == "regression":
-        advice = "Type loss=mse, l1 or huber"
-        if data.table is not None:
-            advice += ", or dataset.kind=classification."
-        else:
-            advice += (
-                ".\nFor several labels of 0 or 1 per sample, "
-                "type loss._target_=torch.nn.BCEWithLogitsLoss."
-            )
         raise UserError(
-            f"loss={name} is for classification, but {data.name} has numeric targets. {advice}"
+            f"loss={name} is for classification, but {data.name} has numeric targets.\n"
+            "Type loss=mse, l1 or huber, for a table dataset.kind=classification, or for several "
+            "labels per sample loss._target_=torch.nn.BCEWithLogitsLoss."
         )
     outputs, targets = outputs_for(model, data)
     try:

@@ -1,5 +1,6 @@
 """What the user reads instead of a traceback: one to three lines for each error."""
 
+import contextlib
 import errno
 import os
 import re
@@ -95,23 +96,16 @@ def no_such_option(error: BaseException) -> str | None:
     if not missing:
         return None
     group, _, choice = missing.rpartition("/")
-    options = getattr(error, "options", None)
-    if (
-        options is None and group in settings.GROUPS_OF_MANY
-    ):  # Hydra does not name the options of a list
-        options = [path.stem for path in configs.options(group)]
-    if options is None:
-        within = re.match(r"In '([^']+)'", str(error))  # the defaults of this file
-        if within is None:
-            return None
-        hint = did_you_mean(choice, [path.stem for path in configs.options(group)])
+    options = [path.stem for path in configs.options(group)]
+    within = re.match(r"In '([^']+)'", str(error))  # the defaults of this file
+    if within is not None and within[1] != "train":
+        hint = did_you_mean(choice, options)
         return f"configs/{within[1]}.yaml: its defaults name {missing}, which does not exist.{hint}"
     if group == "hydra/sweeper" and choice == "optuna":
         install = invocation.pip_install(choice)
         return f"sweep={choice} needs Hydra's plugin of that name.\nType {install}."
-    if group == "hydra/launcher":  # propose only installed ones that have been tested
-        tested = {"basic", *(path.stem for path in configs.options(group))}
-        options = [option for option in options if option in tested]
+    if group.startswith("hydra/"):
+        options.append("basic")
     return (
         f"{group}={choice}: there is no such choice.{did_you_mean(choice, options)}\n"
         f"Type {group}= one of: {', '.join(options)}."
@@ -143,8 +137,8 @@ def several_values(error: BaseException) -> str | None:
     typed = ambiguous[1]
     key, _, value = typed.partition("=")
     start = f"{typed}: several values make a sweep. Type"
-    if settings.record(key.lstrip("+")).path and "'" not in value and '"' not in value:
-        return f"{start} \"{key.lstrip('+')}='{value}'\" for one path with a comma in it."
+    if settings.record(key).path:
+        return f"{start} \"{key}='{value}'\" for one path with a comma in it."
     return f"{start} -m {typed}, or for one list '{key}=[{value}]'."
 
 
@@ -154,16 +148,6 @@ def not_understood(error: BaseException) -> str | None:
     if override is None and "Error when parsing" not in str(error):
         return None
     typed = override or str(error).partition("string: ")[2].partition(" out of")[0]
-    for opening, closing in ("()", "[]", "{}"):
-        difference = typed.count(opening) - typed.count(closing)
-        if difference:
-            extra = opening if difference > 0 else closing
-            lacking = closing if difference > 0 else opening
-            return (
-                f"{typed}: {extra} has no matching {lacking}.\n"
-                "In a string, put quotes inside those of the shell: "
-                "\"dataset.path='my(table.csv'\"."
-            )
     key, _, value = typed.partition("=")
     quoted = "\"dataset.path='my täble.csv'\""
     if value and "'" not in value and '"' not in value:
@@ -203,49 +187,36 @@ def no_such_key(key: str, config: Mapping[str, Any]) -> str:
 
 def hint_for(key: str, config: Mapping[str, Any]) -> str:
     """Return a hint for an unknown key: another option's key, a similar one, or ''."""
-    names = [name for name in flat(config) if not name.startswith("hydra")]
     group, _, last = key.rpartition(".")
-    nearby: dict[str, str] = {}
-    anywhere: dict[str, str] = {}
-    for name in names:
-        place, _, end = name.rpartition(".")
-        anywhere.setdefault(end, name)
-        if place == group:
-            nearby[end] = name
-        if not group:
-            nearby[name.partition(".")[0]] = name.partition(".")[0]
-    aliases = {alias: name for name, one in settings.SETTINGS.items() for alias in one.aliases}
     if any(argument.startswith(f"{group}._target_=") for argument in sys.argv):
         return f" Type +{key}=... for an argument of your own {group}."
-    options = options_with(group, last)
-    if options and group:
-        return f" It is a key of {options[0][0]}={options[0][1]}."
-    # A key of a callback is rarely meant.
-    if options and anywhere.get(last, "callbacks.").startswith("callbacks."):
-        place, choice = options[0]
-        return f" It is a key of {place}={choice}: type {place}={choice} {place}.{last}=..."
-    if last in anywhere or last in aliases:
-        return f" Did you mean {(anywhere.get(last) or aliases[last])!r}?"
-    near = nearest(last, nearby, loosely=False)
-    if near is None and group in config and takes_argument(group, config[group], last):
-        return f" Type +{group}.{last}=..., an argument that no file gives yet."
+    nearby: dict[str, str] = {}
+    anywhere: dict[str, str] = {}
+    for name in (*flat(config), *config):
+        place, _, end = name.rpartition(".")
+        if not name.startswith("hydra"):
+            anywhere.setdefault(end, name)
+        if place == group:
+            nearby[end] = name
+    for place, choice in options_with(group, last):
+        # A key of a callback is rarely meant.
+        if group or anywhere.get(last, "callbacks.").startswith("callbacks."):
+            return f" It is a key of {place}={choice}: type {place}={choice} {place}.{last}=..."
+    for name, setting in settings.SETTINGS.items():
+        anywhere.update(dict.fromkeys(setting.aliases, name))
+    if last in anywhere:
+        return f" Did you mean {anywhere[last]!r}?"
+    if nearest(last, nearby, loosely=False) is None:
+        with contextlib.suppress(UserError, KeyError, TypeError):
+            names, _ = arguments_of(group, config[group]["_target_"])
+            if last in names:
+                return f" Type +{group}.{last}=..., an argument that no file gives yet."
     for loosely in (False, True):
         for whole_names in (nearby, anywhere):
             near = nearest(last, whole_names, loosely=loosely)
             if near is not None:
                 return f" Did you mean {whole_names[near]!r}?"
     return ""
-
-
-def takes_argument(group: str, node: Any, name: str) -> bool:
-    """Return whether the target of a group has an argument of this name."""
-    if not isinstance(node, dict) or "_target_" not in node:
-        return False
-    try:
-        names, _ = arguments_of(group, node["_target_"])
-    except UserError:
-        return False
-    return name in names
 
 
 def options_with(group: str, key: str) -> list[tuple[str, str]]:

@@ -28,6 +28,9 @@ from stoker.trainer.settings import (
 TASKS = ("train", "plan", "evaluate", "predict", "generate", "export", "lr_find", "reproduce")
 TRAINING = ("train", "plan", "lr_find")  # build what the config says; the others take a run
 WITH_RUN = ("evaluate", "predict", "generate", "export", "reproduce")
+TESTING = (*TRAINING, "evaluate")  # load data
+READERS = (*TESTING, "predict")
+MOVERS = (*TESTING, "export", "reproduce")  # find their data where this machine has it
 TUNINGS = ("allocator", "threads")  # what `tune_process` may change for a training on the CPU
 FORMATS = ("onnx", "torch_export", "safetensors")  # what task=export writes
 
@@ -136,9 +139,7 @@ SETTINGS: Mapping[str, Setting] = {
     "steps_per_epoch": Setting(LIMITS["steps_per_epoch"]),
     "max_minutes": Setting(LIMITS["max_minutes"], resume="any"),
     "batch_size": Setting(DATA_LIMITS["batch_size"]),
-    "eval_batch_size": Setting(
-        DATA_LIMITS["eval_batch_size"], (*TRAINING, "evaluate", "predict"), "any"
-    ),
+    "eval_batch_size": Setting(DATA_LIMITS["eval_batch_size"], READERS, "any"),
     "drop_last": Setting(),
     "limit_train": Setting(DATA_LIMITS["limit_train"]),
     "limit_val": Setting(DATA_LIMITS["limit_val"]),
@@ -185,35 +186,27 @@ SETTINGS: Mapping[str, Setting] = {
     "sweep.trials": Setting(COUNT, resume="any", once=True),
     "sweep.on_error": Setting(Choice(("continue", "stop")), resume="any", once=True),
     # the groups; their other keys are arguments of their _target_
-    "dataset": Setting(tasks=(*TRAINING, "evaluate")),
-    "dataset.root": Setting(
-        tasks=(*TRAINING, "evaluate", "export", "reproduce"), resume="any", path=True, local=True
-    ),
-    "dataset.path": Setting(
-        tasks=(*TRAINING, "evaluate", "export", "reproduce"), resume="any", path=True, local=True
-    ),
-    "dataset.cache": Setting(tasks=(*TRAINING, "evaluate"), resume="any", path=True, local=True),
-    "dataset.download": Setting(tasks=(*TRAINING, "evaluate"), resume="any"),
-    "dataset.missing": Setting(tasks=(*TRAINING, "evaluate", "predict")),
-    "dataset.delimiter": Setting(tasks=(*TRAINING, "evaluate", "predict")),
-    "dataset.decimal": Setting(tasks=(*TRAINING, "evaluate", "predict")),
-    "dataset.marks": Setting(tasks=(*TRAINING, "evaluate", "predict")),
-    "dataset.on_bad_sample": Setting(tasks=(*TRAINING, "evaluate", "predict")),
+    "dataset": Setting(tasks=TESTING),
+    "dataset.root": Setting(tasks=MOVERS, resume="any", path=True, local=True),
+    "dataset.path": Setting(tasks=MOVERS, resume="any", path=True, local=True),
+    "dataset.cache": Setting(tasks=TESTING, resume="any", path=True, local=True),
+    "dataset.download": Setting(tasks=TESTING, resume="any"),
+    "dataset.missing": Setting(tasks=READERS),
+    "dataset.delimiter": Setting(tasks=READERS),
+    "dataset.decimal": Setting(tasks=READERS),
+    "dataset.marks": Setting(tasks=READERS),
+    "dataset.on_bad_sample": Setting(tasks=READERS),
     "dataset.augment": Setting(loader=True),
-    "dataset.resident": Setting(
-        DATA_LIMITS["dataset.resident"], (*TRAINING, "evaluate"), "any", loader=True
-    ),
+    "dataset.resident": Setting(DATA_LIMITS["dataset.resident"], TESTING, "any", loader=True),
     "dataset.workers": Setting(
         DATA_LIMITS["dataset.workers"],
-        (*TRAINING, "evaluate"),
+        TESTING,
         "any",
         local=True,
         debug=0,
         loader=True,
     ),
-    "dataset.timeout": Setting(
-        DATA_LIMITS["dataset.timeout"], (*TRAINING, "evaluate"), "any", loader=True
-    ),
+    "dataset.timeout": Setting(DATA_LIMITS["dataset.timeout"], TESTING, "any", loader=True),
     "model": Setting(),
     "loss": Setting(),
     "optimizer": Setting(),

@@ -197,40 +197,14 @@ def similar_target(target: str) -> str:
     parts = target.split(".")
     if parts[0] == "torchmetrics" and importlib.util.find_spec(parts[0]) is None:
         return f"\nType {invocation.pip_install('metrics')}."
-    known = len(parts) - 1
-    while known and ".".join(parts[:known]) not in sys.modules:
-        known -= 1
-    if known:
-        module = sys.modules[".".join(parts[:known])]
-        names = [name for name in dir(module) if not name.startswith("_")]
-        folders = getattr(module, "__path__", [])
-    else:
-        names = [package.partition(".")[0] for package in TRUSTED]
-        # The working directory and train.py's folder; nothing is imported only to be suggested.
-        folders = sys.path[:2]
-    names += [module.name for module in pkgutil.iter_modules(folders)]
-
-    def whole(name: str) -> str:
-        """Return the target with its wrong part replaced, as far as that exists."""
-        start = [*parts[:known], name]
-        replaced = ".".join([*start, *parts[known + 1 :]])
-        return replaced if exists(replaced) else ".".join(start)
-
-    near = did_you_mean(parts[known], names, whole)
-    if near or known:
-        return near
+    for known in range(len(parts) - 1, 0, -1):
+        module = sys.modules.get(".".join(parts[:known]))
+        if module is not None:
+            folders = getattr(module, "__path__", [])
+            names = [*vars(module), *(found.name for found in pkgutil.iter_modules(folders))]
+            near = did_you_mean(parts[known], [name for name in names if name[0] != "_"])
+            return near.replace("'", f"'{'.'.join(parts[:known])}.", 1)
     return (
         f"\nStart Python in the folder that has {parts[0]}, "
         "or add that folder to PYTHONPATH or sys.path."
     )
-
-
-def exists(target: str) -> bool:
-    """Return whether a trusted package defines this name."""
-    if not is_listed(target):
-        return False
-    try:
-        hydra.utils.get_object(target)
-    except (*UNKNOWN_NAME, InstantiationException):
-        return False
-    return True

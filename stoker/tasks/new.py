@@ -2,7 +2,6 @@
 
 import importlib.util
 import keyword
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,10 +36,8 @@ def new(arguments: Sequence[str]) -> None:
 def check_name(name: str) -> None:
     """Raise UserError unless this can be the name of a new package in a new folder."""
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
-        near = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_").lower()
-        advice = near if near.isidentifier() and not keyword.iskeyword(near) else PLACEHOLDER
         raise UserError(
-            f"new {name}: a package is named with letters, digits and _. Type new {advice}."
+            f"new {name}: a package is named with letters, digits and _. Type new {PLACEHOLDER}."
         )
     if Path(name).exists():
         raise UserError(f"new {name}: a file or folder of this name exists. Type another name.")

@@ -16,7 +16,6 @@ from stoker.trainer import files
 from stoker.trainer.errors import UserError, first_few
 
 MOST_CAUSES = 12
-MOST_NAMES = 5  # of packages
 MOST_BYTES = 2**24  # of a file of provenance/
 UNRECORDED = "what no run records: the processor, its threads, a file that git does not track"
 OF_TIME = "/seconds"  # ends the names of what no run repeats
@@ -49,7 +48,7 @@ def compare(before: Path, now: Path) -> None:
         return
     exit_codes.codes.append(exit_codes.DIFFERENT)
     print_lines("differs", differences)
-    print_lines("because", list(conditions(before, now))[:MOST_CAUSES] or [UNRECORDED])
+    print_lines("because", conditions(before, now)[:MOST_CAUSES] or [UNRECORDED])
 
 
 def print_lines(name: str, lines: list[str]) -> None:
@@ -75,24 +74,31 @@ def parting(before: Path, now: Path) -> Iterator[str]:
         yield f"{directory.RESULT}: {changes(*tests)}"
 
 
-def conditions(before: Path, now: Path) -> Iterator[str]:
-    """Yield what may be why: settings, data, the device, versions, packages and code."""
-    about = [state_of(folder) for folder in (before, now)]
-    old, new = (settings_in(entry) for entry in about)
-    yield from differing(old, {key: new.get(key, value) for key, value in old.items()})
-    for key, name in {"data": "fingerprint of the data", "world_size": "processes"}.items():
-        yield from differing(*({name: entry.get(key)} for entry in about))
-    results = [result_of(folder) for folder in (before, now)]
-    for name in ("device", "precision"):
-        yield from differing(*({name: getattr(result, name)} for result in results))
-    yield from differing(*(result.versions or {} for result in results))
-    installed = list(differing(*(packages(folder) for folder in (before, now))))
-    if installed:
-        yield f"packages: {first_few(installed, MOST_NAMES)}"
-    yield from differing(*({"git": git_of(result)} for result in results))
-    diffs = [text_of(folder / directory.CHANGES) for folder in (before, now)]
-    if diffs[0] != diffs[1]:
-        yield f"uncommitted changes: {directory.CHANGES}"
+def conditions(before: Path, now: Path) -> list[str]:
+    """Return what may be why: settings, data, the device, versions, packages and code."""
+    old = facts(before)
+    new = facts(now)
+    return list(differing(old, {name: new.get(name) for name in old}))
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """Return {name: value} of what the result of a run depends on, as the run has recorded it."""
+    about = state_of(folder)
+    result = result_of(folder)
+    lines = text_of(folder / directory.PACKAGES).splitlines()
+    packages = dict(line.split("==", 1) for line in lines if "==" in line)
+    changes = text_of(folder / directory.CHANGES)
+    return {
+        **settings_in(about),
+        "fingerprint of the data": about.get("data"),
+        "processes": about.get("world_size"),
+        "device": result.device,
+        "precision": result.precision,
+        **(result.versions or {}),
+        **packages,
+        "git": result.git and result.git.revision,
+        "SHA-256 of changes.diff": hashlib.sha256(changes.encode()).hexdigest()[:12],
+    }
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -136,19 +142,6 @@ def settings_in(about: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in values.items()
         if not settings.may_differ(key) and not is_interpolation(value)
     }
-
-
-def git_of(result: RunResult) -> str | None:
-    """Return the revision, marked if there are changes."""
-    if result.git is None:
-        return None
-    return f"{result.git.revision}{', modified' if result.git.dirty else ''}"
-
-
-def packages(folder: Path) -> dict[str, str]:
-    """Return {name: version} as a run has recorded its packages."""
-    lines = text_of(folder / directory.PACKAGES).splitlines()
-    return dict(line.split("==", 1) for line in lines if "==" in line)
 
 
 def text_of(path: Path) -> str:
