@@ -96,16 +96,22 @@ def no_such_option(error: BaseException) -> str | None:
     if not missing:
         return None
     group, _, choice = missing.rpartition("/")
-    options = [path.stem for path in configs.options(group)]
-    within = re.match(r"In '([^']+)'", str(error))  # the defaults of this file
-    if within is not None and within[1] != "train":
-        hint = did_you_mean(choice, options)
+    options = getattr(error, "options", None)
+    is_list = options is None and group in settings.GROUPS_OF_MANY
+    if is_list:  # Hydra does not name the options of a list
+        options = [path.stem for path in configs.options(group)]
+    if options is None:
+        within = re.match(r"In '([^']+)'", str(error))  # the defaults of this file
+        if within is None:
+            return None
+        hint = did_you_mean(choice, [path.stem for path in configs.options(group)])
         return f"configs/{within[1]}.yaml: its defaults name {missing}, which does not exist.{hint}"
     if group == "hydra/sweeper" and choice == "optuna":
         install = invocation.pip_install(choice)
         return f"sweep={choice} needs Hydra's plugin of that name.\nType {install}."
-    if group.startswith("hydra/"):
-        options.append("basic")
+    if group == "hydra/launcher":  # propose only installed ones that have been tested
+        tested = {"basic", *(path.stem for path in configs.options(group))}
+        options = [option for option in options if option in tested]
     return (
         f"{group}={choice}: there is no such choice.{did_you_mean(choice, options)}\n"
         f"Type {group}= one of: {', '.join(options)}."
@@ -135,7 +141,7 @@ def several_values(error: BaseException) -> str | None:
     if ambiguous is None:
         return None
     typed = ambiguous[1]
-    key, _, value = typed.partition("=")
+    key, _, value = typed.lstrip("+").partition("=")
     start = f"{typed}: several values make a sweep. Type"
     if settings.record(key).path:
         return f"{start} \"{key}='{value}'\" for one path with a comma in it."
