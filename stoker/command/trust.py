@@ -197,14 +197,16 @@ def similar_target(target: str) -> str:
     parts = target.split(".")
     if parts[0] == "torchmetrics" and importlib.util.find_spec(parts[0]) is None:
         return f"\nType {invocation.pip_install('metrics')}."
-    for known in range(len(parts) - 1, 0, -1):
-        module = sys.modules.get(".".join(parts[:known]))
-        if module is not None:
-            folders = getattr(module, "__path__", [])
-            names = [*vars(module), *(found.name for found in pkgutil.iter_modules(folders))]
-            near = did_you_mean(parts[known], [name for name in names if name[0] != "_"])
-            return near.replace("'", f"'{'.'.join(parts[:known])}.", 1)
-    return (
-        f"\nStart Python in the folder that has {parts[0]}, "
-        "or add that folder to PYTHONPATH or sys.path."
-    )
+    known = len(parts) - 1
+    while known and ".".join(parts[:known]) not in sys.modules:
+        known -= 1
+    if not known:
+        return (
+            f"\nStart Python in the folder that has {parts[0]}, "
+            "or add that folder to PYTHONPATH or sys.path."
+        )
+    start = ".".join(parts[:known])
+    module = sys.modules[start]
+    names = [name for name in dir(module) if not name.startswith("_")]
+    names += [part.name for part in pkgutil.iter_modules(getattr(module, "__path__", []))]
+    return did_you_mean(parts[known], names, whole=lambda name: f"{start}.{name}")
