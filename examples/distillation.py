@@ -28,8 +28,8 @@ class Distiller(Trainer):
         self.temperature = check_number("trainer.temperature", temperature, above=0)
 
     def fit(self, *loaders, **more):
-        # Loaded here since an evaluation needs no teacher. The loader has normalised the inputs,
-        # so the teacher's module is used without its preprocessing.
+        # Load it here, because an evaluation needs no teacher. The loader has normalised the
+        # inputs, so use the teacher's module without its preprocessing.
         self.teacher = stoker.load(self.folder, self.device).module
         super().fit(*loaders, **more)
 

@@ -32,10 +32,10 @@ class GAN(nn.Module):
 
 class GANTrainer(Trainer):
     def compute_loss(self, batch):
-        """Energy distance of fakes and samples, 0 if they are alike (Székely 2013, eq. 2.1).
+        """Return the energy distance of fakes and samples, 0 if they are alike (Székely 2013, eq. 2.1).
 
-        Only evaluations use it. The judge's score would be best in the first epoch, when the judge
-        knows least.
+        Only evaluations use it. The judge's score would be best in the first epoch, before the
+        judge has learned anything.
         """
         real, fakes = batch[0].flatten(1), self.model(batch[0]).flatten(1)
         return 2 * cdist(real, fakes).mean() - cdist(real, real).mean() - cdist(
@@ -53,7 +53,7 @@ class GANTrainer(Trainer):
         return loss.detach()
 
     def train_part(self, part, loss):
-        """Take a step of one model; the other has no gradient, so the optimizer leaves it alone."""
+        """Take a step of one model. The optimizer skips the other, which has no gradient."""
         (loss * self.weight).backward(inputs=list(part.parameters()))
         average_gradients(part)  # over several processes
         self.optimizer.step()

@@ -1,4 +1,4 @@
-"""Adapters (LoRA, Hu 2021, arXiv 2106.09685): train a small addition to weights that stay as they are.
+"""Adapters (LoRA, Hu 2021, arXiv 2106.09685): train small additions to frozen weights.
 
 python train.py max_steps=20 run_dir=base
 python train.py model._target_=examples.lora.adapted +model.base=base +model.rank=4 epochs=5
@@ -12,10 +12,10 @@ import stoker
 
 
 class LoRA(nn.Module):
-    """(..., inputs) -> (..., outputs): a linear layer plus `up @ down`; it begins as the layer.
+    """(..., inputs) -> (..., outputs): a linear layer plus `up @ down`, which starts at zero.
 
-    The layer's own numbers are buffers that no checkpoint and no model.safetensors holds: the base
-    has them.
+    The weights of the layer are buffers that stay out of checkpoints and model.safetensors, because
+    the base has them.
     """
 
     def __init__(self, linear, rank, alpha):
@@ -48,7 +48,7 @@ def with_adapters(model, rank, alpha):
 
 @torch.no_grad()
 def merged(model):
-    """Return the model with plain linear layers that give the same, in place."""
+    """Replace the adapters by plain linear layers with the same outputs, and return the model."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LoRA):
             outputs, inputs = layer.weight.shape

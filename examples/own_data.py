@@ -1,4 +1,4 @@
-"""Your own data sets: one in memory, and one that makes (or reads) each batch when it is needed.
+"""Your own data sets: one in memory, and one that creates (or reads) each batch on demand.
 
 python train.py dataset._target_=examples.own_data.spirals +dataset.noise=0.1
 python train.py dataset._target_=examples.own_data.tones dataset.resident=false

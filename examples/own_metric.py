@@ -1,4 +1,4 @@
-"""Your own metric: accuracy in which each class counts the same, however many samples it has.
+"""Your own metric: accuracy with the same weight for each class.
 
 python train.py +metrics.balanced._target_=examples.own_metric.BalancedAccuracy monitor=val/balanced
 Expect test/balanced 0.972, deviation 0.016 over 3 seeds.
@@ -13,8 +13,8 @@ class BalancedAccuracy(Sums):
     """Mean recall of the classes. Outputs are (N, C), targets are class numbers (N,).
 
     A metric has `update(outputs, targets)`, `compute()` and `reset()`. A subclass of `Sums` only
-    says what to sum and what to make of the sums: they stay on the device, and are added up over
-    several processes.
+    says what to add up and how to compute the value. The sums stay on the device, and several
+    processes share them.
     """
 
     higher_is_better = True  # monitor=val/balanced keeps the checkpoint of the highest value
