@@ -32,7 +32,7 @@ class GAN(nn.Module):
 
 class GANTrainer(Trainer):
     def compute_loss(self, batch):
-        """Return the energy distance of fakes and samples, 0 if they are alike (Székely 2013, eq. 2.1).
+        """Return the energy distance of fakes and samples, 0 if alike (Székely 2013, eq. 2.1).
 
         Only evaluations use it. The judge's score would be best in the first epoch, before the
         judge has learned anything.
