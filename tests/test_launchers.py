@@ -27,7 +27,7 @@ from stoker.sweeps import launchers
 from stoker.trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHERS = ("joblib", "submitit_local", "ray")
+LAUNCHERS = ("joblib", "submitit_local")
 JOB = (
     "dataset=synthetic",
     "dataset.n=100",
@@ -414,8 +414,6 @@ def test_the_keys_of_a_launcher_are_its_constructors(launcher):
 
         assert keys - {"inner_max_num_threads"} <= {*joblib.Parallel.__init__.__code__.co_varnames}
         assert node.n_jobs == launchers.cores() or torch.accelerator.is_available()
-    elif launcher == "ray":
-        assert keys == {"ray"} and node.ray.remote.num_gpus == int(torch.accelerator.is_available())
     else:
         from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
 

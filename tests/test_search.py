@@ -24,6 +24,12 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "sweep"
 OPTUNA = importlib.util.find_spec("optuna") is not None
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not on this platform")
 needs_optuna = pytest.mark.skipif(not OPTUNA, reason="needs pip install -e '.[optuna]'")
+DEFAULTS = {
+    "monitor": "auto",
+    "monitor_mode": "auto",
+    "metrics": {},
+    "dataset": {"_target_": "stoker.data.datasets.digits"},
+}
 SMALL = ["epochs=3", "callbacks.progress=null", "hydra.sweep.dir=s"]
 ASHA = ["-m", "sweep=optuna", "sweep/pruner=asha", *SMALL]
 LR = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
@@ -342,6 +348,7 @@ def test_another_storage_and_the_launcher_of_several_processes(forks, tmp_path, 
     ("typed", "high"),
     [
         ({}, True),
+        ({"dataset": {"_target_": "stoker.data.text.text"}}, False),
         ({"monitor": "val/loss"}, False),
         ({"monitor": "val/mse"}, False),
         ({"monitor": "val/r2"}, True),
@@ -363,7 +370,7 @@ def test_another_storage_and_the_launcher_of_several_processes(forks, tmp_path, 
 )
 def test_which_end_is_good_is_known_before_the_first_trial(typed, high, monkeypatch):
     monkeypatch.setattr(arguments, "typed", list)
-    cfg = OmegaConf.create({"monitor": "auto", "monitor_mode": "auto", "metrics": {}} | typed)
+    cfg = OmegaConf.create(DEFAULTS | typed)
     if high is None:
         with pytest.raises(UserError, match="Type monitor_mode=max or monitor_mode=min"):
             search.maximizes(cfg)

@@ -143,6 +143,19 @@ def test_a_slow_loader():
     )
 
 
+def test_a_slow_stream_is_not_read_several_times():
+    clock = Clock(at_least=0.015)
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return (pair for batch in Slow(60, clock) for pair in zip(*batch, strict=True))
+
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=8)
+    timing, _ = fitted(loader, max_steps=40)
+    assert "set dataset.workers=" in timing.said
+    assert timing.said.endswith("among workers (torch.utils.data.get_worker_info)")
+
+
 def test_a_slow_split_that_is_streamed():
     clock = Clock(at_least=0.015)
 

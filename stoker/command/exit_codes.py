@@ -43,11 +43,8 @@ WITHOUT_MESSAGE = (
     AssertionError,
     RecursionError,
 )
-LAUNCHERS = (
-    "joblib",
-    "submitit",
-    "ray",
-)  # packages that start a sweep's jobs and raise their own error when one dies
+# Packages that start a sweep's jobs, and raise their own error when one dies.
+LAUNCHERS = ("joblib", "submitit")
 codes: list[int] = []  # of the errors reported so far
 
 

@@ -272,6 +272,8 @@ class Timing(Callback):
         elif isinstance(loader, DeviceLoader):
             augments = loader.augment.geometric or loader.augment.rest
             kind = "augmented" if augments else "resident"
+        elif is_stream(getattr(getattr(loader, "loader", None), "dataset", None)):
+            kind = "unordered"
         return speed_verdict(
             self.split(trainer),
             where="CPU" if trainer.device.type == "cpu" else "GPU",
@@ -326,7 +328,8 @@ class Facts:
         where: The device, "CPU" or "GPU".
         idle: Share of the steps in which the device waited for Python.
         loader: "resident" on the device, "augmented" there, "streamed" by `workers`, "decoded" in
-            the first epoch and resident then, or a loader of the user's "own".
+            the first epoch and resident then, "unordered" from an IterableDataset, or a loader of
+            the user's "own".
         workers: Processes that read the data.
         cores: How many workers make sense.
         fits: Whether the data could be resident.
@@ -470,6 +473,11 @@ def larger_batches(stage: str, share: float, facts: Facts) -> str | None:
 
 def more_data(facts: Facts) -> str:
     """Return the change that makes a loader faster."""
+    if facts.loader == "unordered":  # each worker of a stream that does not share reads all of it
+        return (
+            f"set dataset.workers={facts.cores}, in a script the DataLoader's num_workers, if the "
+            "IterableDataset shares its samples among workers (torch.utils.data.get_worker_info)"
+        )
     if facts.loader == "own":
         return f"give the DataLoader num_workers={facts.cores} and persistent_workers=True"
     if facts.loader == "augmented":

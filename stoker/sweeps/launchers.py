@@ -30,9 +30,8 @@ EXTRAS = {
     "joblib": "joblib",
     "submitit_local": "submitit",
     "submitit_slurm": "submitit",
-    "ray": "ray",
 }
-SIDE_BY_SIDE = ("joblib", "submitit_local", "ray")  # they run sweep.at_once jobs
+SIDE_BY_SIDE = ("joblib", "submitit_local")  # they run sweep.at_once jobs
 THREADS = "OMP_NUM_THREADS"
 POLL = 0.3  # seconds
 # Submitit sends it to a job that times out or is preempted; Windows lacks it.
@@ -84,13 +83,8 @@ def jobs_at_once(at_once: int | str, per_gpu: int, device: str) -> int:
     return how_many(at_once, per_gpu, count_gpus(device), cores())[0]
 
 
-def gpus_of_a_job(per_gpu: int, device: str) -> float:
-    return 1 / per_gpu if count_gpus(device) else 0
-
-
 # For configs/hydra/launcher/, which must be complete before the sweep begins.
 OmegaConf.register_resolver("jobs_at_once", jobs_at_once)
-OmegaConf.register_resolver("gpus_of_a_job", gpus_of_a_job)
 
 
 def order(number: int, slots: int) -> list[int]:
@@ -196,20 +190,6 @@ class Jobs(Callback):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         self.argv = sys.argv
         self.cwd = os.getcwd()
-        if launcher == "ray":
-            self.start_ray(node)
-
-    def start_ray(self, node: DictConfig) -> None:
-        """Start Ray, or connect to the cluster at `address`; then restore the signal handlers."""
-        import ray
-
-        init: Any = OmegaConf.to_container(node.ray.init, resolve=True)
-        if init["address"] is None:
-            init.setdefault("num_cpus", self.jobs)
-        else:  # other machines
-            self.threads = node.ray.remote.num_cpus
-        ray.init(**init)
-        signals.listen()
 
     def hold(self, folder: Path) -> None:
         """Take the lock of the sweep, and print from now on how its jobs end."""
@@ -355,7 +335,7 @@ class Jobs(Callback):
             if self.launcher == "joblib":  # its processes would wait for a killed sweep
                 self.wait_for_jobs()  # joblib kills the others when a process ends
                 os._exit(signals.exit_code())
-            raise KeyboardInterrupt  # Ray would treat a SystemExit as a lost process
+            raise KeyboardInterrupt
 
 
 def poll(look: Callable[[], bool], stack: contextlib.ExitStack) -> None:

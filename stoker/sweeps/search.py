@@ -22,6 +22,8 @@ TAKEN = {
     "max_batch_size": "sweep.at_once=N, with hydra/launcher=joblib",
     "max_failure_rate": "sweep.on_error=continue or sweep.on_error=stop",
 }
+# The data sets whose first metric is the perplexity; that of others is val/acc, val/miou or val/r2.
+PREDICTS_TOKENS = ("stoker.data.text.text",)
 
 
 def trials_of(cfg: DictConfig) -> int:
@@ -50,8 +52,8 @@ def maximizes(cfg: DictConfig) -> bool:
     """Whether the search maximises, decided before any trial has built a metric."""
     if cfg.monitor_mode != "auto":
         return settings.check("monitor_mode", cfg.monitor_mode) == "max"
-    if cfg.monitor == "auto":
-        return True  # val/acc, val/miou or val/r2; for another metric, check_mode ends the search
+    if cfg.monitor == "auto":  # if the data has another metric, check_mode ends the search
+        return cfg.dataset._target_ not in PREDICTS_TOKENS
     metrics: dict[str, Any] = default_metrics("regression")
     for dims in range(3):
         metrics |= default_metrics("classification", target_dims=dims)
