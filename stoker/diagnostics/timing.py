@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from stoker.data.loader import DeviceLoader, HostLoader
-from stoker.data.samples import SampleLoader
+from stoker.data.samples import SampleLoader, is_stream
 from stoker.runs.loggers import Logger
 from stoker.runs.result import STAGES
 from stoker.trainer import device as devices
@@ -273,7 +273,7 @@ class Timing(Callback):
             augments = loader.augment.geometric or loader.augment.rest
             kind = "augmented" if augments else "resident"
         elif is_stream(getattr(getattr(loader, "loader", None), "dataset", None)):
-            kind = "unordered"
+            kind = "iterable"
         return speed_verdict(
             self.split(trainer),
             where="CPU" if trainer.device.type == "cpu" else "GPU",
@@ -328,7 +328,7 @@ class Facts:
         where: The device, "CPU" or "GPU".
         idle: Share of the steps in which the device waited for Python.
         loader: "resident" on the device, "augmented" there, "streamed" by `workers`, "decoded" in
-            the first epoch and resident then, "unordered" from an IterableDataset, or a loader of
+            the first epoch and resident then, "iterable" from an IterableDataset, or a loader of
             the user's "own".
         workers: Processes that read the data.
         cores: How many workers make sense.
@@ -473,7 +473,7 @@ def larger_batches(stage: str, share: float, facts: Facts) -> str | None:
 
 def more_data(facts: Facts) -> str:
     """Return the change that makes a loader faster."""
-    if facts.loader == "unordered":  # each worker of a stream that does not share reads all of it
+    if facts.loader == "iterable":  # each worker of a stream that does not share reads all of it
         return (
             f"set dataset.workers={facts.cores}, in a script the DataLoader's num_workers, if the "
             "IterableDataset shares its samples among workers (torch.utils.data.get_worker_info)"
