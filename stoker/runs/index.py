@@ -19,7 +19,7 @@ from typing import Any
 
 from stoker import project
 from stoker.command import dotted, subcommand
-from stoker.runs import directory, lock, saved_config
+from stoker.runs import directory, lock, saved_config, status
 from stoker.runs.json_files import read_json
 from stoker.runs.page import render, source
 from stoker.runs.result import RunResult, are_overrides
@@ -166,8 +166,8 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
     result = RunResult.read(path)
     config = config_of(path)
     entry: Entry = {
-        "status": status_of(path, result),
-        "time": date_of(path / directory.CONFIG if directory.CONFIG in names else path),
+        "status": status.state_of(path, result),
+        "time": status.Status.read(path).started or path.stat().st_mtime,
         "data": data_of(config),
         "model": name_of(config, "model"),
         "settings": settings_of(path, config),
@@ -177,26 +177,13 @@ def entry_of_run(path: Path, names: set[str]) -> Entry:
     if result is not None:
         best = result.best
         entry["seconds"] = result.seconds
-        entry["note"] = text(result.error or result.stopped or "")
+        entry["note"] = shown(result.error or result.stopped or "")
         tests = list(result.tests().items())
         entry["test"] = tests[0] if tests else None
     if best is not None:
-        entry["best"] = [text(best.name), best.value, best.mode == "min"]
+        entry["best"] = [shown(best.name), best.value, best.mode == "min"]
     entry["curves"] = curves_of(path / directory.METRICS, best.name if best is not None else None)
     return entry
-
-
-def status_of(path: Path, result: RunResult | None) -> str:
-    if result is None:
-        return "running" if lock.is_held(path) else "stopped"
-    if not result.is_finished:
-        return "failed"
-    return "stopped" if result.stopped_by("time_limit") else "done"
-
-
-def date_of(path: Path) -> int:
-    """Return when the file was written, in seconds since 1970."""
-    return round(path.stat().st_mtime)
 
 
 def config_of(path: Path) -> dict[str, Any]:
@@ -209,7 +196,7 @@ def config_of(path: Path) -> dict[str, Any]:
 
 def name_of(config: dict[str, Any], group: str) -> str:
     """Return the name of the class or function that a group of the config builds."""
-    return text(config.get(f"{group}._target_") or "").rpartition(".")[2]
+    return shown(config.get(f"{group}._target_") or "").rpartition(".")[2]
 
 
 def data_of(config: dict[str, Any]) -> str:
@@ -228,13 +215,13 @@ def settings_of(path: Path, config: dict[str, Any]) -> dict[str, str]:
         values = {key: as_typed(value) for key, value in config.items()}
     else:
         values = pairs(typed)
-    return text_of_pairs(values)
+    return shown_pairs(values)
 
 
-def text_of_pairs(values: dict[str, str]) -> dict[str, str]:
+def shown_pairs(values: dict[str, str]) -> dict[str, str]:
     """Return settings for the page: some of them, shortened, without the folder."""
     keys = [key for key in values if key != "run_dir"]
-    return {text(key): text(values[key]) for key in keys[:MOST_SETTINGS]}
+    return {shown(key): shown(values[key]) for key in keys[:MOST_SETTINGS]}
 
 
 def pairs(typed: list[str]) -> dict[str, str]:
@@ -243,7 +230,7 @@ def pairs(typed: list[str]) -> dict[str, str]:
     return {key: value for key, equals, value in split if equals}
 
 
-def text(value: object) -> str:
+def shown(value: object) -> str:
     """Return a value from a file as text of one line, shortened."""
     return printable(" ".join(str(value).split()))[:MOST_TEXT]
 
@@ -297,20 +284,20 @@ def entry_of_sweep(path: Path) -> Entry:
     failed = sum(not result.is_finished for result in ended)
     total = max(len(jobs), record["jobs"] if is_count(record.get("jobs")) else 0)
     best = best_of(results)
-    shown = best or next(iter(jobs), None)
+    example = best or next(iter(jobs), None)
     entry: Entry = {"data": "", "model": "", "curves": {}}
-    if shown is not None:
-        entry = entry_of_run(shown, set(os.listdir(shown)))
+    if example is not None:
+        entry = entry_of_run(example, set(os.listdir(example)))
     typed = record.get("typed")
-    status = "done" if len(ended) == total else "stopped"
+    state = "done" if len(ended) == total else "stopped"
     if any(result is None and lock.is_held(job) for job, result in results.items()):
-        status = "running"
+        state = "running"
     return entry | {
         "sweep": True,
-        "status": status,
-        "time": date_of(path / SWEEP),
+        "status": state,
+        "time": (path / SWEEP).stat().st_mtime,
         "seconds": sum(result.seconds or 0 for result in ended),
-        "settings": text_of_pairs(pairs(typed) if are_overrides(typed) else {}),
+        "settings": shown_pairs(pairs(typed) if are_overrides(typed) else {}),
         "note": f"{len(ended)} of {total} jobs" + (f", {failed} failed" if failed else ""),
         "report": SWEEP_PAGE if (path / SWEEP_PAGE).exists() else None,
     }
