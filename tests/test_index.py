@@ -30,7 +30,7 @@ def runs(tmp_path, monkeypatch):
 def test_an_entry_has_the_numbers_of_its_run(runs):
     typed = ["seed=3", "+model=mlp", "run_dir=runs/b"]
     accuracies = make_run(runs / "b", typed, at=1_700_000_000, rate=0.05)
-    make_run(runs / "c", status="failed")
+    make_run(runs / "c", status="failed", data="csv, path: data/houses.csv")
     make_run(runs / "group" / "d", status="stopped")
     index.update(runs / "b")
     listed = read(runs)
@@ -53,7 +53,7 @@ def test_an_entry_has_the_numbers_of_its_run(runs):
         "test": ["test/acc", accuracies[-1]],
         "curves": {},
     }
-    assert listed["c"]["status"] == "failed"
+    assert (listed["c"]["status"], listed["c"]["data"]) == ("failed", "houses.csv")
     assert listed["c"]["note"] == "The loss is nan. Lower the rate."
     assert listed["group/d"]["status"] == "stopped" and listed["group/d"]["report"] is None
     with lock.held(runs / "group" / "d"):

@@ -204,7 +204,7 @@ def data_of(config: dict[str, Any]) -> str:
     for key in PLACES:
         place = config.get(key)
         if isinstance(place, str) and "${" not in place:
-            return text(Path(place).name)
+            return shown(Path(place).name)
     return name_of(config, "dataset")
 
 
