@@ -90,12 +90,15 @@ def check_strategy(strategy: Any) -> tuple[str, list[int] | None]:
     return name, [int(index) for index in listed.split("+")]
 
 
+RESERVED = {"name", "params", "lr_scale"}  # keys of a group that no rule may set
+
+
 def check_groups(rules: Any) -> Any:
     """Return the rules of parameter groups; UserError for what is not a list of them."""
     is_list = isinstance(rules, (list, tuple))
     for rule in rules if is_list else [None]:
-        is_rule = isinstance(rule, Mapping) and isinstance(rule.get("match"), str) and len(rule) > 1
-        if not is_rule or not {"name", "params", "lr_scale"}.isdisjoint(rule):
+        is_rule = isinstance(rule, Mapping) and isinstance(rule.get("match"), str)
+        if rule is None or not is_rule or len(rule) == 1 or RESERVED & rule.keys():
             raise UserError(
                 f"groups={as_typed(rules)}: give a list of rules, each with a pattern of names and "
                 "options of the optimizer, as in 'groups=[{match: \"head.*\", lr: 1e-4}]'."
