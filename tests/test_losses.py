@@ -219,7 +219,7 @@ def test_every_loss_of_torch_is_cut_rightly_or_refused(name):
     assert name in CASES, f"{name} is new in torch: add what its mean divides by to losses.py"
     if CASES[name] is None:
         shape = (4, 3, [2]) if name.startswith("Adaptive") else (4, 3)
-        with pytest.raises(UserError, match=f"{name} has parameters of its own"):
+        with pytest.raises(UserError, match=f"{name} has parameters. Make it part"):
             Trainer(model_of((3,)), getattr(nn, name)(*shape), device="cpu")
         return
     for loss, shape, arrange, make in CASES[name]:

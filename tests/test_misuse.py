@@ -275,7 +275,7 @@ def test_predict_gives_what_predict_batch_gives_and_warns_of_another_order(caplo
     make_trainer().predict(loader())
     assert not caplog.records
     make_trainer().predict(loader(shuffle=True))
-    assert "the outputs come in its order" in caplog.text
+    assert "the outputs come in a random order" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_weights_that_no_optimizer_has_are_named(caplog):
     model[0].requires_grad_(True)
     trainer.fit(loader())
     assert [record.getMessage()[:45] for record in caplog.records] == [
-        "No optimizer has 0.weight, 0.bias: not trained"[:45]
+        "No optimizer trains 0.weight, 0.bias. Give the"[:45]
     ]
 
     class Grow(Callback):
@@ -325,7 +325,7 @@ def test_weights_that_no_optimizer_has_are_named(caplog):
     caplog.clear()
     make_trainer(callbacks=[Grow()], log_every=2).fit(loader())
     assert [record.getMessage()[:45] for record in caplog.records] == [
-        "No optimizer has 4.weight, 4.bias: not trained"[:45]
+        "No optimizer trains 4.weight, 4.bias. Give the"[:45]
     ]
 
     class Two(Trainer):

@@ -60,14 +60,16 @@ def test_a_ready_made_optimizer_that_would_not_train_the_model_is_refused():
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UserError, match="4 of the 4 parameters of this SGD are not the model's"):
         make_trainer(make_model(), optimizer=sgd)
-    with pytest.raises(UserError, match="groups= cannot change them"):
+    with pytest.raises(UserError, match="groups= cannot change the parameter groups"):
         make_trainer(model, optimizer=sgd, groups=[{"match": "*", "weight_decay": 0}])
 
     class ByLayer(Trainer):
         def parameter_groups(self, rules):
             return super().parameter_groups(rules)
 
-    with pytest.raises(UserError, match=r"ByLayer\.parameter_groups cannot change them"):
+    with pytest.raises(
+        UserError, match=r"ByLayer\.parameter_groups cannot change the parameter groups"
+    ):
         make_trainer(model, kind=ByLayer, optimizer=sgd)
     schedule = torch.optim.lr_scheduler.StepLR(sgd, 30)
     with pytest.raises(UserError, match="scheduler: give a factory"):

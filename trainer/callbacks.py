@@ -1,4 +1,4 @@
-"""What happens between steps: the Callback base class, and the callbacks of the framework."""
+"""Callbacks run between steps: the base class, and those that come with the framework."""
 
 import math
 import sys
@@ -54,32 +54,32 @@ class Callback:
     first_rank_only: bool = False
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Everything is built, nothing is trained; `trainer.step` is above 0 in a resumed run."""
+        """Called before the first step; `trainer.step` is above 0 in a resumed run."""
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        """A step is done, with its evaluation and the end of its epoch if it has them."""
+        """Called after each step, and after its evaluation and the end of its epoch, if any."""
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
-        """The whole training set was seen once more; not called if a run stops before that."""
+        """Called after each pass over the training set, but not if the run stops during it."""
 
     def on_eval_start(self, trainer: "Trainer") -> None:
-        """An evaluation or a prediction begins that is not a part of another."""
+        """Called before an evaluation or a prediction, unless it is part of another."""
 
     def on_eval_end(self, trainer: "Trainer") -> None:
-        """An evaluation or a prediction ends, even with an error."""
+        """Called after an evaluation or a prediction, even if it failed."""
 
     def on_log(self, trainer: "Trainer", row: Row) -> None:
-        """A row of numbers is logged: {"step": ..., "epoch": ..., "train/loss": ...}."""
+        """Called with each row of numbers: {"step": ..., "epoch": ..., "train/loss": ...}."""
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        """A fit ends, even with an error (`trainer.failed`), perhaps before `on_fit_start`."""
+        """Called after a fit, even if it failed (`trainer.failed`) before `on_fit_start`."""
 
     def state_dict(self) -> State:
-        """Return what a checkpoint should hold: tensors and plain values."""
+        """Return what to save in a checkpoint: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Take what `state_dict` has returned."""
+        """Restore what `state_dict` returned."""
 
     def check_state(self, trainer: "Trainer", state: Any, name: str) -> None:
         """Raise UserError if `load_state_dict` could not use this state; change nothing."""
@@ -88,12 +88,10 @@ class Callback:
 class Monitor(Callback):
     """A callback that watches one logged number.
 
-    `monitor="auto"` is the first validation metric that says which end of it is good, or the
-    validation loss, or the training loss. Rows hold the training loss of a part of an epoch: what
-    counts is the mean over the epoch, at its end.
+    `monitor="auto"` is the first validation metric that says whether higher or lower is better, or
+    the validation loss, or the training loss. The training loss counts as its mean over an epoch.
 
-    With `mode` "max" or "min", it may also be a number that is given to `trainer.log`. Each row
-    that has it counts.
+    With `mode` "max" or "min", it can also be a number that you give to `trainer.log`.
     """
 
     name: str  # of the number, from `on_fit_start` on
@@ -112,10 +110,10 @@ class Monitor(Callback):
         self.epoch_weight: float = 0
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Find the number to watch.
+        """Choose the number to watch.
 
         Raises:
-            UserError: No such number will be logged, or it is not known which end of it is good.
+            UserError: The number is never logged, or has no direction.
         """
         if not trainer.step:
             self.forget()  # what an earlier fit has reached
@@ -136,12 +134,12 @@ class Monitor(Callback):
                 f"monitor={as_typed(self.name)}: no such number is logged."
                 f"{did_you_mean(self.name, higher_is_better)}\n"
                 f"Type monitor= one of: {', '.join(higher_is_better)}.\n"
-                "For a number of your own, such as my/number, type monitor_mode=max or min as well."
+                "For a number that you log, such as my/number, also type monitor_mode=max or min."
             )
         higher = higher_is_better[self.name] if self.mode == "auto" else self.mode == "max"
         if higher is None:
             raise UserError(
-                f"monitor={self.name}: the metric does not say whether high or low is good.\n"
+                f"monitor={self.name}: the metric does not say whether higher or lower is better.\n"
                 "Type monitor_mode=max or monitor_mode=min."
             )
         self.sign = 1 if higher else -1
@@ -690,10 +688,7 @@ def copy_into(tensors: Tensors, values: Tensors) -> None:
 
 
 class TimeLimit(Callback):
-    """Stop after the step in which `minutes` are over.
-
-    The schedule keeps its whole length: resume the run to complete it.
-    """
+    """Stop after `minutes`. The schedule keeps its full length: resume the run to complete it."""
 
     end: float  # by the clock of `trainer.agreement`
 

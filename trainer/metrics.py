@@ -382,7 +382,7 @@ def check_same_shape(outputs: torch.Tensor, targets: torch.Tensor) -> None:
     if outputs.shape != targets.shape:
         raise UserError(
             f"The model gives {tuple(outputs.shape)} for targets of shape {tuple(targets.shape)}: "
-            "they have to be the same."
+            "give both the same shape."
         )
 
 

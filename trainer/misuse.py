@@ -1,4 +1,4 @@
-"""What a script may hand to the Trainer by mistake, each answered by what to give instead."""
+"""Check what a script gives to the Trainer, and say what to give instead."""
 
 import inspect
 import re
@@ -160,7 +160,7 @@ def check_optimizer(trainer: "Trainer", optimizer: Any, groups: Any) -> None:
     if setting is not None:
         name = type(optimizer).__name__
         raise UserError(
-            f"optimizer: this {name} has its parameter groups, and {setting} cannot change them.\n"
+            f"optimizer: {setting} cannot change the parameter groups of this {name}.\n"
             f"Give a factory: optimizer=functools.partial({name}, lr=...)."
         )
 
@@ -176,13 +176,9 @@ def check_loss_function(loss: Any) -> None:
         )
     reduction = losses.option(loss, "reduction", "mean")
     if reduction not in ("mean", "batchmean"):
-        raise UserError(
-            f"loss: reduction={reduction!r}; the Trainer combines mean losses, so give 'mean'."
-        )
+        raise UserError(f"loss: reduction={reduction!r} is not supported. Use reduction='mean'.")
     if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
-        raise UserError(
-            f"loss: {type(loss).__name__} has parameters of its own; make it a part of the model."
-        )
+        raise UserError(f"loss: {type(loss).__name__} has parameters. Make it part of the model.")
 
 
 def check_metric(name: str, metric: Any) -> None:
@@ -214,8 +210,8 @@ def check_fit(trainer: "Trainer", train_loader: Any, val_loader: Any) -> None:
     for name, loader in named.items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name == "train":
             raise UserError(
-                f"fit: a validation loader is named {name!r}. Results are called NAME/loss: "
-                "take letters, digits and _, and not train."
+                f"fit: a validation loader is named {name!r}. Use letters, digits and _, and not "
+                "'train': its loss is logged as NAME/loss."
             )
         check_loader(trainer, loader, "fit")
     if trainer.optimizer is None:
@@ -294,8 +290,8 @@ def check_loader(trainer: "Trainer", loader: Any, use: str) -> None:
     shuffles = shuffles or getattr(loader, "shuffle", False)
     if use == "predict" and shuffles:
         launch.warn(
-            "predict: the loader shuffles, and the outputs come in its order. "
-            "Give one with shuffle=False."
+            "predict: the loader shuffles, so the outputs come in a random order. "
+            "Use shuffle=False."
         )
 
 
@@ -327,7 +323,7 @@ def check_outputs(outputs: Any) -> None:
     """Raise UserError if the loss was called with outputs that are not a tensor."""
     if not isinstance(outputs, torch.Tensor):
         raise UserError(
-            f"The model returns {form(outputs)}, and the loss takes a tensor.\n"
+            f"The model returns {form(outputs)}, but the loss takes a tensor.\n"
             f"Override compute_loss; {HOW}."
         )
 
@@ -373,8 +369,8 @@ def warn_of_untrained(trainer: "Trainer") -> None:
     trainer.untrained = set(names)
     if is_news:
         launch.warn(
-            f"No optimizer has {first_few(names, 3)}: not trained. Give the optimizer all of the "
-            "model's parameters, or name a second optimizer in stateful()."
+            f"No optimizer trains {first_few(names, 3)}. Give the optimizer all of the model's "
+            "parameters, or return a second optimizer from stateful()."
         )
 
 

@@ -1,6 +1,6 @@
-"""Find the first step, and what in it, whose numbers are not finite: by replaying the training.
+"""Find the first step with a number that is not finite, by replaying the training.
 
-A step is a function of the state before it and the seed, so nothing has to be recorded meanwhile.
+A step depends only on the state before it and on the seed, so nothing is recorded in the meantime.
 """
 
 import math

@@ -137,10 +137,7 @@ def schedule(
             "Give a whole number, or a share of all steps below 1."
         )
     if start and not warmup:
-        raise UserError(
-            f"scheduler.start={start} is where a warmup begins, and there is none. "
-            "Type scheduler.warmup=0.1."
-        )
+        raise UserError(f"scheduler.start={start} needs a warmup. Type scheduler.warmup=0.1.")
     if warmup < 1:
         warmup_steps = min(round(warmup * total_steps), total_steps - 1)
     if warmup_steps >= total_steps:

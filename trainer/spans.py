@@ -1,6 +1,6 @@
 """Named spans of a fit, which the loop, the loaders and the savers enter and leave.
 
-A span that nobody listens to costs nothing: `SILENT` runs no Python code. To see where the time
+A silent span costs nothing: `SILENT` runs no Python code. To see where the time
 goes, put context managers into `Trainer.spans`, and put `SILENT` back afterwards.
 """
 
@@ -27,5 +27,5 @@ SILENT = Silent()
 
 
 def silent_spans() -> Spans:
-    """Return all spans by name, with nobody listening."""
+    """Return all spans by name, all silent."""
     return dict.fromkeys(NAMES, SILENT)

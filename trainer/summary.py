@@ -62,7 +62,7 @@ def plan(trainer: "Trainer") -> Iterator[str]:
 def changed(optimizer: torch.optim.Optimizer) -> str:
     """Return ', momentum 0.9' for the arguments that are not the default of the optimizer's class.
 
-    Left out are the rate, and how it computes what it computes.
+    The rate is left out, and options that change no result, such as `fused`.
     """
     named = ""
     for name, argument in inspect.signature(type(optimizer)).parameters.items():

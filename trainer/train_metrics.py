@@ -19,7 +19,7 @@ class TrainMetrics(Trainer):
     dropout, and with the weights of each step. A resumed fit counts from where it begins.
     `evaluate(train_loader, "train")` computes them with the weights as they are.
 
-    A Trainer of your own comes behind it, so that its `compute_loss` is the one that is looked at::
+    Put it before your own Trainer, whose `compute_loss` it then wraps::
 
         class Mine(TrainMetrics, OfDicts):
             pass
