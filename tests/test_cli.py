@@ -1335,3 +1335,11 @@ def test_every_key_has_a_comment(path):
         ):
             bare.append(line)
     assert path.parent.name == "experiment" or bare == []
+
+
+def test_an_old_run_with_decay_all_and_an_optimizer_without_decay_can_be_resumed():
+    config = {"decay_all": True, "optimizer": {"_target_": "torch.optim.LBFGS", "lr": 1}}
+    assert saved_config.of_today(config)["groups"] == []
+    config["optimizer"]["weight_decay"] = 0.1
+    (rule,) = saved_config.of_today(config)["groups"]
+    assert rule == {"match": "*", "weight_decay": "${optimizer.weight_decay}"}

@@ -466,7 +466,7 @@ def test_three_processes_train_and_evaluate_as_one_does(forks, tmp_path, strateg
             expected = [row[key] for row in rows]
             assert [row[key] for row in several[name]["rows"]] == pytest.approx(expected, abs=CLOSE)
     errors = [torch.load(tmp_path / f"error{rank}") for rank in range(3)]
-    another = "in step 3, another process had a number that is not finite"
+    another = "in step 3, the batch of another process has values that are not finite"
     assert another in errors[0] and another in errors[2]
     assert "in step 3, batch[0] has values that are not finite, in 1 of 5 rows" in errors[1]
 

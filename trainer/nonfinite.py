@@ -194,21 +194,24 @@ def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | N
         overflows = []
     broken = checkpoint.first_nonfinite(trainer.module)
     strange = strange_entries(batch)
-    is_wrong = broken is not None or bool(overflows) or not loss.isfinite()
-    if not parallel.add_up(int(is_wrong)):
+    in_backward = bool(overflows) or not loss.isfinite()
+    in_backward_anywhere = parallel.add_up(int(in_backward)) > 0
+    if broken is None and not in_backward_anywhere:
         harmless.update(strange)
         return None
     texts = [text for entry, text in strange.items() if entry not in harmless]
-    if texts:
-        return first(f"{place}, {texts[0]}", "Look at these samples, or leave them out.")
-    text = "another process had a number that is not finite"
-    if not loss.isfinite():
+    if parallel.add_up(int(bool(texts))):
+        text = "the batch of another process has values that are not finite"
+        text = texts[0] if texts else text
+        return first(f"{place}, {text}", "Look at these samples, or leave them out.")
+    text = f"the update of {broken} is not finite"
+    if in_backward_anywhere and not in_backward:
+        text = "another process has a loss or a gradient that is not finite"
+    elif not loss.isfinite():
         text = f"the loss is {float(loss)} with a finite batch"
     elif overflows:
         norm = float(norms[overflows[0]])
         text = f"the gradient of {overflows[0]} has the norm {norm}, with a loss of {loss:.4g}"
-    elif broken is not None:
-        text = f"the update of {broken} is not finite"
     rate = f"(learning rate {trainer.lr:.3g})"
     return first(f"{place}, {text} {rate}", f"Type {NaNGuard.advice(trainer)}.")
 
