@@ -120,21 +120,6 @@ def test_a_part_that_is_none_is_refused(settings, words):
         Trainer(**(defaults | settings))
 
 
-def test_an_argument_that_the_trainer_lacks_names_the_nearest():
-    class Plain(Trainer):
-        pass
-
-    class Scaled(Trainer):
-        def __init__(self, *args, scale=1.0, **settings):
-            super().__init__(*args, **settings)
-            self.scale = scale
-
-    for kind in (Trainer, Plain):
-        with pytest.raises(UserError, match="no argument 'epoch'. Did you mean 'epochs'?"):
-            kind(make_model(), epoch=1)
-    assert Scaled(make_model(), scale=2.0).scale == 2.0
-
-
 @pytest.mark.parametrize(
     ("kind", "train", "words"),
     [

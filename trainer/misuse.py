@@ -1,6 +1,5 @@
 """Check what a script gives to the Trainer, and say what to give instead."""
 
-import inspect
 import re
 import traceback
 from collections.abc import Mapping
@@ -95,16 +94,6 @@ def check_parts(
         if not isinstance(callback, Callback):
             raise UserError(f"callbacks: give objects of stoker.Callback{instead_of(callback)}.")
         check_hooks(callback)
-
-
-def check_arguments(kind: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise UserError for an argument that `Trainer` does not have; your own `__init__` may."""
-    if kind.__init__.__qualname__ != "Trainer.__init__":
-        return
-    known = inspect.signature(kind.__init__).parameters
-    for name in arguments:
-        if name not in known:
-            raise UserError(f"Trainer has no argument {name!r}.{did_you_mean(name, known)}")
 
 
 def check_methods(trainer: "Trainer") -> None:

@@ -76,10 +76,6 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         UserError: An argument is of the wrong kind or out of range, or two exclude each other.
     """
 
-    def __new__(cls, *_: Any, **arguments: Any) -> Any:
-        misuse.check_arguments(cls, arguments)
-        return super().__new__(cls)
-
     def __init__(
         self, model: torch.nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None = None,
         optimizer: optimizers.Given | None = None, scheduler: Callable[..., Any] | None = None,
