@@ -255,9 +255,8 @@ def be_a_run(folder, script, arguments, environment, files, watched, file=None, 
     os.environ.update({name: str(value) for name, value in environment.items()})
     from stoker.runs import report
 
-    report.html = lambda folder: (
-        ""
-    )  # half a second of drawing, of which tests/test_report.py has enough
+    # Half a second of drawing, of which tests/test_report.py has enough.
+    report.html = lambda folder, state=None: ""
     sys.argv = [script, *arguments]
     try:
         runpy.run_path(script, run_name="__main__")
