@@ -586,7 +586,8 @@ def assert_answered(done, key, suggestion):
 @pytest.mark.parametrize(("typed", "key", "suggestion"), EARLY, ids=[row[0] for row in EARLY])
 def test_a_mistake_is_answered_without_torch(early, typed, key, suggestion):
     assert_answered(early[typed], key, suggestion)
-    assert early[typed].out == ""
+    begun = "sweep    2 jobs; " if typed.startswith("-m") else ""  # a job finds the mistake
+    assert early[typed].out == "" or (begun and early[typed].out.startswith(begun))
 
 
 @pytest.mark.slow
