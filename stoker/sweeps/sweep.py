@@ -72,7 +72,7 @@ class SweepCallback(Callback):
             folder = Path(config.hydra.runtime.output_dir)
             progress.redirect(folder.parent, folder.name)
 
-    def on_job_end(self, config: DictConfig, **_: Any) -> None:
+    def on_job_end(self, config: DictConfig, job_return: Any, **_: Any) -> None:
         """Print the line of a job, unless it was done earlier."""
         progress.output.close()
         if is_training_here(config):
