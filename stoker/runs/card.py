@@ -126,7 +126,7 @@ def metrics_of(result: RunResult) -> dict[str, Any]:
 def front_matter(name: str, about: Description, result: RunResult) -> list[str]:
     """Return the lines of YAML that the Hugging Face hub reads; the license is not known."""
     task = task_of(about)
-    results = []
+    results: list[dict[str, Any]] = []
     for split in ("test", "val"):
         values = []
         for metric, value in metrics_of(result).items():

@@ -288,7 +288,7 @@ def entry_of_sweep(path: Path) -> Entry:
     entry: Entry = {"data": "", "model": "", "curves": {}}
     if example is not None:
         entry = entry_of_run(example, set(os.listdir(example)))
-    typed = record.get("typed")
+    typed: Any = record.get("typed")
     state = "done" if len(ended) == total else "stopped"
     if any(result is None and lock.is_held(job) for job, result in results.items()):
         state = "running"
