@@ -23,7 +23,7 @@ Lines = dict[str, list[tuple[float, float]]]
 
 
 def frames(run: Run) -> list[dict[str, Any]]:
-    """Return {"title", "keys", "best", "svg"} of each frame with at least two points on a line.
+    """Return {"title", "keys", "best", "warmup", "svg"} of each frame that has a line.
 
     The keys are {name of a curve: its colour}.
     """
@@ -89,6 +89,7 @@ def frame(
         "title": title,
         "keys": colours if len(lines) > 1 or "val" in lines else {},
         "best": None if point is None else f"step {point[0]:,}",
+        "warmup": warmup_of(run),
         "svg": svg,
     }
 
