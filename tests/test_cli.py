@@ -496,7 +496,7 @@ FORKS = """
             for stream, name in ((1, ".out"), (2, ".err")):
                 os.dup2(os.open(folder + name, os.O_WRONLY | os.O_CREAT), stream)
             from stoker.runs import report
-            report.html = lambda folder: ""  # half a second of drawing, of which tests/test_report.py has enough
+            report.html = lambda folder, state: ""  # half a second of drawing, of which tests/test_report.py has enough
             sys.argv = [train, *arguments]
             try:
                 runpy.run_path(train, run_name="__main__")

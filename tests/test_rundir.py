@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from stoker.command import signals
 from stoker.runs import json_files
 from stoker.runs.report.inputs import Run, read_run
-from stoker.runs.report.setup import commands
+from stoker.runs.report.setup import commands, origin
 from stoker.runs.result import MEASURED, RunResult, finished, write_failure
 from stoker.sweeps.jobs import read_jobs
 from stoker.trainer import checkpoint, stopping
@@ -130,9 +130,7 @@ def test_a_step_back_within_the_run(forks, whole, tmp_path):
     stopped = forks.run(tmp_path, *back)
     assert stopped.code == 143 and "continued at step 40" in stopped.out
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert (
-        not left & {"result.json", "evaluation.json", "report.html"} and "model.safetensors" in left
-    )
+    assert not left & {"result.json", "evaluation.json"} and "model.safetensors" in left
     done = forks.run(tmp_path, *back)
     assert done.code == 0 and "continued at step 47" in done.out
     assert (tmp_path / "run" / "report.html").is_file()
@@ -150,6 +148,8 @@ def test_overwrite_is_not_among_what_is_typed_to_go_on(forks, whole, tmp_path):
         "config.yaml",
         "metrics.jsonl",
         "provenance",
+        "report.html",
+        "status.json",
     ]
     assert list(checkpoint.files(tmp_path / "run" / "checkpoints")) == [30, 20]
     assert forks.run(tmp_path, *JOB, "run_dir=run", "seed=3").code == 0
@@ -340,9 +340,10 @@ def test_a_run_that_failed_says_why_until_it_goes_on(forks, whole, tmp_path):
         }
         assert json.loads((tmp_path / "run" / "result.json").read_text()) == found
         assert [job.status for job in read_jobs(tmp_path)] == ["failed"]
-        offered = {purpose for purpose, _ in commands(read_run(tmp_path / "run"))}
+        seen = read_run(tmp_path / "run")
+        offered = {purpose for purpose, _ in origin(seen) + commands(seen)}
         with_weights = {"Evaluate it", "Predict with it", "Export it"}
-        expected = {"Resume it, once the cause is mended"}
+        expected = {"Started by", "Resume it, once the cause is mended"}
         assert offered == (expected | with_weights if step > 20 else expected)
     refused(forks, tmp_path, *command, "seed=1")  # which leaves it as it is
     (tmp_path / "fail").unlink()
@@ -412,7 +413,7 @@ def test_the_commands_that_are_offered_work_for_data_that_are_no_files(
     (tmp_path / "text").write_text("to be or not to be\n" * 40)
     trained = forks.run(tmp_path, *typed, "max_steps=2", "run_dir=run", "report=false")
     assert trained.code == 0, trained.err
-    [_, *after] = [command for _, command in commands(read_run(tmp_path / "run"))]
+    after = [command for _, command in commands(read_run(tmp_path / "run"))]
     assert [shlex.split(command)[2] for command in after] == offered
     for command in after[:2]:
         done = forks.run(tmp_path, *shlex.split(command)[2:])
@@ -422,12 +423,16 @@ def test_the_commands_that_are_offered_work_for_data_that_are_no_files(
 def test_a_command_that_would_fail_again_is_not_offered(tmp_path):
     for error, code, offered in (
         (TrainingError("the disk is full"), 3, ["Resume it, once the cause is mended"]),
-        (NotFinite("the loss is nan"), 3, []),
+        (NotFinite("the loss is nan"), 3, ["Train it with a tenth of the learning rate"]),
         (UserError("no such file"), 2, []),
     ):
         (tmp_path / "result.json").unlink(missing_ok=True)
         assert write_failure(tmp_path, error, code, ["dead: a\nuse GELU"])
         result = RunResult.read(tmp_path)
         assert result.doctor == ["dead: a\nuse GELU"]
-        run = Run(tmp_path, result=result, overrides=result.overrides)
-        assert [purpose for purpose, _ in commands(run)] == offered
+        config = {"optimizer.lr": 0.5}
+        run = Run(tmp_path, config, result, state="failed", overrides=["seed=1"])
+        [started, *others] = origin(run)
+        assert started[0] == "Started by" and [purpose for purpose, _ in others] == offered
+        if offered and isinstance(error, NotFinite):
+            assert others[0][1].endswith("seed=1 optimizer.lr=0.05")

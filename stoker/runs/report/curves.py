@@ -115,7 +115,7 @@ def rates(run: Run) -> Lines:
     first = lines.pop("train/lr", [])
     warmup = warmup_of(run)
     rate = run.config.get("optimizer.lr")
-    if warmup and is_number(rate) and not run.config.get("groups") and not lines:
+    if first and warmup and is_number(rate) and not run.config.get("groups") and not lines:
         start = run.config.get("scheduler.start") or 0
         begin = start + (1 - start) / (warmup + 1)
         ends = {1: rate * begin, warmup + 1: rate}
