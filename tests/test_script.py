@@ -211,7 +211,7 @@ def test_a_task_that_builds_the_model_refuses_a_script_s_run_in_a_line(forks, ma
             "result.json, which no run created. Type another run_dir, or remove",
         ),
         ({"trainer": make_model()}, "its first argument is a Sequential"),
-        ({"test_loader": 3}, "evaluate: give a loader"),
+        ({"test_loader": 3}, "evaluate: give one loader"),
         ({"val_loader": {"train": []}}, "a validation loader is named 'train'"),
     ],
 )

@@ -719,7 +719,7 @@ def test_sparse_gradients_train_without_a_fused_optimizer():
     ("loss", "message"),
     [
         (torch.nn.CrossEntropyLoss(reduction="sum"), "reduction='sum'"),
-        (torch.nn.Sequential(torch.nn.Linear(1, 1)), "parameters of its own"),
+        (torch.nn.Sequential(torch.nn.Linear(1, 1)), "has parameters. Make it part"),
     ],
 )
 def test_a_loss_that_would_train_wrongly_is_refused(loss, message):
