@@ -58,7 +58,8 @@ class Ends:
             parts[2] = f"best {digits(self.best.best.value)} (job {self.best.name})"
         to_go = (self.total or 0) - len(self.names)
         if to_go > 0:
-            each = (time.monotonic() - self.start) / (len(self.names) - self.earlier)
+            ended = max(1, len(self.names) - self.earlier)  # a job may end again
+            each = (time.monotonic() - self.start) / ended
             parts[3] = f"{seconds(each * to_go)} left"
         self.widths = [
             max(width, len(part)) for width, part in zip(self.widths, parts, strict=True)
