@@ -43,7 +43,7 @@ class Augment:
     The mixing ones make class targets soft: (N, num_classes). Masks (N, H, W) move with their
     images, and what an image loses by a shift or a cutout is ignored in them.
 
-    The generator is on the CPU whatever the device, so the same pictures are made on each.
+    The generator is on the CPU whatever the device, so the images are the same on each.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Augment:
     ) -> Draws:
         """Draw what the geometric ones need for a batch of (N, C, H, W).
 
-        `flips` (N,) says for an alternating flip who is flipped in this epoch; None draws that too.
+        `flips` (N,) says which samples an alternating flip flips in this epoch; None draws it too.
         """
         self.check(shape[1:])
         if not self.geometric:

@@ -45,8 +45,8 @@ def open_cache(place: str | bool, key: str, about: About) -> "tuple[PixelCache |
     """Open or create the cache `key`; return it and a phrase that says where it is.
 
     `about` = {"root", "images", "shape", "resized"} says what is in it; `place` is "auto" (below
-    ~/.cache), False or a folder. Where no room is left or no file can be mapped, there is no cache:
-    None, and why. That is a UserError for a folder that was asked for.
+    ~/.cache), False or a folder. Without enough free space there is no cache: None, and why.
+    That is a UserError for a folder that was typed.
     """
     if isinstance(place, bool):
         return None, ""
@@ -58,18 +58,12 @@ def open_cache(place: str | bool, key: str, about: About) -> "tuple[PixelCache |
         remove_older(base, about)
         cache = _open_or_create(folder, about)
     except (OSError, ValueError) as error:
-        reason = str(error)
-        if isinstance(error, OSError) and error.filename is not None:
-            reason = f"{error.strerror}: {error.filename}"
         if place != "auto":
             raise UserError(
-                f"dataset.cache={place}: no decoded images can be kept there ({reason}).\n"
+                f"dataset.cache={place}: no decoded images can be kept there ({error}).\n"
                 "Type dataset.cache=DIR for another folder, or dataset.cache=false."
             ) from None
-        return None, f"not cached ({reason})"
-    home = os.path.expanduser("~") + os.sep
-    if folder.startswith(home):
-        folder = os.path.join("~", folder[len(home) :])
+        return None, f"not cached ({error})"
     return cache, f"decoded pixels in {folder} ({cache.nbytes / MIB:,.0f} MiB)"
 
 
@@ -99,8 +93,8 @@ class PixelCache:
     """`images` slots of one uint8 (C, H, W) each, shared by all processes that open or inherit it.
 
     A slot's CRC32 is written after its pixels, and 0 means that the slot is empty. So half a write,
-    a killed process and a flipped bit are noticed when the slot is read. There is no lock: whoever
-    writes a slot writes the same bytes. A worker process that starts afresh opens the files again.
+    a killed process and a flipped bit are noticed when the slot is read. There is no lock:
+    all processes write the same bytes to a slot. A worker that starts afresh opens the files again.
     OSError for links, pipes, and files of other sizes.
     """
 

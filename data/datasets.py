@@ -273,7 +273,7 @@ def synthetic(
     test_fraction: float = 0.1,
     split_seed: int = 0,
 ) -> Data:
-    """Make data of any size that can be learnt: random patterns, plus noise of `noise` times their
+    """Make learnable data of any size: random patterns, plus noise of `noise` times their
     deviation.
 
     A sample of a class is its pattern plus noise; a regression's targets (standard normal,

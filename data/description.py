@@ -100,19 +100,20 @@ def _has_form(about: Any) -> bool:
             return False
         if len(classes) != outputs:
             return False
-    for key in ("mean", "std"):
+    lengths = {
+        "mean": (shape[0],),
+        "std": (shape[0],),
+        "target_mean": (1, outputs),
+        "target_scale": (1, outputs),
+    }
+    for key, fitting in lengths.items():
         values = about[key]
-        if values is None:
+        if values is None and key in ("mean", "std"):
             continue
-        if len(values) != shape[0] or not _are_numbers(values, positive=key == "std"):
-            return False
-    for key in ("target_mean", "target_scale"):
-        values = about[key]
-        if not isinstance(values, list):
+        if not isinstance(values, list) and key.startswith("target"):
             values = [values]
-        if len(values) not in (1, outputs):
-            return False
-        if not _are_numbers(values, positive=key == "target_scale"):
+        is_positive = key in ("std", "target_scale")
+        if not _are_numbers(values, positive=is_positive) or len(values) not in fitting:
             return False
     tokens = about.get("tokens")  # older files have none
     if tokens is not None and not (_is_text(about) and about["dtype"] == "int64"):

@@ -425,7 +425,7 @@ class ImageSplit:
     put there.
 
     `size`: the (H, W) that all images have, or are resized to: see `decode_image`. `slots`: the
-    places of the samples in the cache; `place` says where that is, for people.
+    places of the samples in the cache; `place` says where the cache is, for messages.
     """
 
     dtype = torch.uint8

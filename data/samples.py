@@ -260,7 +260,7 @@ class SampleLoader(Ordered):
 
 
 class SampleReader(Reader):
-    """Reads samples one by one, each with random streams of its own, and makes a batch of them."""
+    """Reads samples one by one, each with its own random streams, and makes a batch of them."""
 
     def __init__(self, dataset: Any, part: str, workers: int, seed: int) -> None:
         super().__init__(dataset, part, workers)

@@ -1,5 +1,5 @@
 """Splits: the parts of a data set, in memory or read from a torch Dataset, and how samples are
-dealt out to them.
+divided among them.
 """
 
 from collections.abc import Sequence
@@ -179,8 +179,8 @@ def divide(
 ) -> list[Tensor]:
     """Divide samples into [train, val, test] by `split_indices`, or by another rule.
 
-    `folds`: what the test part leaves is dealt out to so many folds of one size, each with the same
-    share of each class if `stratified`, and the validation part is number `fold` of them. `groups`:
+    `folds`: the samples outside the test part are divided into that many folds of equal size, each
+    with the same share of each class if `stratified`; number `fold` is the validation part. `groups`:
     samples of one number stay in one part, and the fractions are those of the groups. `times`: the
     last samples are the test part, those before it the validation part; samples of one time stay
     together.

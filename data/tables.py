@@ -490,8 +490,8 @@ class Table:
     def warn_of_unknown(
         self, columns: list[Column], values: dict[str, Any], line: int = FIRST
     ) -> list[Column]:
-        """Warn of the first value of a column that is none of the categories that a run was trained
-        on, and return the columns that have none.
+        """Warn of the first value of each column that is not among the categories of the run, and
+        return the columns that have none.
         """
         clean = []
         for column in columns:
@@ -633,7 +633,7 @@ def _respelled(target: str, texts: Texts, classes: list[str], notation: "Notatio
     """Return the values of a target as the classes of a run are spelled; UserError for one that is
     none of them.
 
-    A number that is written differently, as 1.0 for 1, is taken for the only class of that amount,
+    A number that is written differently, as 1.0 for 1, counts as the only class of that value,
     with a warning.
     """
     amounts = notation.amounts(classes)
@@ -643,7 +643,7 @@ def _respelled(target: str, texts: Texts, classes: list[str], notation: "Notatio
             raise unknown_class(name, classes)
         known = classes[amounts.index(amount)]
         texts = compute.if_else(compute.equal(texts, name), known, texts)
-        log.warning("dataset.target=%s: %r is taken for the class %r.", target, name, known)
+        log.warning("dataset.target=%s: %r is read as the class %r.", target, name, known)
     return texts
 
 
@@ -652,7 +652,9 @@ def check_table(trained: Description) -> dict[str, Any]:
     if not is_description(trained):
         raise UserError("dataset.trained: this is what a run hands over. Leave it out.")
     if trained["table"] is None:
-        raise UserError(f"dataset: the run was trained on {trained['dataset']}, which is no table.")
+        raise UserError(
+            f"dataset: the run was trained on {trained['dataset']}, which is not a table."
+        )
     table: dict[str, Any] = trained["table"]
     return table
 
@@ -669,7 +671,7 @@ def read_batches(
     A number stays as it is; a category becomes 0 and 1, all zeros if it is unknown, with a warning
     for the first of a column. A missing number is NaN if the model fills it in itself, else the
     mean. `about`: the table of the run's description. `typed`: another `missing`, `delimiter`,
-    `decimal` or `marks` than it has; None is none. UserError for what cannot be read.
+    `decimal` or `marks` than it has, unless None. UserError for what cannot be read.
     """
     if os.path.isdir(path):
         raise UserError(

@@ -144,7 +144,7 @@ class Workers:
 
     def _end_with_this_process(self) -> None:
         """Have the processes killed at exit, before torch waits 5 s for each, and multiprocessing
-        for ever.
+        forever.
         """
         WORKERS.update(self.processes)
         atexit.unregister(kill_all)
@@ -292,7 +292,7 @@ class Reader(torch.utils.data.Dataset[Any]):
         return TrainingError(f"Samples {names} of {self.part} cannot be read: {cause(error)}.")
 
     def reading_of(self, worker: int) -> str:
-        """Say what a worker is reading, for people; "" if that is nothing."""
+        """Describe what a worker is reading; "" if it reads nothing."""
         count, *first = self.reading[worker].tolist()
         if count == 0:
             return ""

@@ -27,7 +27,7 @@ class WhitenedCNN(nn.Module):
     that halves the map while it stays at least 2x2. In evaluation the logits are a mean over
     `views` of the image (section 3.5): "none" is the image alone; "mirror" adds its mirror image;
     "mirror_shift" gives these two half of the weight, and the other half to both moved by one pixel
-    up and left, and down and right. The first layer is learnt like the others unless Whiten is
+    up and left, and down and right. The first layer is trained like the others unless Whiten is
     among the callbacks.
     """
 

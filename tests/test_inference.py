@@ -988,7 +988,7 @@ def test_other_data_that_does_not_fit_is_refused(forks, runs):
             "dataset=csv",
             "dataset.path=houses.csv",
             "dataset.target=grade",
-        ): "which is no table",
+        ): "which is not a table",
         (
             "run=digits",
             "split=all",

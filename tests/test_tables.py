@@ -199,7 +199,7 @@ def test_a_label_that_a_run_does_not_know_is_refused_or_named(table, caplog):
     data = table(text(["1.0", "2"]), target="y", trained=numbers)
     assert data.classes == ["1", "2"] and labels_in_file(data)[2] == "1"
     assert [record.getMessage() for record in caplog.records] == [
-        "dataset.target=y: '1.0' is taken for the class '1'."
+        "dataset.target=y: '1.0' is read as the class '1'."
     ]
     codes = table(text(["1", "001"]), target="y").description()
     ids = table(text(["1234567890123456789", "3"]), target="y").description()
