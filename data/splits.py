@@ -180,8 +180,8 @@ def divide(
     """Divide samples into [train, val, test] by `split_indices`, or by another rule.
 
     `folds`: the samples outside the test part are divided into that many folds of equal size, each
-    with the same share of each class if `stratified`; number `fold` is the validation part. `groups`:
-    samples of one number stay in one part, and the fractions are those of the groups. `times`: the
+    with the same share of each class if `stratified`; number `fold` is the validation part.
+    `groups`: samples of one number stay in one part, and the fractions are those of the groups. `times`: the
     last samples are the test part, those before it the validation part; samples of one time stay
     together.
     """

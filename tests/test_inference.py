@@ -596,7 +596,7 @@ def test_an_unknown_category_is_none_of_them(tmp_path, runs, caplog):
         [record] = caplog.records
         assert record.getMessage() == (
             f"{path}, line 3: 'Oslo' in the column 'town' was not in the training data; "
-            "such values count as none of them."
+            "such values count as no category."
         )
 
 

@@ -2,7 +2,6 @@
 generator is touched.
 """
 
-import contextlib
 import copy
 import functools
 import random
@@ -317,20 +316,6 @@ def test_make_loaders_chooses_and_says_why(monkeypatch):
     assert isinstance(forced, DeviceLoader) and why == "resident on cpu, as asked"
     (asked, _, _), why = make_loaders(data, batch_size=10, resident=False, workers=1)
     assert asked.workers.loader.num_workers == 1 and why == "streamed with 1 worker, as asked"
-
-
-@pytest.mark.parametrize(("spare", "fits"), [(0, True), (-1, False)])
-def test_what_is_asked_to_be_resident_has_to_fit(monkeypatch, spare, fits):
-    """What is not in the memory yet counts, all of it, and not what is there already."""
-    data = images()
-    size = data.train.nbytes + data.val.nbytes
-    monkeypatch.setattr("stoker.data.loader.memory_info", lambda _: (size + spare, None))
-    make_loaders(data, batch_size=10, resident=True)
-    refused = pytest.raises(
-        UserError, match="takes 0.0 MiB, and meta has 0.0 free.\\nType dataset.res"
-    )
-    with contextlib.nullcontext() if fits else refused:
-        make_loaders(data, batch_size=10, resident=True, device="meta")
 
 
 @pytest.mark.parametrize(
