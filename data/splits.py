@@ -181,9 +181,9 @@ def divide(
 
     `folds`: the samples outside the test part are divided into that many folds of equal size, each
     with the same share of each class if `stratified`; number `fold` is the validation part.
-    `groups`: samples of one number stay in one part, and the fractions are those of the groups. `times`: the
-    last samples are the test part, those before it the validation part; samples of one time stay
-    together.
+    `groups`: samples of one number stay in one part, and the fractions are those of the groups.
+    `times`: the last samples are the test part, those before it the validation part; samples of one
+    time stay together.
     """
     check_number("dataset.folds", folds, whole=True, least=0)
     check_number("dataset.fold", fold, whole=True, least=0)
