@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from stoker.trainer import files
 
@@ -38,6 +38,6 @@ def finite(value: Any) -> Any:
     return value
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether an entry of a file is a finite number of a usual size."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100

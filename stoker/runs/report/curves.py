@@ -118,10 +118,9 @@ def rates(run: Run) -> Lines:
     if first and warmup and is_number(rate) and not run.config.get("groups") and not lines:
         start = run.config.get("scheduler.start") or 0
         begin = start + (1 - start) / (warmup + 1)
-        ends = {1: rate * begin, warmup + 1: rate}
         last = run.rows[-1]["step"]
-        known = {step: value for step, value in ends.items() if step <= last}
-        first = sorted({**known, **dict(first)}.items())
+        points = {1: rate * begin, warmup + 1: rate, **dict(first)}
+        first = sorted((step, value) for step, value in points.items() if step <= last)
     name = "learning rate" if not lines else "first group"
     named = {name: first, **lines}
     return dict(list(named.items())[:MOST_RATES])

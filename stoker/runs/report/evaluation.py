@@ -226,7 +226,7 @@ def probabilities(evaluation: Evaluation) -> list[dict[str, Any]]:
         lines = {"ideal": diagonal, "model": calibration(evaluation.confidence)}
         svg = plots.shares(lines, "calibration", "probability", "share that is right")
         drawn.append({"title": "calibration", "note": "by probability of the answer", "svg": svg})
-    if evaluation.second is not None and sum(evaluation.second[1]):
+    if evaluation.second is not None and any(evaluation.second[1]):
         roc, precision = thresholds(evaluation.second)
         area = sum((x - left) * (y + low) / 2 for (left, low), (x, y) in pairwise(roc))
         note = f"of {(evaluation.classes or [])[1]}, area {area:.3f}"
