@@ -145,8 +145,9 @@ class Forks:
         return done
 
     def close(self):
-        self.process.stdin.close()
+        self.process.terminate()  # a worker forked since then may hold its standard input open
         self.process.wait()
+        self.process.stdin.close()
         self.process.stdout.close()
 
 

@@ -603,10 +603,12 @@ def test_tensorboard_has_the_same_numbers(tmp_path):
     trainer.fit(*loaders())
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for name in ("train/loss", "val/loss", "val/acc"):
+    charts = {"train/loss": "loss/train", "val/loss": "loss/val", "val/acc": "val/acc"}
+    for name, chart in charts.items():
         expected = [(row["step"], row[name]) for row in rows if name in row]
+        assert expected
         assert [
-            (event.step, pytest.approx(event.value, rel=1e-6)) for event in events.Scalars(name)
+            (event.step, pytest.approx(event.value, rel=1e-6)) for event in events.Scalars(chart)
         ] == expected
 
 

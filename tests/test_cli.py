@@ -667,7 +667,7 @@ def default(tmp_path_factory):
     first, second = at_once(
         lambda: run(folder / "a"), lambda: run(folder / "b", "run_dir=again", python=wrapper)
     )
-    found = list((folder / "a" / "runs").iterdir())
+    found = [path for path in (folder / "a" / "runs").iterdir() if path.is_dir()]
     name = f"runs/{found[0].name}"
     before = {path.name: path.read_bytes() for path in found[0].iterdir() if path.is_file()}
     other = run(folder / "a", f"run_dir={name}", "optimizer.lr=0.1", "seed=3")
@@ -684,6 +684,8 @@ def test_the_default_run_learns_the_digits(default):
     assert (default.first.code, default.first.err) == (0, "")
     assert len(default.first.out.splitlines()) <= 22
     [run_directory] = default.found
+    visible = {name for name in os.listdir(run_directory.parent) if not name.startswith(".")}
+    assert visible == {run_directory.name, "index.html"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-mlp-digits", run_directory.name)
     result = json.loads(default.before["result.json"])
     assert (
@@ -719,7 +721,7 @@ RUN_FILES = {
     "model.md",
     "result.json",
 }
-RUN_FILES |= {"evaluation.json", "provenance"}
+RUN_FILES |= {"evaluation.json", "provenance", "status.json"}
 
 
 def test_the_run_directory(default):

@@ -660,7 +660,7 @@ def test_what_cannot_be_looked_at_or_written_to_is_refused(forks, runs, tmp_path
         (
             folder,
             "houses.csv",
-            "it is not one of JPEG, PNG, PPM, BMP, TIFF, WEBP, GIF, or damaged).\nThe run takes an image, or a folder",
+            "it is not one of JPEG, PNG, PPM, BMP, TIFF, WEBP, GIF, or is damaged).\nThe run takes an image, or a folder",
         ),
         (prices, "images", "input=images: this is a folder, but the run takes a table"),
         (prices, "nowhere.csv", "input=nowhere.csv: there is no such file"),

@@ -32,8 +32,7 @@ def train(tmp_path_factory):
     (package / "nan_model.py").write_text(textwrap.dedent(MODEL), encoding="utf-8")
     with_model = Forks(package)
     yield lambda folder, *arguments: with_model.run(folder, *arguments, "device=cpu")
-    with_model.process.stdin.close()
-    with_model.process.wait()
+    with_model.close()
 
 
 def left(folder):

@@ -50,7 +50,7 @@ FILES = {
     "model.safetensors",
     "model.md",
 }
-FILES |= {"evaluation.json", "provenance"}
+FILES |= {"evaluation.json", "provenance", "status.json"}
 
 
 class Returned(Callback):

@@ -822,7 +822,7 @@ def test_the_loss_of_another_kind_names_both_ways_for_a_table(table):
         (
             "regression",
             torch.nn.CrossEntropyLoss(),
-            "Type loss=mse, l1 or huber, or dataset.kind=classification",
+            "Type loss=mse, l1 or huber, for a table dataset.kind=classification",
         ),
     ):
         with pytest.raises(UserError, match=words):

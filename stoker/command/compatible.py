@@ -31,7 +31,9 @@ def check_fit(model: nn.Module, loss: Any, data: Data, mixes: bool = False) -> N
     name = getattr(function, "__name__", type(loss).__name__)
     if isinstance(loss, LOSSES_OF_NUMBERS) and data.kind == "classification":
         advice = "Type loss=cross_entropy."
-        if data.table is not None:
+        classes = data.classes or ()
+        if data.table is not None and all(one.removeprefix("-").isdigit() for one in classes):
+            # a column of few whole numbers
             advice = "Type loss=cross_entropy, or dataset.kind=regression."
         raise UserError(
             f"loss={name} is for regression, "
