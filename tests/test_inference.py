@@ -856,7 +856,7 @@ def test_other_images_have_the_runs_mean_its_size_and_its_classes_by_name(
     assert (
         "the run has no class 'gnat'" in err
         and "bird, cat, dog" in err
-        and "a folder for each class" in err
+        and "one folder per class" in err
     )
 
 
