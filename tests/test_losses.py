@@ -307,6 +307,22 @@ def test_a_cross_entropy_of_one_class_is_refused(loss):
         of_case(loss, (1,), alone).fit([(drawn(8, 4), torch.zeros(8, dtype=torch.int64))])
 
 
+def test_a_compute_loss_calls_a_function_with_its_options():
+    class Smoothed(Trainer):
+        def compute_loss(self, batch):
+            inputs, targets = batch
+            outputs = self.model(inputs)
+            return self.loss(outputs, targets, label_smoothing=0.1), outputs
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    batch = (drawn(8, 4).float(), classes(8))
+    expected = functional.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    history = Smoothed(model, functional.cross_entropy, optimizer, device="cpu").fit([batch])
+    assert history[-1]["train/loss"] == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_a_weight_per_sample_of_a_batch_is_refused():
     trainer = of_case(nn.BCEWithLogitsLoss(drawn(8, 1)), (3,), alone)
     with pytest.raises(

@@ -125,10 +125,10 @@ def first_call_checked(trainer: Any) -> Iterator[None]:
             handle.remove()
     else:
 
-        def checked(*arguments: Any) -> Any:
+        def checked(*arguments: Any, **options: Any) -> Any:
             trainer.loss = loss
             check_arguments(loss, arguments)
-            return loss(*arguments)
+            return loss(*arguments, **options)
 
         checked.unchecked = loss  # type: ignore[attr-defined]
         trainer.loss = checked
