@@ -214,6 +214,14 @@ def test_the_state_of_each_optimizer_loads(kind, options):
     assert_same(other.state_dict(), one.state_dict())
 
 
+def test_the_state_of_parameters_in_another_order_is_refused():
+    """Torch would give each weight the moments of the other."""
+    named = [(name, torch.nn.Parameter(torch.zeros(2, 2))) for name in "ab"]
+    saved = torch.optim.SGD(named, lr=0.1).state_dict()
+    with pytest.raises(UserError, match=r"param_groups.0.param_names is a list of 2, not"):
+        state.check(torch.optim.SGD(named[::-1], lr=0.1), saved, "optimizer")
+
+
 def test_an_optimizer_of_ones_own_loads_what_it_saved(tmp_path):
     class Counting(torch.optim.SGD):
         """Keeps what it likes, in a form of its own."""

@@ -156,7 +156,7 @@ def check_group(group: Any, like: dict[str, Any], place: str) -> None:
         where = f"{place}.{key}"
         if key not in group:
             refuse("missing", None, where)
-        if key == "params" or isinstance(value, (bool, str)):
+        if key in ("params", "param_names") or isinstance(value, (bool, str)):
             require(repr(group[key]) == repr(value), group[key], value, where)
         else:
             check_like(group[key], value, where)
