@@ -312,7 +312,7 @@ def dry_run(folder, steps):
 
 def test_a_dry_run_of_the_gpu_day_goes_through_its_steps(tmp_path, large):
     """All of them with --large, which takes a minute."""
-    steps = list(gpu.STEPS) if large else ["env", "counts", "mlp", "host"]
+    steps = list(gpu.STEPS) if large else ["env", "mlp", "host"]
     output, rows = dry_run(str(tmp_path), [] if large else steps)
     options = gpu.read_options(["--device", "cpu", "--dry-run"])
     expected = []
@@ -329,9 +329,9 @@ def test_a_dry_run_of_the_gpu_day_goes_through_its_steps(tmp_path, large):
     for name in set(TUNED) & set(steps):
         ours, by_hand = results[name, "ours"], results[name, TUNED[name]]
         assert ours["loss"] == pytest.approx(by_hand["loss"], rel=1e-3), name
-    assert results["counts", "memory"]["left_bytes"] == 0
-    assert results["counts", "memory"]["training_bytes"] > 4 * 269322  # the weights at least
     if large:
+        assert results["counts", "memory"]["left_bytes"] == 0
+        assert results["counts", "memory"]["training_bytes"] > 4 * 269322  # the weights at least
         assert 0 < results["resnet", "ours"]["mfu"] < 1
 
     tables = tmp_path.joinpath("gpu.md").read_text(encoding="utf-8")

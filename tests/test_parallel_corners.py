@@ -3,6 +3,7 @@ plain word.
 """
 
 import functools
+import itertools
 import os
 from pathlib import Path
 
@@ -19,25 +20,26 @@ BYPASSED = (
     "A step has to call self.model, the whole of it and once for each backward(), not self.module; "
     "or parts of it, with stoker.trainer.parallel.average_gradients(part) after each backward()."
 )
+GROUPS = {"same": SAME, "alike": [*ALIKE, "memory"], "refused": REFUSED}
 SHARDS = "Type strategy=ddp, or another optimizer if it is that. A step has to call self.model, not parts of it."
 
 
 @pytest.fixture(scope="module")
 def given(forks, tmp_path_factory):
     """What each rank gives in each corner, {corner: [that of rank 0, ...]}: a function of (world,
-    strategy).
+    strategy, group of corners).
     """
 
     @functools.cache
-    def by(world, strategy):
+    def by(world, strategy, group):
         folder = tmp_path_factory.mktemp("corners")
-        groups = [SAME, [*ALIKE, "memory"], REFUSED if world > 1 else []]
-        for names in groups:
-            done = forks.ranks(folder, world, strategy, str(folder), *names, script=SCRIPT)
-            assert done.codes == [0] * world, (done.codes, done.late, done.errs)
-        names, ranks = [name for group in groups for name in group], range(world)
+        names = GROUPS[group]
+        done = forks.ranks(folder, world, strategy, str(folder), *names, script=SCRIPT)
+        assert done.codes == [0] * world, (done.codes, done.late, done.errs)
         return {
-            name: [torch.load(folder / f"{name}.{rank}", weights_only=False) for rank in ranks]
+            name: [
+                torch.load(folder / f"{name}.{rank}", weights_only=False) for rank in range(world)
+            ]
             for name in names
         }
 
@@ -50,13 +52,13 @@ def worlds(large):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("corner", SAME)
-def test_its_numbers_are_those_of_one_process_also_after_a_resume(given, worlds, corner):
-    (one,) = given(1, "single")[corner]
-    for world, strategy in worlds:
+def test_its_numbers_are_those_of_one_process_also_after_a_resume(given, worlds):
+    """All corners in one test, so that one worker of the tests trains them."""
+    for corner, (world, strategy) in itertools.product(SAME, worlds):
+        (one,) = given(1, "single", "same")[corner]
         if corner == "a GAN" and strategy == "fsdp":
             continue  # refused, see below
-        several = given(world, strategy)[corner][0]
+        several = given(world, strategy, "same")[corner][0]
         for state, results in several:
             for group, own in zip(
                 state["optimizer"]["param_groups"],
@@ -64,24 +66,23 @@ def test_its_numbers_are_those_of_one_process_also_after_a_resume(given, worlds,
                 strict=True,
             ):
                 group |= {way: own[way] for way in ("foreach", "fused") if way in own}
-            assert_close([state, results], one[0], f"{world} {strategy}", 1e-9)
+            assert_close([state, results], one[0], f"{corner}: {world} {strategy}", 1e-9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("corner", ALIKE)
-def test_it_is_the_same_on_all_ranks(given, worlds, corner):
-    for world, strategy in worlds:
-        first, *others = given(world, strategy)[corner]
+def test_it_is_the_same_on_all_ranks(given, worlds):
+    for corner, (world, strategy) in itertools.product(ALIKE, worlds):
+        first, *others = given(world, strategy, "alike")[corner]
         assert not isinstance(first, str), first
         for other in others:
-            assert_close(other, first, f"{world} {strategy}", 0)
+            assert_close(other, first, f"{corner}: {world} {strategy}", 0)
 
 
 @pytest.mark.slow
 def test_in_fp16_a_step_is_skipped_by_all_where_one_shard_is_not_finite(given, worlds):
-    counted = [rate for _, rate in given(1, "single")["skipped steps"][0]]
+    counted = [rate for _, rate in given(1, "single", "alike")["skipped steps"][0]]
     for world, strategy in worlds:
-        seen = given(world, strategy)["skipped steps"][0]
+        seen = given(world, strategy, "alike")["skipped steps"][0]
         scales = [scale for scale, _ in seen]
         rates = [rate for _, rate in seen]
         assert scales[0] == 2**15 and scales[-1] <= 2**8
@@ -91,9 +92,9 @@ def test_in_fp16_a_step_is_skipped_by_all_where_one_shard_is_not_finite(given, w
 @pytest.mark.slow
 def test_what_is_predicted_and_evaluated_before_a_fit_is_that_of_one_process(given, worlds):
     for name in ("predicted first", "twice"):
-        (one,) = given(1, "single")[name]
+        (one,) = given(1, "single", "alike")[name]
         for world, strategy in worlds:
-            assert_close(given(world, strategy)[name][0], one, f"{world} {strategy}", 1e-9)
+            assert_close(given(world, strategy, "alike")[name][0], one, f"{world} {strategy}", 1e-9)
 
 
 @pytest.mark.slow
@@ -101,11 +102,11 @@ def test_fsdp_has_its_part_of_parameters_gradients_and_optimizer_state(given, wo
     """4 MiB of weights (and 8 KiB of biases), as many of gradients, and twice as many of AdamW's
     means.
     """
-    (one,) = given(1, "single")["memory"]
+    (one,) = given(1, "single", "alike")["memory"]
     assert one == pytest.approx([4.008, 4.008, 8.016], abs=0.001)
     for world, strategy in worlds:
         parts = world if strategy == "fsdp" else 1
-        for rank in given(world, strategy)["memory"]:
+        for rank in given(world, strategy, "alike")["memory"]:
             assert rank == pytest.approx([mib / parts for mib in one], rel=0.01)
 
 
@@ -130,9 +131,8 @@ REASONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("corner", REFUSED)
-def test_what_cannot_be_done_is_said_on_all_ranks_and_done_where_it_can(given, worlds, corner):
-    for world, strategy in worlds:
+def test_what_cannot_be_done_is_said_on_all_ranks_and_done_where_it_can(given, worlds):
+    for corner, (world, strategy) in itertools.product(REFUSED, worlds):
         reason = REASONS.get((corner, strategy))
-        for said in given(world, strategy)[corner]:
-            assert said is None if reason is None else reason in said, (world, strategy, said)
+        for said in given(world, strategy, "refused")[corner]:
+            assert said is None if reason is None else reason in said, (corner, strategy, said)
