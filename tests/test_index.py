@@ -161,6 +161,36 @@ def test_somebody_elses_runs_put_nothing_into_the_page(runs, tmp_path):
     assert read(runs) == listed
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "status.json"])
+def test_an_odd_number_in_somebody_elses_run_spoils_nothing(runs, name):
+    huge = 10**400
+    make_run(runs / "a", at=1_700_000_000)
+    make_run(runs / "b", at=1_700_000_000)
+    expected = json.loads(index.escaped(index.entry_of(runs / "b", set(os.listdir(runs / "b")))))
+    path = runs / "b" / name
+    if name == "metrics.jsonl":
+        added = f'{{"step": {huge}, "epoch": 1, "val/acc": 0.5, "train/loss": {huge}}}\n'
+        path.write_text(added + path.read_text())
+    else:
+        contents = json.loads(path.read_text())
+        added = {"result.json": {"val/acc": huge}, "status.json": {"started": 1e98}}[name]
+        path.write_text(json.dumps(contents | added))
+    index.update(runs / "a")
+    listed = read(runs)
+    assert listed.keys() == {"a", "b"}
+    assert listed["b"].pop("time") < 1e11
+    del expected["time"]
+    assert listed["b"] | {"curves": 0} == expected | {"curves": 0}
+    assert listed["b"]["curves"]["val/acc"][1][-1] == expected["curves"]["val/acc"][1][-1]
+
+
+def test_a_run_without_a_name_in_unicode_is_left_out(runs):
+    make_run(runs / "a")
+    shutil.copytree(runs / "a", runs / "b\udcff")
+    index.update(runs / "a")
+    assert read(runs).keys() == {"a"}
+
+
 def test_runs_that_end_at_once_are_all_listed(runs):
     runs.mkdir()
 

@@ -46,6 +46,7 @@ from stoker.runs.loggers import JSONL
 from stoker.runs.page import NUMBER, Table, plain, source
 from stoker.runs.report import curves, evaluation, setup, summary, words
 from stoker.runs.result import RunResult
+from stoker.runs.status import Status
 from stoker.sweeps import sweep
 from stoker.sweeps.page import of_sweep
 from stoker.sweeps.table import Sweep
@@ -1030,6 +1031,30 @@ def test_the_warmup_is_drawn_between_rows_that_are_far_apart():
     lines = curves.rates(run)
     assert list(lines) == ["first group", "head"] and len(lines["head"]) == len(rows)
     assert curves.warmup_of(dataclasses.replace(run, config={"scheduler.warmup": 9})) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "total"),
+    [
+        ({"warmup": -1}, 1),
+        ({"warmup": 0.5, "start": "x"}, 100),
+        ({"warmup": 0.5, "start": []}, 100),
+    ],
+)
+def test_an_odd_warmup_leaves_the_rates_of_the_rows(settings, total):
+    config = {f"scheduler.{name}": value for name, value in settings.items()}
+    config |= {"scheduler._target_": "stoker.trainer.schedules.cosine", "optimizer.lr": 0.5}
+    rows = [{"step": n, "epoch": n / 10, "train/lr": 0.5} for n in (60, 80)]
+    run = report.inputs.Run(Path(), config, RunResult(total_steps=total), rows=rows)
+    [points] = curves.rates(run).values()
+    assert points[-2:] == [(60, 0.5), (80, 0.5)]
+
+
+def test_a_step_near_zero_leaves_the_time_unknown():
+    status = Status(resumed=0.0, total_steps=40)
+    rows = [{"step": 1e-320, "epoch": 1.0}]
+    run = report.inputs.Run(Path(), state="running", rows=rows, status=status)
+    assert report.summary.progress(run, 1e9) == "running, step 0 of 40 (0 %)"
 
 
 def test_the_train_loss_is_drawn_over_stretches_of_one_size():

@@ -61,7 +61,7 @@ def update(run: str | Path, *, draws: bool = True) -> None:
     for folder in run.parents[:LEVELS]:
         begins = draws and folder == usual and not os.path.lexists(folder / NAME)
         if begins or text_of(folder):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(Exception):  # no index may fail a training
                 write(folder, SECONDS, draws=draws)
 
 
@@ -119,6 +119,7 @@ def updated(folder: Path, lines: str, until: float) -> Iterator[str]:
     for name, names in runs_in(str(folder)):
         path = os.path.join(folder, name)
         try:
+            name.encode()
             start = f"[{escaped([name, *state_of(path, names)])},"
             line = known.get(start, "")
             if not line and time.monotonic() < until:
@@ -165,9 +166,10 @@ def entry_of(path: Path, names: set[str]) -> Entry:
 def entry_of_run(path: Path, names: set[str]) -> Entry:
     result = RunResult.read(path)
     config = config_of(path)
+    started = status.Status.read(path).started
     entry: Entry = {
         "status": status.state_of(path, result),
-        "time": status.Status.read(path).started or path.stat().st_mtime,
+        "time": started if started and 0 < started < 1e11 else path.stat().st_mtime,
         "data": data_of(config),
         "model": name_of(config, "model"),
         "settings": settings_of(path, config),
@@ -272,7 +274,9 @@ def parsed(lines: list[bytes]) -> Iterator[Row]:
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
             if isinstance(row, dict) and isinstance(row.get("step"), int):
-                yield metrics_in(row)
+                metrics = metrics_in(row)
+                if "step" in metrics:
+                    yield metrics
 
 
 def entry_of_sweep(path: Path) -> Entry:

@@ -99,7 +99,7 @@ def warmup_of(run: Run) -> int:
     warmup = run.config.get("scheduler.warmup")
     total = run.total_steps
     is_ours = str(run.config.get("scheduler._target_")).startswith(SCHEDULES)
-    if not is_ours or not is_number(warmup) or not total:
+    if not is_ours or not is_number(warmup) or warmup < 0 or not total:
         return 0
     steps: float = warmup if warmup >= 1 else warmup * total
     return round(min(steps, total))
@@ -116,7 +116,8 @@ def rates(run: Run) -> Lines:
     warmup = warmup_of(run)
     rate = run.config.get("optimizer.lr")
     if first and warmup and is_number(rate) and not run.config.get("groups") and not lines:
-        start = run.config.get("scheduler.start") or 0
+        start = run.config.get("scheduler.start")
+        start = start if is_number(start) else 0
         begin = start + (1 - start) / (warmup + 1)
         last = run.rows[-1]["step"]
         points = {1: rate * begin, warmup + 1: rate, **dict(first)}

@@ -48,7 +48,7 @@ def progress(run: Run, now: float) -> str:
     status = run.status
     if run.state == "running" and total and status.resumed is not None:
         done = run.step - (status.step or 0)
-        if done > 0:
+        if done >= 1:
             left = (total - run.step) / done * (now - status.resumed)
             text += f", about {seconds(max(0, left))} to go"
     if run.result.stopped is not None:

@@ -26,7 +26,7 @@ function scale(numbers, steps, least = 0) {
   if (log) step = Math.max(1, Math.round(step));
   else if (size > least) step = Math.max(least, step);
   const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * size; i++) {
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * size && ticks.length < 50; i++) {
     const value = log ? 10 ** (i * step) : i * step;
     ticks.push([at(value), String(+value.toPrecision(4))]);
   }

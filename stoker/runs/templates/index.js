@@ -3,7 +3,7 @@ const runs = [];
 for (const line of document.getElementById("runs").textContent.split("\n")) {
   try {
     const [[name], run] = JSON.parse(line);
-    runs.push({...run, name, text: JSON.stringify([name, run.status, run.data, run.model, pairs(run)]).toLowerCase()});
+    runs.push({...run, name, curves: {__proto__: null, ...run.curves}, text: JSON.stringify([name, run.status, run.data, run.model, pairs(run)]).toLowerCase()});
   } catch { /* the first and the last line are empty, and nobody's line spoils the others */ }
 }
 const list = document.getElementById("list"), filter = document.getElementById("filter");
