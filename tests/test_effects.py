@@ -135,12 +135,15 @@ class Ignores(Trainer):
 def test_a_loss_that_a_trainer_does_not_use_is_refused(processed, tmp_path, monkeypatch):
     (tmp_path / "ignoring.py").write_text(OWN)
     (tmp_path / "reading.py").write_text(OWN.replace("outputs.square()", "self.loss(outputs)"))
+    taking = OWN.replace("*args, noise", "model, loss, *args, noise")
+    (tmp_path / "taking.py").write_text(taking.replace("(*args", "(model, loss, *args"))
     monkeypatch.syspath_prepend(tmp_path)
     typed = (*SMALL, "loss=l1", "dataset.kind=regression")
-    with trust.trusting(["ignoring", "reading"]):
+    with trust.trusting(["ignoring", "reading", "taking"]):
         with pytest.raises(UserError, match="loss: Ignores has its own compute_loss, which does"):
             check(processed(*typed, "trainer._target_=ignoring.Ignores"))
         check(processed(*typed, "trainer._target_=reading.Ignores"))
+        check(processed(*typed, "trainer._target_=taking.Ignores"))
         check(processed(*typed[:-2], "trainer._target_=ignoring.Ignores"))  # no loss is typed
 
 

@@ -39,7 +39,7 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
     if (
         is_typed
         and not is_usual(kind, "compute_loss")
-        and not mentions(kind, r"\.loss\b|super\(\)\.compute_loss")
+        and not mentions(kind, r"\.loss\b|super\(\)\.compute_loss|def __init__\([^)]*\bloss\b")
     ):
         raise UserError(
             f"loss: {kind.__name__} has its own compute_loss, which does not use it. "
