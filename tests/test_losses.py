@@ -323,6 +323,13 @@ def test_a_compute_loss_calls_a_function_with_its_options():
     assert history[-1]["train/loss"] == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["size_average", "reduce"])
+def test_the_older_names_of_a_sum_are_refused(name):
+    loss = functools.partial(functional.mse_loss, **{name: False})
+    with pytest.raises(UserError, match=f"loss: {name}=False is not supported. Leave {name} out"):
+        Trainer(nn.Linear(2, 1), loss, device="cpu")
+
+
 def test_a_weight_per_sample_of_a_batch_is_refused():
     trainer = of_case(nn.BCEWithLogitsLoss(drawn(8, 1)), (3,), alone)
     with pytest.raises(

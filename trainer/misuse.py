@@ -166,6 +166,9 @@ def check_loss_function(loss: Any) -> None:
     reduction = losses.option(loss, "reduction", "mean")
     if reduction not in ("mean", "batchmean"):
         raise UserError(f"loss: reduction={reduction!r} is not supported. Use reduction='mean'.")
+    for name in ("size_average", "reduce"):  # torch's older names for it
+        if losses.option(loss, name) is False:
+            raise UserError(f"loss: {name}=False is not supported. Leave {name} out.")
     if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
         raise UserError(f"loss: {type(loss).__name__} has parameters. Make it part of the model.")
 
