@@ -16,6 +16,7 @@ import signal
 import statistics
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 import numpy
 import pytest
@@ -27,7 +28,7 @@ from safetensors.torch import load_file
 from stoker.command import exit_codes, shell
 from stoker.runs import directory, json_files, lock
 from stoker.runs.rows import read_rows
-from stoker.sweeps import jobs, progress, sweep
+from stoker.sweeps import jobs, page, progress, sweep, table
 from stoker.trainer.callbacks import Callback as TrainerCallback
 
 pytestmark = [
@@ -709,6 +710,19 @@ def test_the_page_of_a_large_sweep_of_anybody_has_only_text_of_theirs(tmp_path, 
     best = (max if mode == "max" else min)(values.values())
     assert values[rows_of("\n\n" + out)[1][0]] == plots["jobs"][0]["value"] == best
     assert plots["jobs"][0]["row"] == 0
+
+
+def test_the_link_to_a_job_whose_name_is_not_unicode_leads_to_its_report(tmp_path):
+    name = "a \udcff"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "report.html").touch()
+    link = page.link_of(table.Sweep(tmp_path), jobs.Job(name, []))
+    assert unquote_to_bytes(link) == os.fsencode(f"{name}/report.html")
+
+
+def test_names_are_sorted_by_their_numbers_of_any_length():
+    names = ["b2", "b10", "b" + "9" * 5000]
+    assert sorted([names[2], names[1], names[0]], key=jobs.natural) == names
 
 
 def test_a_spreadsheet_runs_nothing_of_the_csv(tmp_path):

@@ -89,7 +89,7 @@ def read_jobs(folder: Path) -> list[Job]:
 
 def natural(text: str) -> list[tuple[int, int, str]]:
     """Return a sort key that compares the numbers in a text as numbers: 2 comes before 10."""
-    parts = re.split(r"(\d+)", text)
+    parts = re.split(r"(\d{1,1000})", text)  # int() refuses 4,300 digits
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
 
 

@@ -1,6 +1,7 @@
 """The page of a sweep: its table, and what templates/sweep.js draws its plots from."""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
@@ -50,7 +51,7 @@ def link_of(sweep: Sweep, job: Job) -> str | None:
     folder = sweep.folder / job.name
     if folder.is_symlink() or not (folder / report.NAME).is_file():
         return None
-    return f"{quote(job.name)}/{report.NAME}"
+    return f"{quote(os.fsencode(job.name))}/{report.NAME}"
 
 
 def plots(sweep: Sweep) -> dict[str, Any]:
