@@ -184,6 +184,16 @@ def test_an_odd_number_in_somebody_elses_run_spoils_nothing(runs, name):
     assert listed["b"]["curves"]["val/acc"][1][-1] == expected["curves"]["val/acc"][1][-1]
 
 
+def test_a_script_in_somebody_elses_index_goes(runs):
+    make_run(runs / "a")
+    index.update(runs / "a")
+    page = runs / "index.html"
+    expected = page.read_text()
+    page.write_text(expected.replace("<main", "<script>theirs()</script><main"))
+    index.write(runs)
+    assert page.read_text() == expected
+
+
 def test_a_run_without_a_name_in_unicode_is_left_out(runs):
     make_run(runs / "a")
     shutil.copytree(runs / "a", runs / "b\udcff")

@@ -94,11 +94,11 @@ def write(folder: Path, seconds: float = float("inf"), *, draws: bool = True) ->
             lock.wait_for(file, PATIENCE)
         before, _, rest = text_of(folder).partition(START)
         lines, _, after = rest.partition(END)
-        if version() not in before:
-            if not draws:
-                return folder / NAME
+        if draws:  # nothing of the page but its lines is trusted
             html = render(NAME, version=version())
             before, _, after = html.partition(START + END)
+        elif version() not in before:
+            return folder / NAME
         listed = "".join(updated(folder, lines, time.monotonic() + seconds))
         files.write_text(folder / NAME, f"{before}{START}{listed}{END}{after}")
     return folder / NAME
