@@ -252,6 +252,9 @@ def _list_images(
     sizes: list[int] = []
     labels: list[int] = []
     state.update(os.path.basename(top).encode(errors="surrogateescape"))
+    loose = [name for name in os.listdir(top) if name.lower().endswith(IMAGE_ENDINGS)]
+    if loose:
+        left_out["outside the class folders"] += len(loose)
     for name in _folders(top):
         if name not in classes:
             raise UserError(

@@ -180,6 +180,7 @@ def test_the_images_of_a_folder_are_those_of_image_folder(tmp_path, name, caplog
         write_nested(tmp_path / part, each=2)
     (tmp_path / "unlabelled").mkdir()
     (tmp_path / "train" / "list.csv").write_text("0.png,1")
+    (tmp_path / "train" / "loose.PNG").write_bytes(b"")
     data = images.image_folder(str(tmp_path), cache=False)
     for part, folder in zip(parts_of(data), ("train", name, "test"), strict=True):
         expected = datasets.ImageFolder(str(tmp_path / folder))
@@ -189,7 +190,8 @@ def test_the_images_of_a_folder_are_those_of_image_folder(tmp_path, name, caplog
         assert torch.equal(part.tensors()[0], pixels)
     [record] = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}: left out: 6 ending in .txt, 1 folder beside train (unlabelled)"
+        f"{tmp_path}: left out: 6 ending in .txt, 1 folder beside train (unlabelled), "
+        "1 outside the class folders"
     )
 
 
