@@ -105,14 +105,14 @@ class Augment:
         moved = len(target_shape) == 2 and (self.geometric or self.transforms)
         if moved and tuple(target_shape) != tuple(in_shape[1:]):
             raise UserError(
-                "dataset.augment: masks move with their images, and these of "
-                f"{tuple(target_shape)} are for images of {tuple(in_shape[1:])}.\n"
-                "Give both one height and width, or type dataset.augment=[]."
+                "dataset.augment: masks move with their images, but these masks are "
+                f"{tuple(target_shape)} and the images {tuple(in_shape[1:])}.\n"
+                "Give both the same height and width, or type dataset.augment=[]."
             )
         for name in [*self.geometric, *self.mixing]:
             if len(in_shape) != 3 and name != "mixup":
                 raise UserError(
-                    f"dataset.augment: {name} moves pixels, and these inputs have the shape "
+                    f"dataset.augment: {name} moves pixels, but these inputs have the shape "
                     f"{tuple(in_shape)}.\n"
                     "Type dataset.augment=[] or [mixup]."
                 )

@@ -128,7 +128,7 @@ def get(url: str, file: File) -> bytes:
     with urllib.request.urlopen(url + file.name, timeout=SILENCE) as response:
         content: bytes = response.read(file.size + 1)
     if hashlib.sha256(content).hexdigest() != file.sha256:
-        raise ValueError(f"got {len(content):,} bytes that are not the known {file.size:,}")
+        raise ValueError(f"got {len(content):,} bytes that do not match the known {file.size:,}")
     return content
 
 

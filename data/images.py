@@ -98,8 +98,7 @@ def image_folder(
     if resize is not None:
         if size is None:
             raise UserError(
-                f"dataset.resize={resize}: type dataset.size as well, the pixels of the middle "
-                "that is cut out."
+                f"dataset.resize={resize}: type dataset.size as well, the size of the center crop."
             )
         check_number("dataset.resize", resize, whole=True, least=size, most=MOST_SIZE)
     if check_number("dataset.channels", channels, whole=True) not in (1, 3):
@@ -213,7 +212,7 @@ def _find_parts(root: str, left_out: "Counter[str]") -> dict[str, str]:
     if "train" not in names:
         if names and all(name.lower() in PARTS for name in names):
             raise UserError(
-                f"{printable(root)}: there is {first_few(names, 3)}, and no folder train.\n"
+                f"{printable(root)}: there is {first_few(names, 3)}, but no folder train.\n"
                 "Name the folders train, val and test, in lower case."
             )
         return {"train": root}
@@ -584,7 +583,7 @@ def decode_image(
     if image.size != (width, height):
         raise UserError(
             f"{printable(file)}: this image has {image.height}x{image.width} pixels, "
-            f"and the first one {height}x{width}.\n"
+            f"but the first one has {height}x{width}.\n"
             f"Type dataset.size={min(height, width)} (any whole number) to resize all of them."
         )
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)

@@ -148,8 +148,8 @@ def _check_other(augment: Spec, resident: str | bool) -> None:
     for key, value, default in (("augment", augment, []), ("resident", resident, "auto")):
         if value and value != default:
             raise UserError(
-                f"dataset.{key}: this needs inputs of a known shape, which data sets of any "
-                "samples do not have.\nLeave it out, and transform the samples in the data set."
+                f"dataset.{key}: this needs inputs of a known shape, but this data set "
+                "may return any samples.\nLeave it out, and transform the samples in the data set."
             )
 
 

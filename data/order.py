@@ -89,13 +89,13 @@ class Ordered(Seekable):
         last = 0 if self.drop_last else self.samples % self.batch_size
         if self.batch_size < ranks:
             raise UserError(
-                f"batch_size={self.batch_size}: {ranks} processes cannot share such a batch. "
+                f"batch_size={self.batch_size}: {ranks} processes cannot share this batch. "
                 f"Type batch_size={ranks} or more, or start fewer."
             )
         if 0 < last < ranks:
             raise UserError(
-                f"batch_size={self.batch_size}: the last batch of an epoch has {last}, "
-                f"fewer samples than the {ranks} processes.\n"
+                f"batch_size={self.batch_size}: the last batch of an epoch has {last} "
+                f"samples, fewer than the {ranks} processes.\n"
                 "Type drop_last=true, or another batch_size."
             )
 

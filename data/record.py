@@ -150,7 +150,7 @@ class Data:
         """
         if self.kind != about["kind"]:
             raise UserError(
-                f"dataset: {self.name} is a {self.kind}, and the run is a {about['kind']}."
+                f"dataset: {self.name} is for {self.kind}, but the run is for {about['kind']}."
             )
         if self.kind == "other":
             return
@@ -180,7 +180,7 @@ class Data:
             if self.num_classes > about["num_classes"]:
                 raise UserError(
                     f"dataset: {self.name} has {self.num_classes} classes or targets, "
-                    f"and the run {about['num_classes']}."
+                    f"but the run has {about['num_classes']}."
                 )
         else:
             for name in names:
@@ -294,7 +294,7 @@ class Data:
         targets = getattr(self.train, "targets", None)
         if self.kind != "classification" or targets is None:
             raise UserError(
-                f"loss.weight=balanced: {self.name} does not tell the classes of its samples. "
+                f"loss.weight=balanced: {self.name} does not list the class of each sample. "
                 "Type a list of numbers, one per class."
             )
         counts = torch.bincount(targets[targets >= 0].flatten(), minlength=self.num_classes)
@@ -433,12 +433,12 @@ def _check_labels(where: str, part: Split, classes: int, shape: tuple[int, ...])
     if labels is not None and (labels.dtype != torch.int64 or labels.ndim > 3 or is_column):
         raise UserError(
             f"{where}: labels are int64 of shape (N,), (N, T) or (N, H, W), "
-            f"and these are {labels.dtype} of shape {tuple(labels.shape)}."
+            f"but these are {labels.dtype} of shape {tuple(labels.shape)}."
         )
     if len(_target_shape(part)) != len(shape):
         raise UserError(
             f"{where}: the targets of a sample have the shape {_target_shape(part)}, "
-            f"and those of the training part {shape}."
+            f"but those of the training part have {shape}."
         )
     if labels is None:
         return

@@ -40,7 +40,7 @@ def data_of(name: str, parts: Mapping[str, Any]) -> Data:
     if parts.get("train") is None:
         raise UserError(
             f"dataset: {name} returns {kind_of(parts)} without train. "
-            'Return {"train": ..., "val": ..., "test": ...}; only train has to be there.'
+            'Return {"train": ..., "val": ..., "test": ...}; only train is required.'
         )
     for key, part in parts.items():
         if not isinstance(key, str) or not key.isidentifier():
@@ -206,8 +206,8 @@ class EndingBatches:
         for count, batch in enumerate(self.loader):
             if count == most:
                 raise UserError(
-                    f"{self.name}: this stream goes on after {most:,} batches. "
-                    "End it with itertools.islice, or for a validation type limit_val=N."
+                    f"{self.name}: this stream continues after {most:,} batches. "
+                    "End it with itertools.islice, or type limit_val=N for validation."
                 )
             yield batch
 

@@ -98,7 +98,7 @@ class DatasetSplit:
             if not isinstance(sample, (tuple, list)) or len(sample) < 2:
                 raise UserError(
                     f"DatasetSplit: sample {i} of this {type(dataset).__name__} is "
-                    f"{kind_of(sample)}, and not (input, target).\n"
+                    f"{kind_of(sample)}, not (input, target).\n"
                     "Let __getitem__ return both, as tensors or numbers."
                 )
             inputs.append(sample[0])
@@ -126,7 +126,7 @@ def check_fractions(**fractions: float) -> list[float]:
         check_number(f"dataset.{key}", value, least=0, most=0.95)
     if sum(fractions.values()) > 0.95:
         given = [f"dataset.{key}={value}" for key, value in fractions.items()]
-        raise UserError(f"{' + '.join(given)}: that leaves too little to train on.")
+        raise UserError(f"{' + '.join(given)}: this leaves too little to train on.")
     return list(fractions.values())
 
 
@@ -205,7 +205,7 @@ def divide(
     rest, test = split_indices(targets, fractions[1:], seed, stratified)
     if len(rest) < folds:
         raise UserError(
-            f"dataset.folds={folds}: there are {len(rest)} samples or groups to divide."
+            f"dataset.folds={folds}: there are only {len(rest)} samples or groups to divide."
         )
     generator = torch.Generator().manual_seed(mix_seed(seed, "folds"))
     order = torch.randperm(len(rest), generator=generator)

@@ -218,7 +218,7 @@ class Table:
             twice = [name for name, count in names.items() if count > 1 or name == ""]
             raise UserError(
                 f"{self.shown}: the header has the column {twice[0]!r} {names[twice[0]]} times. "
-                "Give each column a name of its own; to_csv(index=False) leaves out the index."
+                "Give each column a unique name; to_csv(index=False) leaves out the index."
             )
         if len(written) == 1 and self.names != [alone]:
             raise UserError(
@@ -448,7 +448,7 @@ class Table:
         swapped = Notation("." if self.notation.decimal == "," else ",")
         if swapped.numbers(texts.filter(pyarrow.array(odd.numpy()))).null_count == 0:
             raise UserError(
-                f"{where} has {first}, in another notation than other numbers of the file.\n"
+                f"{where} has {first}, in a different notation from other numbers in the file.\n"
                 f"Write one notation everywhere, such as 1234.5{instead}."
             )
         are_mistakes = count < present / 2 and (few or len(distinct) > FEW_KINDS)
@@ -504,8 +504,8 @@ class Table:
                 clean.append(column)
                 continue
             log.warning(
-                "%s, line %d: %r in the column %r was not in the training data; such values count "
-                "as no category.",
+                "%s, line %d: %r in the column %r was not in the training data; such values are "
+                "treated as unknown.",
                 self.shown,
                 line + place,
                 str(texts[place])[:50],
@@ -650,7 +650,7 @@ def _respelled(target: str, texts: Texts, classes: list[str], notation: "Notatio
 def check_table(trained: Description) -> dict[str, Any]:
     """Return the table of a run's description; UserError if it was trained on something else."""
     if not is_description(trained):
-        raise UserError("dataset.trained: this is what a run hands over. Leave it out.")
+        raise UserError("dataset.trained: only a run sets this. Leave it out.")
     if trained["table"] is None:
         raise UserError(
             f"dataset: the run was trained on {trained['dataset']}, which is not a table."

@@ -131,7 +131,7 @@ def _parts(
         if fraction > 0 and size <= length:
             raise UserError(
                 f"dataset.length={length}: the {name} part has {size:,} of the {len(ids):,} tokens "
-                f"in {printable(path)}, and a window and its targets take {length + 1:,}.\n"
+                f"in {printable(path)}, but a window and its targets take {length + 1:,}.\n"
                 "Type a shorter dataset.length, or other fractions: dataset.val_fraction, "
                 "dataset.test_fraction (0: no such part)."
             )

@@ -21,10 +21,10 @@ def is_transform(item: Any) -> bool:
     name = type(item).__name__
     if any(module.startswith(MODULE) for module in modules):
         if name in OF_BATCHES:
-            raise UserError(f"dataset.augment: in place of {name}, type {OF_BATCHES[name]}.")
+            raise UserError(f"dataset.augment: instead of {name}, type {OF_BATCHES[name]}.")
         return True
     if any(module.startswith("torchvision.transforms.") for module in modules):
-        raise UserError(f"dataset.augment: in place of this {name}, take {MODULE}.{name}.")
+        raise UserError(f"dataset.augment: instead of this {name}, use {MODULE}.{name}.")
     return False
 
 
@@ -93,7 +93,7 @@ class PerSample:
                 raise UserError(f"dataset.augment: {name}: {first_line(error)}") from error
             if not isinstance(sample, list) or not isinstance(sample[0], Tensor):
                 raise UserError(
-                    f"dataset.augment: {name} returns {kind_of(sample)} in place of one image."
+                    f"dataset.augment: {name} returns {kind_of(sample)} instead of one image."
                 )
         if has_mask:
             mask = sample[1].as_subclass(Tensor)
@@ -103,12 +103,12 @@ class PerSample:
     def _check(self, inputs: Tensor, before: Tensor) -> None:
         if inputs.dtype != before.dtype:
             raise UserError(
-                f"dataset.augment: {self.names} makes {inputs.dtype} of {before.dtype}.\n"
+                f"dataset.augment: {self.names} turns {before.dtype} into {inputs.dtype}.\n"
                 "Leave out ToDtype and Normalize: images are scaled and normalised by dataset.mean "
                 "and dataset.std afterwards."
             )
         if inputs.shape != self.in_shape:
             raise UserError(
-                f"dataset.augment: {self.names} gives an image of {tuple(inputs.shape)}, and the "
+                f"dataset.augment: {self.names} gives an image of {tuple(inputs.shape)}, but the "
                 f"data set has {self.in_shape}."
             )

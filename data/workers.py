@@ -182,7 +182,7 @@ class Workers:
             if reading and not busy:
                 busy = f"; worker {worker.pid} is reading {reading}"
         return TrainingError(
-            f"dataset.timeout={self.timeout:g}: no batch came within {self.timeout:g} "
+            f"dataset.timeout={self.timeout:g}: no batch arrived within {self.timeout:g} "
             f"seconds{busy}.\n"
             "Type a higher dataset.timeout if that may take so long (0: no limit)."
         )
@@ -208,7 +208,7 @@ class Workers:
 
 
 def is_late(error: Exception | None) -> bool:
-    """Tell whether an error of a DataLoader says that no batch came within its timeout."""
+    """Tell whether an error of a DataLoader says that no batch arrived within its timeout."""
     return str(error).startswith("DataLoader timed out")
 
 

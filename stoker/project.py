@@ -112,7 +112,7 @@ def checked(file: Path, table: dict[str, Any]) -> dict[str, Any]:
     packages = table.get("trusted", [])
     if not isinstance(packages, list) or not all(map(is_dotted_name, packages)):
         raise UserError(
-            f'{file}: trusted is a list of names of packages. Type trusted = ["mypackage"].'
+            f'{file}: trusted is a list of package names. Type trusted = ["mypackage"].'
         )
     for key in ("experiment", "runs"):
         value = table.get(key)

@@ -229,7 +229,7 @@ def test_masks_move_with_their_images():
     [
         (["mixup"], (3, 8, 8), (8, 8), "mixup mixes samples of one class each"),
         (["cutmix"], (3, 8, 8), (8, 8), "cutmix mixes samples of one class each"),
-        (["flip"], (3, 8, 8), (4, 4), r"masks move .* of \(4, 4\) are for images of \(8, 8\)"),
+        (["flip"], (3, 8, 8), (4, 4), r"masks are \(4, 4\) and the images \(8, 8\)"),
     ],
 )
 def test_what_masks_cannot_do_is_refused(spec, in_shape, target_shape, words):
@@ -315,11 +315,11 @@ def test_workers_transform_as_this_process_does():
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        ("MixUp", {}, "in place of MixUp, type mixup"),
-        ("FiveCrop", {"size": 8}, "FiveCrop returns a list in place of one image"),
+        ("MixUp", {}, "instead of MixUp, type mixup"),
+        ("FiveCrop", {"size": 8}, "FiveCrop returns a list instead of one image"),
         ("RandomCrop", {"size": 8}, r"RandomCrop gives an image of \(3, 8, 8\)"),
         ("RandomCrop", {"size": 80}, "larger than input image size"),
-        ("ConvertImageDtype", {}, r"makes torch.float32 of torch.uint8.\nLeave out ToDtype"),
+        ("ConvertImageDtype", {}, r"turns torch.uint8 into torch.float32.\nLeave out ToDtype"),
     ],
 )
 def test_transforms_that_do_not_fit_are_refused(name, arguments, words):
@@ -330,7 +330,7 @@ def test_transforms_that_do_not_fit_are_refused(name, arguments, words):
 
 def test_transforms_are_for_images_that_are_streamed():
     transforms = pytest.importorskip("torchvision.transforms")
-    with pytest.raises(UserError, match="take torchvision.transforms.v2.RandomHorizontalFlip"):
+    with pytest.raises(UserError, match="use torchvision.transforms.v2.RandomHorizontalFlip"):
         Augment([transforms.RandomHorizontalFlip()])
     flip = transforms.v2.RandomHorizontalFlip()
     with pytest.raises(UserError, match="resident=true: RandomHorizontalFlip"):

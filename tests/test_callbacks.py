@@ -211,7 +211,7 @@ def test_lookahead_continues_where_it_was(tmp_path, step):
 
 
 def test_lookahead_stands_in_front_of_ema():
-    with pytest.raises(UserError, match="in front of EMA"):
+    with pytest.raises(UserError, match="before EMA"):
         make_trainer(callbacks=[EMA(0.9), Lookahead()]).fit(loaders()[0])
 
 

@@ -286,7 +286,7 @@ EARLY = [  # what is typed; what the answer names; what it suggests
     ("micro_batch=atuo", "error: micro_batch=atuo: give auto", "Did you mean 'auto'?"),
     (
         "micro_batch=8 grad_accum_steps=2",
-        "micro_batch=8 and grad_accum_steps=2 both cut",
+        "micro_batch=8 and grad_accum_steps=2 both split",
         "Type one of them.",
     ),
     (

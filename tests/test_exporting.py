@@ -323,7 +323,7 @@ def test_a_link_in_somebodys_run_is_not_followed(run, tmp_path_factory):
     away = tmp_path_factory.mktemp("away")
     (run / "export").symlink_to(away)
     model = trained(Linear)
-    with pytest.raises(UserError, match="export in it is a symbolic link"):
+    with pytest.raises(UserError, match="its export folder is a symbolic link"):
         exporting.export(model, run, "safetensors", exporting.generated(model.about), "noise")
     assert list(away.iterdir()) == []
 

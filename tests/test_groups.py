@@ -294,7 +294,10 @@ def test_schedule_free_of_its_own_package(tmp_path):
     [
         ([{"match": "4.*", "lr": 1}], "no parameter of the model matches 4"),
         ([{"match": "3.wieght", "lr": 1}], "matches 3.wieght. Did you mean '3.weight'"),
-        ([{"match": "*", "lr": 1}, {"match": "0.*", "lr": 1}], "before match=0.* have all that"),
+        (
+            [{"match": "*", "lr": 1}, {"match": "0.*", "lr": 1}],
+            "before match=0.* already cover all",
+        ),
         ([{"match": "*", "momentun": 1}], "the optimizer has no momentun, .* Did you mean 'mom"),
         ([{"match": "*", "lr": -1}], r"groups: lr of \*=-1: give a number at least 0"),
         ([{"match": "*", "scheduler": "cosin"}], "no scheduler cosin. Did you mean 'cosine'"),

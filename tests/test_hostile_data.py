@@ -302,7 +302,7 @@ def test_names_that_are_no_text(name, place, capfd):
     refused("there is no image in this folder", load)
     (folder / name / "a.png").write_bytes(saved("PNG", (7, 7)))
     refused(
-        "this image has 5x6 pixels, and the first one 7x7|this image has 7x7 pixels",
+        "this image has 5x6 pixels, but the first one has 7x7|this image has 7x7 pixels",
         lambda: load(val_fraction=0, test_fraction=0),
     )
     os.mkdir(place / "images2")

@@ -202,7 +202,7 @@ def test_folders_of_parts_that_cannot_be_told_apart(tmp_path):
         images.image_folder(str(tmp_path / "both"), cache=False)
     for part in ("Train", "Test"):
         write_images(tmp_path / "capital" / part, {"a": 1, "b": 2})
-    with pytest.raises(UserError, match="there is Test, Train, and no folder train"):
+    with pytest.raises(UserError, match="there is Test, Train, but no folder train"):
         images.image_folder(str(tmp_path / "capital"), cache=False)
 
 
@@ -254,7 +254,7 @@ def test_image_folder_mistakes(tmp_path):
     (tmp_path / "sizes" / "tmp" / "x").rmdir()
     (tmp_path / "sizes" / "tmp").rmdir()
     refused(
-        r"b/3.png: this image has 9x9 pixels, and the first one 5x6.\n.*dataset.size=",
+        r"b/3.png: this image has 9x9 pixels, but the first one has 5x6.\n.*dataset.size=",
         tmp_path / "sizes",
         val_fraction=0,
         test_fraction=0,
@@ -340,7 +340,7 @@ def test_what_skipping_cannot_leave_out(tmp_path):
         load(on_bad_sample="ignore")
     write_images(tmp_path / "other", {"b": 20}, size=(9, 9), each=1)  # another size is no damage
     (tmp_path / "other" / "b" / "0.png").rename(tmp_path / "train" / "b" / "0.png")
-    with pytest.raises(UserError, match="this image has 9x9 pixels, and the first one 5x6"):
+    with pytest.raises(UserError, match="this image has 9x9 pixels, but the first one has 5x6"):
         load()
 
 

@@ -596,7 +596,7 @@ def test_an_unknown_category_is_none_of_them(tmp_path, runs, caplog):
         [record] = caplog.records
         assert record.getMessage() == (
             f"{path}, line 3: 'Oslo' in the column 'town' was not in the training data; "
-            "such values count as no category."
+            "such values are treated as unknown."
         )
 
 
@@ -698,9 +698,7 @@ def test_no_file_that_is_there_is_replaced(forks, runs):
         own = ["input=houses.csv"] if task == "predict" else ["format=safetensors"]
         for name in names:
             err = refused(forks, runs, f"task={task}", "run=prices", *own, f"output={name}")
-            assert (
-                "this file exists, and is not overwritten" in err and "Type another output" in err
-            )
+            assert "this file exists and is not overwritten" in err and "Type another output" in err
     assert all(path.read_bytes() == contents for path, contents in before.items())
     for _ in range(2):
         assert "prices/export/model.safetensors" in asked(
@@ -982,7 +980,10 @@ def test_what_an_evaluation_streams_is_as_typed_or_else_as_it_had_to_be(forks, r
 def test_other_data_that_does_not_fit_is_refused(forks, runs):
     for arguments, message in {
         ("run=digits", "dataset=synthetic"): "has inputs of 20, and the run was trained on 1x8x8",
-        ("run=prices", "dataset=digits"): "digits is a classification, and the run is a regression",
+        (
+            "run=prices",
+            "dataset=digits",
+        ): "digits is for classification, but the run is for regression",
         (
             "run=digits",
             "dataset=csv",

@@ -227,7 +227,7 @@ def test_pixels_are_samples(name):
     ],
 )
 def test_what_is_not_one_class_of_several_is_refused(name, outputs, targets):
-    with pytest.raises(UserError, match=r"one class a sample.*\n.*MultilabelAccuracy"):
+    with pytest.raises(UserError, match=r"one class per sample.*\n.*MultilabelAccuracy"):
         CLASSIFIERS[name]().update(outputs, targets)
 
 
@@ -324,7 +324,7 @@ def test_impossible_settings(make):
 
 
 def test_a_table_of_other_classes_than_the_models_is_refused():
-    with pytest.raises(UserError, match="num_classes=30000: the model's outputs are of 3 classes"):
+    with pytest.raises(UserError, match="num_classes=30000: the model's outputs have 3 classes"):
         Confusion(30000).update(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
 
 

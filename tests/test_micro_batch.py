@@ -169,7 +169,7 @@ def test_an_evaluation_and_a_prediction_give_the_same_in_parts(caplog, most):
     assert (
         results == pytest.approx(expected, rel=1e-12) and results["val/acc"] == expected["val/acc"]
     )
-    assert "the evaluation goes on with" in caplog.records[-1].getMessage()
+    assert "the evaluation continues with" in caplog.records[-1].getMessage()
     caplog.clear()
     assert trainer.evaluate(loader) == results  # the size is known now
     torch.testing.assert_close(trainer.predict(loader), whole.predict(loader), rtol=0, atol=1e-12)
@@ -251,7 +251,7 @@ def test_other_errors_are_not_taken_for_it():
     [
         (
             {"micro_batch": 4, "grad_accum_steps": 2},
-            "micro_batch=4 and grad_accum_steps=2 both cut the batch",
+            "micro_batch=4 and grad_accum_steps=2 both split the batch",
         ),
         (
             {"micro_batch": "auto", "grad_accum_steps": 2},
@@ -337,4 +337,6 @@ def test_the_command_line_ends_with_3_or_goes_on(tmp_path):
     )
     assert failed.returncode == 3 and "Traceback" not in failed.stderr, failed.stderr
     assert "error: Out of memory on cpu with a batch of 64" in failed.stderr
-    assert done.returncode == 0 and "the training goes on with 16, and" in done.stderr, done.stderr
+    assert done.returncode == 0 and "the training continues with 16, and" in done.stderr, (
+        done.stderr
+    )

@@ -372,13 +372,13 @@ def test_a_folder_is_gone_on_from_at_its_newest_and_loaded_at_its_best(tmp_path)
     assert_same(
         dict(trainer.module.state_dict()), checkpoint.load(tmp_path / "step_00000008.ckpt")["model"]
     )
-    with pytest.raises(UserError, match=r"go on from them: fit\(..., resume="):
+    with pytest.raises(UserError, match=r"continue from them: fit\(..., resume="):
         make_trainer(callbacks=[Checkpoint(tmp_path)]).fit(loader())
 
 
 @pytest.mark.parametrize("source", [True, ["a"]])
 def test_what_is_no_checkpoint_says_what_one_is(tmp_path, source):
-    with pytest.raises(UserError, match="give its file, or the folder"):
+    with pytest.raises(UserError, match="give its file or its folder"):
         make_trainer().load(source)
     with pytest.raises(UserError, match="there is no checkpoint in this folder"):
         make_trainer().fit(loader(), resume=tmp_path)

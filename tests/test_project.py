@@ -83,9 +83,9 @@ def test_a_file_of_somebody_else_further_up_is_not_read(folder, monkeypatch):
     ("text", "answer"),
     [
         ('trustd = ["mine"]', "there is no key trustd. Did you mean 'trusted'? The keys are trusted, "),
-        ('trusted = "mine"', 'trusted is a list of names of packages. Type trusted = ["mypackage"].'),
-        ('trusted = ["mine.py", 3]', "trusted is a list of names"),
-        ('trusted = ["mi-ne"]', "trusted is a list of names"),
+        ('trusted = "mine"', 'trusted is a list of package names. Type trusted = ["mypackage"].'),
+        ('trusted = ["mine.py", 3]', "trusted is a list of package names"),
+        ('trusted = ["mi-ne"]', "trusted is a list of package names"),
         ("experiment = 1", 'experiment is a string. Type experiment = "NAME".'),
         ('runs = ""', 'runs is a string. Type runs = "NAME".'),
         ("runs = ", "this is not valid TOML ("),
@@ -145,10 +145,10 @@ def test_a_new_project_is_the_template_and_its_test_passes(folder, capsys):
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("my-net", "a package is named with letters, digits and _. Type new my_project."),
-        ("3d", "a package is named with letters, digits and _. Type new my_project."),
-        ("class", "a package is named with letters, digits and _. Type new my_project."),
-        ("../net", "a package is named with letters, digits and _. Type new my_project."),
+        ("my-net", "name a package with letters, digits and _. Type new my_project."),
+        ("3d", "name a package with letters, digits and _. Type new my_project."),
+        ("class", "name a package with letters, digits and _. Type new my_project."),
+        ("../net", "name a package with letters, digits and _. Type new my_project."),
         ("torch", "a package of this name exists. Type another name."),
         ("__main__", "a package of this name exists. Type another name."),
         ("configs", "a package of this name exists. Type another name."),
@@ -263,7 +263,7 @@ def test_a_run_is_reproduced_bit_for_bit_or_what_differs_is_named(forks, tmp_pat
     outside = config.replace("${run_dir}/not_finite", str(tmp_path / "elsewhere"))
     write(tmp_path / "run/config.yaml", outside)
     refused = forks.run(tmp_path, "reproduce", "run=run")
-    assert refused.code == 2 and "this is outside of the run directory" in refused.err
+    assert refused.code == 2 and "this is outside the run directory" in refused.err
     (tmp_path / "run/result.json").unlink()
     unfinished = forks.run(tmp_path, "reproduce", "run=run")
     assert unfinished.code == 2 and "has not finished" in unfinished.err

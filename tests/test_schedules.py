@@ -239,7 +239,7 @@ def test_a_saved_state_goes_on_where_it_was(name, stop):
     ("name", "options", "key"),
     [
         ("cosine", {"warmup": -1}, "scheduler.warmup=-1"),
-        ("cosine", {"warmup": 1.5}, "scheduler.warmup=1.5: from 1 on this counts steps"),
+        ("cosine", {"warmup": 1.5}, "scheduler.warmup=1.5: values above 1 count steps"),
         ("cosine", {"warmup": "1"}, "scheduler.warmup='1': give a number"),
         ("linear", {"final": -0.1}, "scheduler.final=-0.1"),
         ("linear", {"start": -0.1, "warmup": 2}, "scheduler.start=-0.1"),
@@ -273,7 +273,7 @@ def test_a_whole_number_is_a_rate():
         ),
         (
             torch.optim.lr_scheduler.ReduceLROnPlateau,
-            r"wants a number at each step.*\n.*examples.own_callback.Plateau",
+            r"needs a metric at each step.*\n.*examples.own_callback.Plateau",
         ),
         (lambda optimizer: object(), "object is not an LR scheduler"),
     ],

@@ -606,7 +606,7 @@ def test_csv_missing_values(table):
         (
             "age,,kind\n1,2,3\n",
             {},
-            r"the column '' 1 times. Give each column a name.*to_csv\(index=False\)",
+            r"the column '' 1 times. Give each column a unique name.*to_csv\(index=False\)",
         ),
         (
             HEADER + "\n".join(f"{i},x{i},{i % 2},3" for i in range(100)),
@@ -654,7 +654,7 @@ def test_a_run_is_told_of_categories_that_it_has_not_seen(table, caplog):
         trained=about,
     )
     assert [record.getMessage().partition(".csv, ")[2] for record in caplog.records] == [
-        "line 7: 'd' in the column 'city' was not in the training data; such values count as no category."
+        "line 7: 'd' in the column 'city' was not in the training data; such values are treated as unknown."
     ]
     assert sum(
         (part.inputs[:, 1:4].sum(1) == 0).sum().item() for part in parts_of(again)
@@ -800,7 +800,7 @@ def test_a_column_that_has_one_value_is_named(table, caplog):
 )
 def test_two_decimal_signs_in_a_file_are_refused(table, values, decimal, line):
     lines = [f"{values[i % len(values)]};{i % 7};{'ab'[i % 2]}" for i in range(60)]
-    with pytest.raises(UserError, match=f"line {line}, in another notation than other numbers"):
+    with pytest.raises(UserError, match=f"line {line}, in a different notation from other numbers"):
         table("x;z;y\n" + "\n".join(lines), target="y", delimiter=";", decimal=decimal)
 
 
@@ -922,7 +922,7 @@ def test_the_last_rows_by_time_are_the_test_part(table, write):
         ({"folds": 1}, "dataset.folds=1 .*\\nType dataset.folds=5"),
         ({"folds": 3, "fold": 3}, "dataset.folds=3 dataset.fold=3"),
         ({"fold": 1}, "dataset.folds=0 dataset.fold=1"),
-        ({"folds": 200}, "dataset.folds=200: there are 80 samples"),
+        ({"folds": 200}, "dataset.folds=200: there are only 80 samples"),
     ],
 )
 def test_a_rule_that_cannot_divide_the_rows_is_refused(table, options, words):

@@ -122,7 +122,7 @@ LOST = {
     "kill": "was ended by SIGKILL while it read 4 samples of the train part of own (4 (dog/4.jpg), 5 (dog/5.jpg), ",
     "segfault": "was ended by SIGSEGV while it read 4 samples",
     "exit": "ended with exit code 5 while it read 4 samples",
-    "hang": "dataset.timeout=2: no batch came within 2 seconds; worker ",
+    "hang": "dataset.timeout=2: no batch arrived within 2 seconds; worker ",
     "stubborn": "is reading 4 samples of the train part of own (4 (dog/4.jpg), 5 (dog/5.jpg), 6 (dog/6.jpg), ...)",
     "raise": "Sample 7 (dog/7.jpg) of the train part of own cannot be read: KeyError: 'no such label' (/",
     "sys.exit": "Sample 7 (dog/7.jpg) of the train part of own cannot be read: SystemExit: 4 (/",
@@ -155,7 +155,7 @@ def test_a_lost_worker_is_an_error_that_names_its_samples(script):
 def test_a_hanging_worker_is_exit_code_3_and_the_process_ends(script):
     code, out, err = ends(script("stubborn", 2, 1))
     assert (code, out, err.count("\n")) == (3, "", 2) and err.startswith(
-        "error: dataset.timeout=1: no batch came "
+        "error: dataset.timeout=1: no batch arrived "
     )
 
 

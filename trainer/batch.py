@@ -226,8 +226,8 @@ def deal(batch: Any, rank: int, ranks: int, sample_dim: SampleDimOf = usual_dim)
     samples, auto = check(batch, sample_dim, use)
     if samples is None:
         raise UserError(
-            f"{use}: a batch of type {type(batch).__name__} cannot be dealt out to them, "
-            "since it holds no tensor."
+            f"{use}: a batch of type {type(batch).__name__} cannot be split among them, "
+            "since it has no tensors."
         )
     rows = slice(rank, None, ranks) if rank < samples else slice(1)
     return samples, select(batch, rows, sample_dim, auto)

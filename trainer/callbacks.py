@@ -309,7 +309,7 @@ class Checkpoint(Monitor):
         if not trainer.step and not self.overwrite and checkpoint.files(self.folder):
             raise UserError(
                 f"{self.folder} has checkpoints: give another folder, "
-                f"or go on from them: fit(..., resume={str(self.folder)!r})."
+                f"or continue from them: fit(..., resume={str(self.folder)!r})."
             )
         is_file = self.folder.exists() and not self.folder.is_dir()
         if is_file or self.folder.is_symlink():  # a link may lead anywhere
@@ -592,8 +592,7 @@ class Lookahead(ShadowWeights):
         before = trainer.callbacks[: trainer.callbacks.index(self)]
         if any(isinstance(callback, EMA) for callback in before):
             raise UserError(
-                "callbacks: Lookahead changes the weights that EMA averages. "
-                "Put it in front of EMA."
+                "callbacks: Lookahead changes the weights that EMA averages. Put it before EMA."
             )
         super().on_fit_start(trainer)
 

@@ -56,7 +56,7 @@ def save(path: str | Path, state: State) -> None:
     if header > MAX_HEADER or values > MAX_VALUES:
         raise TrainingError(
             f"{path}: the state has too many tensors and other values; "
-            f"{MAX_VALUES:,} can be read again."
+            f"at most {MAX_VALUES:,} can be read."
         )
     tensors = own_storage(tensors)
     write_tensors(path, tensors, {"format": FORMAT, "state": tree, "sha256": digest(tensors, tree)})
@@ -71,7 +71,7 @@ def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> Non
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"{path} cannot be written: {error}.\n"
-            "Make room or mend it; the same command goes on from the one before."
+            "Free some space or fix this; the same command continues from the one before."
         ) from error
 
 
@@ -357,7 +357,7 @@ def to_load(source: Any) -> State:
 def loaded(source: Any, choose: Callable[[Any], tuple[Path, State] | None]) -> State:
     """Return the state of a file, or of the one that `choose` takes from a folder."""
     if not isinstance(source, (str, Path)):
-        raise UserError(f"{source!r} is no checkpoint: give its file, or the folder that it is in.")
+        raise UserError(f"{source!r} is not a checkpoint: give its file or its folder.")
     if not Path(source).is_dir():
         state: State = load(source)
         return state

@@ -213,7 +213,7 @@ def settle_layout(module: torch.nn.Module, in_shape: Sequence[int], device: torc
         if NO_VIEW in str(error):
             module.to(memory_format=torch.contiguous_format)
             log.warning(
-                "%s uses .view() on images: it stays out of channels_last.", type(module).__name__
+                "%s uses .view() on images: it does not use channels_last.", type(module).__name__
             )
 
 

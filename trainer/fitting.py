@@ -110,7 +110,7 @@ def warn_of_stream(trainer: "Trainer", loader: Any) -> None:
     if not loader.is_stateful:
         launch.warn(
             f"{loader.name}: its loader keeps no state, so a resume reads it again from the start "
-            "and drops what was trained on.\ntorchdata's StatefulDataLoader resumes where it stood."
+            "and skips what was trained on.\ntorchdata's StatefulDataLoader resumes where it was."
         )
     if trainer.steps_per_epoch == trainer.total_steps and not any(s.every for s in savers):
         launch.warn(

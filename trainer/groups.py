@@ -41,7 +41,7 @@ def parameter_groups(module: torch.nn.Module, rules: Sequence[Rule] = ()) -> Gro
         parameters = [p for p in rest if p in matched]
         if not parameters:
             raise UserError(
-                f"groups: the rules before match={rule['match']} have all that it matches. "
+                f"groups: the rules before match={rule['match']} already cover all it matches. "
                 "Put it first: a parameter follows the first rule that matches."
             )
         rest = [p for p in rest if p not in matched]

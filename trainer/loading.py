@@ -99,9 +99,9 @@ def dealt(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -
         return loader
     if hasattr(loader, "seek"):
         raise UserError(
-            f"{type(loader).__name__}: with several processes a loader with `seek` has to deal its "
-            "batches out.\nLeave `seek` out, or give it `global_size`, the samples of the whole "
-            "batch that its part is from."
+            f"{type(loader).__name__}: with several processes a loader with `seek` has to share "
+            "out its batches.\nLeave `seek` out, or give it `global_size`, the number of samples "
+            "in the whole batch."
         )
     return IterableLoader(loader, seed, sample_dim)
 
@@ -306,14 +306,14 @@ class IterableLoader(Seekable):
                 f"The training loader, {self.name}, gives no batch"
                 f"{' when it is read again' if place.passes else ''}.\n"
                 "Give an object that starts over with each iter(), such as a DataLoader, or a "
-                "max_steps that its batches suffice for."
+                "max_steps that it has enough batches for."
             )
         length = length_of(self.loader)
         if length not in (None, place.number) and not self.is_warned:
             self.is_warned = True
             launch.warn(
-                f"{self.name}'s len() is {length}, and it gave {place.number} batches. An epoch "
-                f"stays {self.steps} steps, and the next one goes on where it stopped reading."
+                f"{self.name}'s len() is {length}, but it gave {place.number} batches. An epoch "
+                f"stays {self.steps} steps, and the next one continues where this one stopped."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class IterableLoader(Seekable):
             try:
                 checkpoint.pack(state["loader"], {}, f"The state of {self.name}")
             except TypeError as error:
-                raise UserError(f"{error}\nLet its state_dict() return those alone.") from None
+                raise UserError(f"{error}\nLet its state_dict() return only those.") from None
         return state
 
     def load_state_dict(self, state: Any) -> None:

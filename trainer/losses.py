@@ -159,9 +159,9 @@ def check_arguments(loss: Any, arguments: tuple[Any, ...]) -> None:
     if outputs.shape != targets.shape:
         raise UserError(
             f"loss: the outputs are {tuple(outputs.shape)}, the targets {tuple(targets.shape)}, "
-            f"and {name} needs one shape: it would compare outputs with targets of other samples.\n"
-            "Let the model return outputs of the targets' shape, as by .squeeze(1), or reshape the "
-            "targets."
+            f"but {name} needs one shape: it would compare outputs with targets of other samples.\n"
+            "Let the model return outputs of the targets' shape, as with .squeeze(1), or reshape "
+            "the targets."
         )
     weight = option(loss, "weight")
     if isinstance(weight, torch.Tensor) and weight.ndim == targets.ndim and len(weight) > 1:

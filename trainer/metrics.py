@@ -124,7 +124,7 @@ def check_over_ranks(metrics: Mapping[str, Any]) -> None:
     for name, metric in metrics.items():
         if not isinstance(metric, Sums) and not hasattr(metric, "sync_on_compute"):
             raise UserError(
-                f"metrics.{name}: {type(metric).__name__} is not added up over "
+                f"metrics.{name}: {type(metric).__name__} is not summed over "
                 f"{parallel.ranks()} processes.\n"
                 "Derive it from torchmetrics.Metric or stoker.trainer.metrics.Sums, "
                 "or leave it out."
@@ -149,9 +149,9 @@ def class_of(targets: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
             if (off < 0.01).all():
                 return targets.argmax(1)
     raise UserError(
-        "This metric is for one class a sample: outputs (N, classes, ...) and targets (N, ...); "
+        "This metric is for one class per sample: outputs (N, classes, ...) and targets (N, ...); "
         f"these are {tuple(outputs.shape)} and {tuple(targets.shape)}.\n"
-        "For one logit or several labels take torchmetrics.classification.BinaryAccuracy or "
+        "For one logit or several labels use torchmetrics.classification.BinaryAccuracy or "
         "MultilabelAccuracy."
     )
 
@@ -234,7 +234,7 @@ class Confusion(OfClasses):
         true = class_of(targets, outputs)
         if outputs.shape[1] != self.num_classes:
             raise UserError(
-                f"num_classes={self.num_classes}: the model's outputs are of "
+                f"num_classes={self.num_classes}: the model's outputs have "
                 f"{outputs.shape[1]} classes."
             )
         counts = self.counts(targets, true)

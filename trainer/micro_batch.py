@@ -45,7 +45,7 @@ class MicroBatch:
         self.adapts: bool = size == "auto"
         if self.adapts and parallel.ranks() > 1:
             raise UserError(
-                "micro_batch=auto: several processes have to cut a batch alike. Type micro_batch=N."
+                "micro_batch=auto: several processes must split a batch alike. Type micro_batch=N."
             )
         self.size: int | None = None if isinstance(size, str) else size
         self.device = device
@@ -119,7 +119,7 @@ class MicroBatch:
         self.size = most // 2
         note = "" if module is None else f", and {SAME}"
         log.warning(
-            "Out of memory with %d samples at once: the %s goes on with %d%s.",
+            "Out of memory with %d samples at once: the %s continues with %d%s.",
             most,
             self.use,
             self.size,

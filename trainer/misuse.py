@@ -80,10 +80,10 @@ def check_parts(
         raise UserError(
             "scheduler: give a factory, such as functools.partial(stoker.trainer.schedules.cosine, "
             f"warmup=0.1){instead_of(scheduler)}.\n"
-            "Each fit calls it with the optimizer; one of torch's counts optimizer steps here."
+            "Each fit calls it with the optimizer; torch's schedulers count optimizer steps here."
         )
     if metrics is not None and not hasattr(metrics, "keys"):
-        raise UserError("metrics: give them by their names, as in metrics={'acc': Accuracy()}.")
+        raise UserError("metrics: give a dict, as in metrics={'acc': Accuracy()}.")
     for name, metric in (metrics or {}).items():
         check_metric(name, metric)
     if not isinstance(callbacks, (list, tuple)):

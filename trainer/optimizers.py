@@ -95,7 +95,7 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
     if foreign:
         raise UserError(
             f"optimizer: {foreign} of the {len(parameters)} parameters of this {kind} are not the "
-            f"model's.\nMake it of the model that the Trainer gets, {kind}(model.parameters(), "
+            f"model's.\nBuild it from the model of the Trainer, {kind}(model.parameters(), "
             f"...), or give a factory: {factory}."
         )
     for parameter, moments in optimizer.state.items():
@@ -103,7 +103,7 @@ def check_ready(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> No
             is_tensor = isinstance(moment, torch.Tensor) and moment.shape == parameter.shape
             if is_tensor and moment.device != parameter.device:
                 raise UserError(
-                    f"optimizer: the state of this {kind} is on {moment.device}, and the model on "
+                    f"optimizer: the state of this {kind} is on {moment.device}, but the model on "
                     f"{parameter.device}.\nMove the model there before its first step, or give a "
                     f"factory: {factory}."
                 )

@@ -151,8 +151,8 @@ def check_exchanged(model: torch.nn.Module, module: torch.nn.Module) -> None:
     unfrozen = trained(module) - exchanged.get(model, trained(module))
     if unfrozen:
         raise UserError(
-            f"strategy: {first_few(sorted(unfrozen), 3)} was frozen when the Trainer was made, and "
-            "several processes exchange no gradients of it.\n"
+            f"strategy: {first_few(sorted(unfrozen), 3)} was frozen when the Trainer was made, so "
+            "the processes do not exchange its gradients.\n"
             "Freeze it in on_fit_start instead, or train in one process."
         )
 
@@ -353,7 +353,7 @@ def spread_norms(module: torch.nn.Module) -> None:
             child.__class__ = over_ranks(kind)
         else:
             name = kind.__name__
-            log.warning("%s has its own forward: its statistics are of each process's part.", name)
+            log.warning("%s has its own forward: its statistics are per process.", name)
 
 
 def unwrap(module: torch.nn.Module) -> None:
@@ -472,7 +472,7 @@ def check_same_weights(model: torch.nn.Module) -> None:
             raise TrainingError(
                 f"The weights of {name} are not the same on all processes: their gradients were "
                 "not exchanged.\n"
-                "A step has to call self.model, the whole of it and once for each backward(), "
+                "A step has to call all of self.model once per backward(), "
                 "not self.module; or parts of it, with "
                 "stoker.trainer.parallel.average_gradients(part) after each backward()."
             )
@@ -486,13 +486,13 @@ def explain(error: BaseException) -> UserError | None:
         return UserError(
             "strategy=fsdp: torch cannot do this with sharded parameters "
             f"({first_line(error)[:150]}).\n"
-            "Type strategy=ddp, or another optimizer if it is that. "
+            "Type strategy=ddp, or another optimizer if that is the cause. "
             "A step has to call self.model, not parts of it."
         )
     if "mark a variable ready only once" in text or "marked as ready twice" in text:
         return UserError(
-            "strategy=ddp: a parameter has had two gradients in one backward().\n"
-            "A step has to call self.model, the whole of it and once for each backward(), "
+            "strategy=ddp: a parameter got two gradients in one backward().\n"
+            "A step has to call all of self.model once per backward(), "
             "not self.module."
         )
     return None
@@ -535,7 +535,7 @@ def check_sampler(loader: Any) -> None:
     """Raise UserError for a loader that deals its batches out itself."""
     if isinstance(getattr(loader, "sampler", None), torch.utils.data.DistributedSampler):
         raise UserError(
-            "DistributedSampler: the Trainer deals each batch out to the processes itself.\n"
+            "DistributedSampler: the Trainer splits each batch among the processes itself.\n"
             "Give a DataLoader without it, with the whole batch_size."
         )
 

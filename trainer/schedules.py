@@ -133,7 +133,7 @@ def schedule(
     warmup_steps = round(warmup)
     if warmup > 1 and warmup != warmup_steps:
         raise UserError(
-            f"scheduler.warmup={warmup}: from 1 on this counts steps. "
+            f"scheduler.warmup={warmup}: values above 1 count steps. "
             "Give a whole number, or a share of all steps below 1."
         )
     if start and not warmup:
@@ -142,8 +142,8 @@ def schedule(
         warmup_steps = min(round(warmup * total_steps), total_steps - 1)
     if warmup_steps >= total_steps:
         raise UserError(
-            f"scheduler.warmup={warmup}: the training has {total_steps} steps, and would never "
-            "reach the rate. Type a share of them, as in scheduler.warmup=0.1, or train longer."
+            f"scheduler.warmup={warmup}: the training has {total_steps} steps, and never reaches "
+            "the full rate. Type a share of them, as in scheduler.warmup=0.1, or train longer."
         )
 
     def factor(step: int) -> float:
@@ -190,8 +190,8 @@ def build(
         raise UserError(f"scheduler: {kind} is not an LR scheduler. Type scheduler=cosine.")
     if required(inspect.signature(scheduler.step).parameters.values()):
         raise UserError(
-            f"scheduler: {kind} wants a number at each step, and a schedule here follows the step "
-            "alone.\nType scheduler=cosine, linear, step or onecycle; one that follows a number is "
+            f"scheduler: {kind} needs a metric at each step, but a schedule here follows the step "
+            "alone.\nType scheduler=cosine, linear, step or onecycle; one that follows a metric is "
             "a callback, such as examples.own_callback.Plateau."
         )
     return scheduler
@@ -213,8 +213,8 @@ def by_group(usual: Callable[..., Any], rules: Iterable[Mapping[str, Any]]) -> C
             for each in (schedule, part):
                 if not isinstance(each, Schedule):
                     raise UserError(
-                        "groups: a rule's scheduler is one of stoker.trainer.schedules beside "
-                        f"another of them, and here is torch's {type(each).__name__}."
+                        "groups: a rule's scheduler and that of the run have to be from "
+                        f"stoker.trainer.schedules, not torch's {type(each).__name__}."
                     )
             schedule.factors[name] = part.factor
             schedule.description += f" ({name}: {part.description})"

@@ -166,7 +166,7 @@ def check_micro_batch(size: int | str | None, parts: int = 1) -> Any:
     """
     if size is not None and parts > 1:
         raise UserError(
-            f"micro_batch={as_typed(size)} and grad_accum_steps={parts} both cut the batch. "
+            f"micro_batch={as_typed(size)} and grad_accum_steps={parts} both split the batch. "
             "Type one of them."
         )
     return check("micro_batch", size)

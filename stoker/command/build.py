@@ -90,7 +90,7 @@ def build(key: str, node: DictConfig | dict[str, Any], **offered: Any) -> Any:
         # As a partial that is called here, since Hydra would copy the arguments.
         factory = hydra.utils.instantiate({**node, "_partial_": True}, _convert_="all")
     except InstantiationException as error:
-        reason = "this is not an allowed target, whatever is trusted."
+        reason = "this is never an allowed target."
         if error.__cause__ is not None:
             reason = first_line(error.__cause__)
         raise UserError(f"{key}._target_={target}: {reason}") from error
@@ -266,7 +266,7 @@ def check_node(key: str, node: Any, offered: Collection[str] = ()) -> None:
     for name in node if isinstance(node, dict) else ():
         if isinstance(name, str) and is_hydras(name) and name not in KEYS:
             raise UserError(
-                f"{key}.{name}: this is not for a config. It may have {', '.join(KEYS)}."
+                f"{key}.{name}: a config cannot set this. It may have {', '.join(KEYS)}."
             )
     if isinstance(node, dict) and "_target_" in node:
         check_target(key, node, offered)

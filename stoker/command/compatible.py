@@ -55,8 +55,8 @@ def check_fit(model: nn.Module, loss: Any, data: Data, mixes: bool = False) -> N
             loss(outputs, nn.functional.one_hot(targets, data.num_classes).float())
         except REFUSALS as error:
             raise UserError(
-                f"dataset.augment: mixup and cutmix need a loss of shares of classes, "
-                f"and {name} takes classes. Leave them out, or type loss=cross_entropy."
+                f"dataset.augment: mixup and cutmix need a loss of class probabilities, "
+                f"but {name} takes class labels. Leave them out, or type loss=cross_entropy."
             ) from error
 
 

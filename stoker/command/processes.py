@@ -43,7 +43,7 @@ def count(strategy: str, devices: int | str, device: str) -> int:
         if devices not in ("auto", 1):
             ways = " or ".join(f"strategy={way} devices={devices}" for way in launch.SEVERAL)
             raise UserError(
-                f"devices={devices}: with strategy={strategy}, one process is started. Type {ways}."
+                f"devices={devices}: strategy={strategy} starts only one process. Type {ways}."
             )
         return 1
     if isinstance(devices, int):

@@ -295,22 +295,22 @@ def check_together(values: Mapping[str, Any]) -> None:
         started = devices
     if name == "fsdp" and values.get("compile"):
         raise UserError(
-            "strategy=fsdp: sharded parameters are not compiled, and there is "
+            "strategy=fsdp: sharded parameters are not compiled, but there is "
             f"compile={as_typed(values['compile'])}.\nType compile=false or strategy=ddp."
         )
     if values.get("activation_checkpointing") and values.get("compile"):
         raise UserError(
-            "activation_checkpointing=true: a compiled model decides itself what it keeps. "
+            "activation_checkpointing=true: a compiled model decides by itself what to keep. "
             "Type compile=false, or leave it out."
         )
     if values.get("micro_batch") == "auto" and max(started, launch.world_size()) > 1:
         raise UserError(
-            "micro_batch=auto: several processes have to cut a batch alike. Type micro_batch=N."
+            "micro_batch=auto: several processes must split a batch alike. Type micro_batch=N."
         )
     batch_size = values.get("batch_size")
     if batch_size and batch_size < started:
         raise UserError(
-            f"batch_size={batch_size}: {started} processes cannot share such a batch. "
+            f"batch_size={batch_size}: {started} processes cannot share this batch. "
             f"Type batch_size={started} or more, or lower devices."
         )
 

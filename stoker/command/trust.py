@@ -137,7 +137,7 @@ def locate(key: str, target: str) -> Any:
     try:
         located = hydra.utils.get_object(target)
     except InstantiationException:
-        raise UserError(f"{place}: this is not an allowed target, whatever is trusted.") from None
+        raise UserError(f"{place}: this is never an allowed target.") from None
     except UNKNOWN_NAME as error:
         failure = error.__cause__ or error
         reason = (

@@ -207,7 +207,7 @@ def place(folder: str | Path, form: str, output: str | Path | None) -> Path:
         return Path(output)
     path = Path(folder) / "export" / FILES[form]
     if path.parent.is_symlink():
-        raise UserError(f"run={folder}: export in it is a symbolic link. Type output=FILE.")
+        raise UserError(f"run={folder}: its export folder is a symbolic link. Type output=FILE.")
     directory.make(path.parent, "output")
     return path
 

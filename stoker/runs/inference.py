@@ -466,5 +466,5 @@ def check_output(output: str | Path, endings: Sequence[str] = ()) -> None:
         )
     if os.path.lexists(path):
         raise UserError(
-            f"{shown}: this file exists, and is not overwritten. Type another output, or remove it."
+            f"{shown}: this file exists and is not overwritten. Type another output, or remove it."
         )

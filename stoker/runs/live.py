@@ -49,4 +49,4 @@ class LiveReport(Callback):
             report.write(self.folder, "running")
         except Exception as error:
             self.is_on = False
-            log.warning("the report could not be drawn (%s); the training goes on.", cause(error))
+            log.warning("the report could not be drawn (%s); the training continues.", cause(error))

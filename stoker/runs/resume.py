@@ -31,7 +31,7 @@ def to_resume(
 
     if overwrite and resume != "never":
         raise UserError(
-            "overwrite=true: this needs a run that starts over. Type resume=never as well."
+            "overwrite=true is only for a run that starts over. Type resume=never as well."
         )
     if resume == "never":
         check_replaceable(folder, overwrite)
@@ -141,7 +141,7 @@ def check_data(state: dict[str, Any], fingerprint: str) -> None:
     if before not in (None, fingerprint):
         raise UserError(
             f"dataset: the run had other data (fingerprint {before}, now {fingerprint}).\n"
-            "Type the dataset.root that it had to continue it;"
+            "To continue it, type its dataset.root;"
             " for a new run, another run_dir and no resume."
         )
 

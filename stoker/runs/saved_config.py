@@ -125,7 +125,7 @@ def check_inside(key: str, node: Any, run_dir: str) -> None:
         value = given.get(name)
         place = Path(str(value)).resolve()
         if value is not None and not place.is_relative_to(Path(run_dir).resolve()):
-            raise UserError(f"{key}.{name}={value}: this is outside of the run directory.")
+            raise UserError(f"{key}.{name}={value}: this is outside the run directory.")
 
 
 def check_typed(cfg: DictConfig, saved: Config) -> None:
@@ -383,7 +383,7 @@ class Resolver:
         self.left -= cost
         if self.left < 0 or depth > MOST_LEVELS:
             raise UserError(
-                f"{self.place}: {name} in its config.yaml leads back to itself, or to too much."
+                f"{self.place}: {name} in its config.yaml refers to itself, or expands too far."
             )
 
     def target(self, name: str, interpolation: str) -> Any:
@@ -401,7 +401,7 @@ class Resolver:
     def refusal(self, name: str, value: str) -> UserError:
         return UserError(
             f"{self.place}: {name} in its config.yaml is {value}, "
-            f"which is not looked up for a file.\nType {name}=... for what it should be."
+            f"which is not resolved.\nType {name}=... with its value."
         )
 
 

@@ -128,7 +128,7 @@ def evaluated(path: Path, state: Any) -> tuple[Tensors, str]:
     average = entry(entry(entry(state, "callbacks"), EMA.__name__), EMA.key)
     averaged = {name: average.get(name, tensor) for name, tensor in weights.items()}
     if not all(map(torch.is_tensor, averaged.values())):
-        raise UserError(f"init_from={printable(path)}: its average is not one of weights.")
+        raise UserError(f"init_from={printable(path)}: its average is not of weights.")
     origin = printable(path)
     return averaged, f"{origin} (averaged by EMA)" if average else origin
 

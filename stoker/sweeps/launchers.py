@@ -178,7 +178,7 @@ class Jobs(Callback):
             if node.n_jobs == 0:
                 raise UserError(
                     "hydra.launcher.n_jobs=0: give a whole number at least 1, "
-                    "or -1 for one on each core."
+                    "or -1 for one per core."
                 )
             self.at_once = cores() if node.n_jobs == -1 else node.n_jobs
         gpus = 0 if launcher == "submitit_slurm" else count_gpus(self.device)

@@ -51,7 +51,7 @@ class SweepCallback(Callback):
         if launch.world_size() > 1:
             program = " ".join(invocation.program())
             raise UserError(
-                f"-m: a sweep is one process. Type {program} -m ... devices=N, without torchrun."
+                f"-m: a sweep needs one process. Type {program} -m ... devices=N, without torchrun."
             )
         settings.check("sweep.on_error", config.sweep.on_error)
         folder = Path(config.hydra.sweep.dir)

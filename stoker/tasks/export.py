@@ -23,9 +23,9 @@ def export(cfg: DictConfig) -> None:
         weights = Path(cfg.run) / directory.WEIGHTS
         loading = card.load_arguments(cfg.run, list(arguments.typed()))
         raise UserError(
-            f"task=export: what goes into this model is not known, since {model.about['dataset']} "
-            f"gives any samples.\nIts weights are in {weights}; torch.onnx.export takes "
-            f"stoker.load({loading}) and an input of yours."
+            f"task=export: the inputs of this model are unknown, since {model.about['dataset']} "
+            f"may return any samples.\nIts weights are in {weights}; torch.onnx.export takes "
+            f"stoker.load({loading}) and an example input."
         )
     dataset = plain(config.dataset, resolve=True)
     dataset = {key: value for key, value in dataset.items() if key not in settings.LOADER_KEYS}

@@ -13,9 +13,7 @@ def generate(cfg: DictConfig) -> None:
 
     model = inference.load(cfg.run, device=cfg.device)
     if model.about.get("tokens") is None:
-        raise UserError(
-            f"run={cfg.run}: it was trained on {model.about['dataset']}, and not on a text."
-        )
+        raise UserError(f"run={cfg.run}: it was trained on {model.about['dataset']}, not on text.")
     if not hasattr(model.module, "generate"):
         raise UserError(
             f"run={cfg.run}: its {type(model.module).__name__} has no method generate. "

@@ -17,7 +17,9 @@ def new(arguments: Sequence[str]) -> None:
     """Write the project NAME into a folder of this name, and print what to type next."""
     if len(arguments) != 1:
         program = " ".join(invocation.program())
-        raise UserError(f"new: give one name, also of the package. Type {program} new NAME.")
+        raise UserError(
+            f"new: give one name, for the project and its package. Type {program} new NAME."
+        )
     [name] = arguments
     check_name(name)
     for source in sorted(TEMPLATE.rglob("*")):
@@ -37,7 +39,7 @@ def check_name(name: str) -> None:
     """Raise UserError unless this can be the name of a new package in a new folder."""
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         raise UserError(
-            f"new {name}: a package is named with letters, digits and _. Type new {PLACEHOLDER}."
+            f"new {name}: name a package with letters, digits and _. Type new {PLACEHOLDER}."
         )
     if Path(name).exists():
         raise UserError(f"new {name}: a file or folder of this name exists. Type another name.")

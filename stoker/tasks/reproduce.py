@@ -31,7 +31,7 @@ def again(cfg: DictConfig) -> DictConfig:
         raise UserError(f"run={cfg.run}: this run has not finished, so it cannot be compared.")
     if result.stopped_by("time_limit") or result.stopped_by("pruned"):
         assert result.stopped is not None
-        raise UserError(f"run={cfg.run}: it {result.stopped.text}, which no run repeats.")
+        raise UserError(f"run={cfg.run}: it {result.stopped.text}, which cannot be repeated.")
     if cfg.run_dir is not None and Path(cfg.run_dir).resolve() == Path(cfg.run).resolve():
         raise UserError(f"run_dir={cfg.run_dir}: this is the run itself. Type another run_dir.")
     run_dir = cfg.run_dir or directory.claim("reproduced", Path(cfg.run).resolve().name)
