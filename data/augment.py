@@ -92,7 +92,7 @@ class Augment:
         self.geometric[item] = value
 
     def per_sample(self, in_shape: Sequence[int], seed: int) -> PerSample | None:
-        """Return what reads samples of this shape, transformed; None if there is no transform."""
+        """Return a reader of transformed samples of this shape; None if there is no transform."""
         return PerSample(self.transforms, in_shape, seed) if self.transforms else None
 
     def check(self, in_shape: Sequence[int], target_shape: Sequence[int] = ()) -> None:

@@ -110,9 +110,9 @@ def dates(texts: Texts) -> Any:
 
 
 def fitting(texts: Collection[str], few: int) -> Notation | None:
-    """Return the notation that reads nearly all of different texts as numbers; None if none does.
+    """Return the notation that reads nearly all distinct texts as numbers; None if none does.
 
-    Letters are a unit where there are more than `few` texts: 1st and 2nd are names.
+    Letters are a unit only if there are more than `few` texts: 1st and 2nd are names.
     """
     in_units = [text for text in texts if IN_UNITS.fullmatch(text)]
     marks = set("".join(in_units)) - set("0123456789+-")

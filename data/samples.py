@@ -131,7 +131,7 @@ def make_loader(
 
     An IterableDataset becomes a DataLoader, by default without workers, each of which would read
     all of it. A loader of your own stays as it is. With a limit, an evaluation takes its first
-    batches, and an epoch goes on where the last one stopped reading.
+    batches, and an epoch continues where the last one stopped.
     """
     if has_samples(part):
         count = choose_workers(part) if workers == "auto" else int(workers)
@@ -193,7 +193,7 @@ class EndingBatches:
     """The batches of a stream for an evaluation, which has to end.
 
     Raises:
-        UserError: The stream goes on after MOST samples.
+        UserError: The stream continues after MOST samples.
     """
 
     def __init__(self, loader: Any, name: str) -> None:

@@ -103,8 +103,8 @@ class Workers:
                 try:
                     raise batch
                 finally:
-                    # It would hold itself, by this frame, and leave the workers' end to the garbage
-                    # collector.
+                    # It would keep itself alive through this frame, and the workers would only end
+                    # with the garbage collection.
                     del batch
             yield batch
 
@@ -124,8 +124,8 @@ class Workers:
         try:
             with children_do_not_interrupt(), stops_wait():
                 self.batches = iter(self.loader)
-                # Here, or a signal that has waited would come before anybody knows of the processes
-                # to be ended. private: _workers, the processes of an iterator, torch 2.15
+                # Here, or a pending signal would arrive before the processes to end are known.
+                # private: _workers, the processes of an iterator, torch 2.15
                 self.processes = getattr(self.batches, "_workers", [])
                 self._end_with_this_process()
         except Exception as error:

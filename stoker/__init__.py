@@ -1,4 +1,4 @@
-"""Stoker: a configurable PyTorch training framework whose loop is a page.
+"""Stoker: a configurable PyTorch training framework with a loop that fits on a page.
 
 `import stoker` costs no torch: each public name is imported when you first use it.
 """

@@ -393,7 +393,7 @@ class Checkpoint(Monitor):
                 old_path.unlink()
 
     def wait(self) -> None:
-        """Wait until all is written; raise the error that came up in the thread."""
+        """Wait until all is written; raise the error from the thread."""
         if self.writing is not None:
             writing = self.writing
             self.writing = None
@@ -657,7 +657,7 @@ class EMA(ShadowWeights):
 def checksums(module: torch.nn.Module) -> dict[str, int]:
     """Return a checksum of the bytes of each parameter and floating-point buffer.
 
-    Of shards, those of this process.
+    With shards, only those of this process.
     """
     tensors = {**floating_state(module), **dict(module.named_parameters())}
     sums: dict[str, int] = {}

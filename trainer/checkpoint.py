@@ -32,12 +32,12 @@ MARK = "$"
 # become an object of a hundred.
 MAX_HEADER = 64 * 2**20
 MAX_VALUES = 2**20
-# How a zip file (torch.save) and a pickle begin.
+# The first bytes of a zip file (torch.save) and of a pickle.
 FOREIGN = (b"PK\x03\x04", b"\x80")
 
 
 class DamagedCheckpoint(TrainingError):
-    """A checkpoint file whose contents are not what was written."""
+    """A checkpoint file whose contents have changed since it was written."""
 
 
 def save(path: str | Path, state: State) -> None:
@@ -309,7 +309,7 @@ def digest(tensors: Tensors, tree: str) -> str:
 def go_back(folder: str | Path, step: int) -> None:
     """Remove the checkpoints after `step`, and what a killed save has left.
 
-    A run that goes on from there writes them again, and the newest has to be its own.
+    A run that resumes from there writes them again, and the newest must be its own.
     """
     for number, path in files(folder).items():
         if number > step:

@@ -202,14 +202,14 @@ def autocast(
 
 
 def settle_layout(module: torch.nn.Module, in_shape: Sequence[int], device: torch.device) -> None:
-    """Undo channels_last if the module's forward cannot handle it: `view` of an image cannot."""
+    """Undo channels_last if the module's forward cannot handle it, as `view` of an image."""
     if not any(isinstance(child, CONVOLUTIONS) for child in module.modules()):
         return
     try:
         with modes_restored(module), torch.no_grad():
             module.eval()
             module(torch.zeros(2, *in_shape, device=device))
-    except Exception as error:  # any other error will come up in the first step
+    except Exception as error:  # any other error will show up in the first step
         if NO_VIEW in str(error):
             module.to(memory_format=torch.contiguous_format)
             log.warning(
@@ -325,7 +325,7 @@ def never_waiting(device: torch.device) -> Iterator[None]:
 def record(work: Callable[[Any], Any], batch: Any, device: torch.device) -> Callable[[], Any]:
     """Capture `work(batch)` as one graph; return a function that replays it on the same memory.
 
-    Each replay returns the same tensors. Other threads may go on to pin memory meanwhile.
+    Each replay returns the same tensors. Other threads may pin memory meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
     stream = capture_stream(device)

@@ -39,7 +39,7 @@ class Freeze(Callback):
         self.norms: dict[torch.nn.Module, Any] = {}  # those that keep their statistics, with a hook
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Freeze, or thaw in a run that goes on after `thaw_at`.
+        """Freeze, or thaw in a run that resumes after `thaw_at`.
 
         Raises:
             UserError: A pattern matches no parameter, or nothing is left to train.

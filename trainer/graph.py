@@ -13,17 +13,17 @@ from stoker.trainer.errors import UserError, log
 
 WARMUP = 3  # steps without a graph, while kernels are chosen and the optimizer makes its state
 MOST = 4  # graphs, each of which holds the memory of a step
-REMEMBERED = 64  # kinds of steps, of which one that comes again is captured
+REMEMBERED = 64  # kinds of steps; one is captured when it repeats
 PATIENCE = 20  # steps after which a fit without a graph says so
 CHANGES = ("params", "lr", "initial_lr")  # of a parameter group: not a part of the kind of a step
-# Attributes of a Trainer that are others at each step: a graph would keep those of its capture.
+# Attributes of a Trainer that change at each step: a graph would keep the captured values.
 CLOCKS = ("step", "rates")
 Work = Callable[[Any], Any]  # from a batch to tensors
 Kind = tuple[Hashable, Hashable, Hashable]
 
 
 class Captured:
-    """Calls `work(batch)`, by a graph from the second time on that such a step comes.
+    """Calls `work(batch)`, as a graph from the second step of the same kind on.
 
     A graph repeats its kernels on the memory that they had. So there is one for each kind of step:
     the batch's shapes and plain values, which parameters are trained, and the optimizer's settings

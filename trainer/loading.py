@@ -183,7 +183,7 @@ class IterableLoader(Seekable):
 
     global_size: int | None = None  # samples of the whole batch, in several processes
     steps: int | None = None  # in an epoch; None reads one pass, or its first `steps_per_epoch`
-    place: Place | None = None  # before the first batch, and where another iteration goes on
+    place: Place | None = None  # before the first batch, and where the next iteration continues
     loaded: Place | None = None  # of a checkpoint, for the next `seek`
     is_warned: bool = False  # of a wrong length
 

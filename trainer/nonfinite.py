@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 
-SILENT = (Monitor, NaNGuard, TimeLimit)  # they stop a training, or write
+SILENT = (Monitor, NaNGuard, TimeLimit)  # they only stop the training or write
 
 
 @dataclass
@@ -155,7 +155,7 @@ def take_step(trainer: "Trainer", batch: Any) -> torch.Tensor:
 
 
 def replaying_callbacks(trainer: "Trainer") -> list[Callback]:
-    """Return the callbacks that may change a weight. Those of one rank only print or write."""
+    """Return the callbacks that may change a weight; those of one rank only print or write."""
     callbacks = []
     for callback in trainer.callbacks:
         if not callback.first_rank_only and not isinstance(callback, SILENT):
@@ -174,7 +174,7 @@ def call_back(trainer: "Trainer") -> None:
 
 
 def examine(trainer: "Trainer", batch: Any, harmless: set[str]) -> FirstStep | None:
-    """Take a step; return what in it was the first not to be finite, None if all of it was.
+    """Take a step; return the first thing in it that was not finite, or None.
 
     Entries of a batch that were not finite in a good step, such as masks, are `harmless`.
     """

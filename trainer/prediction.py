@@ -169,7 +169,7 @@ def are_uniform(leaves: list[Any]) -> bool:
 
 
 def joined(name: str, leaves: list[Any]) -> Any:
-    """Return one tensor, or a list with an item per sample, of those of several batches."""
+    """Join those of several batches: one tensor, or a list with an item per sample."""
     if len(leaves) == 1:
         return leaves[0]
     if are_uniform(leaves):
@@ -178,7 +178,7 @@ def joined(name: str, leaves: list[Any]) -> Any:
 
 
 def interleaved(name: str, leaves: list[Any]) -> Any:
-    """Return the samples of a batch in their order, of those that each process was dealt."""
+    """Put the samples that each process was dealt back into the order of the batch."""
     total = sum(map(len, leaves))
     whole: Any = [None] * total
     if are_uniform(leaves):

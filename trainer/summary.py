@@ -105,7 +105,7 @@ def optimizer_tensors(optimizer: Any) -> list[torch.Tensor]:
 
 
 def mib(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the MiB of tensors; of shards, those of this process."""
+    """Return the MiB of tensors; with shards, only those of this process."""
     parts = parallel.local(tensors)
     return sum(tensor.element_size() * tensor.nelement() for tensor in parts) / MIB
 
@@ -154,9 +154,9 @@ def not_finite(trainer: "Trainer") -> str:
 
 
 def can_be_counted(trainer: "Trainer") -> bool:
-    """Return whether `Saved` sees all that a step saves.
+    """Return whether `Saved` sees everything that a step saves.
 
-    Under hooks a compiled module would be compiled again, and the threads of replicas have none.
+    Hooks would recompile a compiled module, and do not reach the threads of replicas.
     """
     return not (parallel.is_compiled(trainer.module) or trainer.replicas)
 

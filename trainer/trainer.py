@@ -287,5 +287,5 @@ class Trainer(Batching, Predicting, Stoppable, Stateful, Reporting):
         self.poll_interruption()
 
     def parameter_groups(self, rules: Sequence[Rule]) -> list[dict[str, Any]]:
-        """Return the parameter groups for the optimizer, by the rules of `groups`."""
+        """Return the parameter groups for the optimizer, following the rules of `groups`."""
         return parameter_groups(self.module, rules)

@@ -38,7 +38,7 @@ from stoker.trainer.launch import (
 
 ANSWER = 5  # seconds that other ranks have to report why they end
 SAME = 2  # seconds in which rank 0 meets an error that another rank has met, if both have it
-# Seconds after a signal (plus ANSWER) until a process ends whose peers have stopped responding.
+# Seconds after a signal (plus ANSWER) until a process ends if its peers have stopped responding.
 LATE = 3
 # Seconds after which a process ends that has not handled a signal. torchrun kills it after 30.
 BLOCKED = 25

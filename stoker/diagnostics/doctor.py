@@ -1,4 +1,4 @@
-"""The doctor: warns of dead units, vanishing gradients and updates of the wrong size."""
+"""The doctor: warns about dead units, vanishing gradients and updates of the wrong size."""
 
 import math
 import statistics
@@ -215,7 +215,7 @@ class Doctor(Callback):
             self.judge(trainer)
 
     def judge(self, trainer: Trainer) -> None:
-        """Warn of what the last samples agree on, once for each layer and kind."""
+        """Warn about what the last samples agree on, once for each layer and kind."""
         for kind, layers in findings(self.samples, self.most_moved).items():
             known = self.said.setdefault(kind, [])
             new = {name: text for name, text in layers.items() if name not in known}

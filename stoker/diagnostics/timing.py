@@ -90,7 +90,7 @@ class Timing(Callback):
         self.turned = 0.0
         # {stage: seconds} of each sampled step, by its kind
         self.sampled: dict[str, list[dict[str, float]]] = {"fit": [], "epoch": [], "other": []}
-        self.unread: list[tuple[str, list[Mark]]] = []  # the device may not have come to these yet
+        self.unread: list[tuple[str, list[Mark]]] = []  # the device may not have reached these yet
         self.marks: list[Mark] = []  # of the step that is being sampled
         self.waited = False  # whether Python waited for the device in that step
         self.idle: list[bool] = []  # whether the device had nothing left to do at a step's end
@@ -141,7 +141,7 @@ class Timing(Callback):
                 callback.write(f"speed    {text}")
 
     def enter(self, name: str) -> None:
-        """Note that a span begins."""
+        """Note that a span has started."""
         if name in self.whole:
             self.turn()
             self.within.append(name)
@@ -171,12 +171,12 @@ class Timing(Callback):
         self.gap = "other"
 
     def mark(self, stage: str | None) -> None:
-        """Cut the sampled step here; the time since the last mark is the stage's."""
+        """Cut the sampled step here; the time since the last mark belongs to the stage."""
         if self.marks:
             self.marks.append((stage, devices.mark(self.device)))
 
     def leave_out(self, seconds: float) -> None:
-        """Take the last seconds out of the time of the fit."""
+        """Exclude the last seconds from the time of the fit."""
         self.began += seconds
 
     def too_early(self) -> float:
@@ -216,7 +216,7 @@ class Timing(Callback):
         self.next_step = trainer.step + int(2 * self.random.random() * pause)
 
     def read(self) -> None:
-        """Turn the marks of sampled steps into seconds; the device must have come to them."""
+        """Turn the marks of sampled steps into seconds; the device must have reached them."""
         for kind, marks in self.unread:
             seconds: dict[str, float] = defaultdict(float)
             for (_, start), (stage, end) in itertools.pairwise(marks):

@@ -1,4 +1,4 @@
-"""What a run leaves to share: the weights, and a card on what they are and how to load them."""
+"""What a run leaves to share: the weights, and a card that explains them and how to load them."""
 
 import datetime
 import json

@@ -269,7 +269,7 @@ def predict(
             "in Python, stoker.load(DIR) takes its tensors."
         )
         if about.get("tokens") is not None:
-            advice = "A text goes on from a prompt: task=generate prompt=TEXT."
+            advice = "To continue a prompt, type task=generate prompt=TEXT."
         raise UserError(
             f"input={printable(path)}: the run was trained on {about['dataset']}, "
             f"which is neither images nor a table.\n{advice}"

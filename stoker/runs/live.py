@@ -1,4 +1,4 @@
-"""The report of a training that goes on."""
+"""The live report of a running training."""
 
 import time
 from pathlib import Path

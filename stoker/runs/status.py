@@ -40,7 +40,7 @@ class Status:
 
 
 def begin(folder: Path, trainer: "Trainer") -> None:
-    """Write that the training begins, or goes on."""
+    """Write that the training starts or resumes."""
     before = Status.read(folder) if trainer.step else Status()
     if trainer.step == trainer.total_steps:  # it is only tested again
         return

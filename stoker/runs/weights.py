@@ -1,4 +1,4 @@
-"""Begin with the weights of a checkpoint, a run directory or a safetensors file."""
+"""Start with the weights of a checkpoint, a run directory or a safetensors file."""
 
 import dataclasses
 from collections.abc import Mapping

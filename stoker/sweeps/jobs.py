@@ -94,7 +94,7 @@ def natural(text: str) -> list[tuple[int, int, str]]:
 
 
 def read_job(folder: Path) -> Job:
-    # Before the result is read: a job that ends from here on has written its result by then.
+    # Before reading the result: a job that ends after this has written its result by then.
     is_running = is_held(folder)
     result = RunResult.read(folder)
     begun = read_json(folder / JOB)

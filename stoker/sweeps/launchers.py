@@ -237,7 +237,7 @@ class Jobs(Callback):
         return False
 
     def stop(self, _: str) -> None:
-        """Handle a signal: the jobs save their step, no further one begins, and the sweep ends."""
+        """Handle a signal: the jobs save their step, no new one starts, and the sweep ends."""
         why = f"job {failed[0].name} failed, and sweep.on_error=stop" if failed else "stopping"
         then = "each job saves its step"
         if self.launcher == "submitit_slurm":
@@ -323,7 +323,7 @@ class Jobs(Callback):
             return None
 
     def go_on(self) -> None:
-        """End a job that would begin after the end of the sweep."""
+        """Stop a job that would start after the sweep has ended."""
         if stopping.received is not None or self.is_over():
             raise KeyboardInterrupt
 

@@ -118,7 +118,7 @@ def present(values: Iterable[float | None]) -> list[float]:
 
 
 def decimals(value: float) -> int:
-    """Return how many decimals show four digits of a number."""
+    """Return how many decimals a number needs to show four digits."""
     size = abs(value)
     return 4 if size <= 1 or not math.isfinite(size) else max(0, 3 - int(math.log10(size)))
 

@@ -1,4 +1,4 @@
-"""Refuse typed settings that cannot take effect in the training at hand."""
+"""Refuse typed settings that cannot take effect in this training."""
 
 import math
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ def check_effects(cfg: DictConfig, parts: "Parts") -> None:
 
 
 def check_decided(cfg: DictConfig, typed: set[str]) -> None:
-    """Raise UserError for a typed setting in whose place another one decides."""
+    """Raise UserError for a typed setting that another one overrides."""
     for key, other in DECIDED_BY.items():
         deciding = OmegaConf.select(cfg, other)
         if key in typed and deciding:

@@ -1,4 +1,4 @@
-"""task=generate: let the best weights of a run on a text go on from a prompt."""
+"""task=generate: continue a prompt with the best weights of a run on text."""
 
 from omegaconf import DictConfig
 

@@ -32,7 +32,7 @@ class Run:
     """A training in its run directory, which this process has locked.
 
     Attributes:
-        state: The contents of the checkpoint that it goes on from; None at step 0.
+        state: The contents of the checkpoint that it resumes from; None at step 0.
         started: The `time.perf_counter()` at which its time begins.
         draws: Whether it draws its report.
         script: The command of the script that trains it; None for the command's own training.

@@ -47,7 +47,7 @@ def fit(
 
     The directory gets metrics.jsonl, the checkpoints, and at the end result.json,
     model.safetensors, model.md and the report. The trainer is left with the weights that were
-    tested: the best ones by the validation. Calling it again with the same settings goes on from
+    tested: the best ones by the validation. Calling it again with the same settings resumes from
     the newest checkpoint; a run that has ended is tested again. Ctrl-C and SIGTERM end the process
     after the step, with a checkpoint of it.
 
@@ -179,7 +179,7 @@ def with_files(
 
 
 def settings_of(trainer: Trainer, train_loader: Any, saver: Checkpoint) -> dict[str, Any]:
-    """Return what a run that goes on must have in common with this one, for config.yaml.
+    """Return what a resumed run must have in common with this one, for config.yaml.
 
     Keys are those of the command where it has them. The core compares the shapes of the model.
     """

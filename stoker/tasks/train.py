@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def train(cfg: DictConfig) -> None:
-    """Train in the run directory, and lock it meanwhile."""
+    """Lock the run directory, and train in it."""
     with open_dict(cfg):
         launch.timeout = cfg.rank_timeout
         ranks.check_alike(
@@ -119,7 +119,7 @@ def config_file(cfg: DictConfig, folder: Path, code: provenance.Code) -> "Callba
 
 
 def live_report(cfg: DictConfig, folder: Path) -> list["Callback"]:
-    """Return the callback that draws the report while the training goes on, if it has one."""
+    """Return the callback that draws the report during the training, if it has one."""
     if not draws_report(cfg):
         return []
     from stoker.runs.live import LiveReport

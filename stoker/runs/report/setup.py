@@ -56,7 +56,7 @@ def defaults_of(overrides: list[str]) -> dict[str, Any]:
 
 
 def origin(run: Run) -> list[tuple[str, str]]:
-    """Return (purpose, command) of what started the run, and of what goes on with it."""
+    """Return (purpose, command) of what started the run, and of what continues it."""
     script = saved_config.script_of(run.config)
     if script is not None:
         return [("Started by a script, which also resumes it", script)]

@@ -20,7 +20,7 @@ def one_line(text: str | None) -> str:
 
 
 def setting(value: object) -> str:
-    """Return a value of the config as it would be typed, shortened."""
+    """Return a config value as a user would type it, shortened."""
     return shortened(as_typed(value))
 
 
