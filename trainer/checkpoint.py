@@ -46,7 +46,7 @@ def save(path: str | Path, state: State) -> None:
     A state is any nesting of dicts, lists, tuples, tensors and plain values.
 
     Raises:
-        TrainingError: The disk does not take it, or it has too many values to be read again.
+        TrainingError: The disk refuses it, or it has too many values to be read again.
     """
     path = Path(path)
     tensors: Tensors = {}
@@ -63,7 +63,7 @@ def save(path: str | Path, state: State) -> None:
 
 
 def write_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
-    """Write a safetensors file, whole or not at all; TrainingError if the disk does not take it."""
+    """Write a safetensors file, whole or not at all; TrainingError if the disk refuses it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
@@ -83,7 +83,7 @@ def load(path: str | Path) -> Any:
 
     Raises:
         UserError: The file does not exist.
-        DamagedCheckpoint: It is not a checkpoint, or one bit is not as it was.
+        DamagedCheckpoint: It is not a checkpoint, or a bit has changed.
         TrainingError: The system cannot read it.
     """
     metadata, tensors = read_tensors(path)
@@ -149,7 +149,7 @@ def values_in(header: bytes) -> int:
 def copy(state: Any, everywhere: bool = False) -> Any:
     """Return the state with its tensors copied, on the CPU and contiguous: training may continue.
 
-    Sharded tensors are put together, for which all processes have to call this; rank 0 gets them,
+    Sharded tensors are gathered, so all processes have to call this; rank 0 gets them,
     or all do (`everywhere`). A GPU copies all of them at once, and is waited for at the end.
     """
     sources: set[torch.device] = set()

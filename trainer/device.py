@@ -106,7 +106,7 @@ def no_cuda() -> str:
 
 
 def make_current(device: torch.device) -> None:
-    """Let the calls that name no device be for this one: another Trainer may have chosen one."""
+    """Use this device for calls that name none: another Trainer may have chosen one."""
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
@@ -346,7 +346,7 @@ def capture_stream(device: torch.device) -> Any:
 
 
 def wait_for_each_call() -> None:
-    """Let each call on a GPU wait for its kernels, if CUDA has not begun in this process."""
+    """Let each call on a GPU wait for its kernels, if CUDA has not started in this process."""
     os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
 
 

@@ -1,4 +1,4 @@
-"""Loaders: the Trainer needs batches, a length and `seek`, which any iterable is given here."""
+"""Loaders: give any iterable the length and the `seek` that the Trainer needs."""
 
 import contextlib
 import dataclasses
@@ -37,8 +37,8 @@ def by_name(val_loader: Any) -> dict[str, Any]:
 def seekable(loader: Any, seed: int, sample_dim: SampleDimOf = batches.usual_dim) -> Any:
     """Return the loader if it has `seek`, else an IterableLoader around it.
 
-    Any iterable works, such as a plain DataLoader. Of an IterableLoader that you made, only the
-    settings are taken.
+    Any iterable works, such as a plain DataLoader. From your own IterableLoader, only
+    the settings are taken.
     """
     if hasattr(loader, "seek"):
         return dealt(loader, seed, sample_dim)
@@ -54,7 +54,7 @@ def length_of(iterable: Any) -> int | None:
 
 
 def name_of(loader: Any) -> str:
-    """Return the class to speak of: the loader's, or that of the stream in a plain DataLoader."""
+    """Return the class for messages: the loader's, or that of the stream in a plain DataLoader."""
     if type(loader) is DataLoader and isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return type(loader.dataset).__name__
     return type(loader).__name__

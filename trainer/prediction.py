@@ -90,7 +90,7 @@ def predictions(trainer: "Trainer", loader: Any) -> Iterator[Any]:
 
 
 def combined(nestings: list[Any], combine: Combine, name: str = "outputs") -> Any:
-    """Return one nesting of the form of all of these, with `combine(name, leaves)` as each leaf.
+    """Combine nestings of one form into one, with `combine(name, leaves)` as each leaf.
 
     Dicts and tuples are walked through; None stays.
 

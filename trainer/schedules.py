@@ -26,8 +26,8 @@ Shape = Callable[[float], float]  # from progress (0 to 1) to a factor
 class Schedule:
     """Sets each group's rate to its `initial_lr` times `factor(step)`.
 
-    Groups whose rule has a schedule of its own have it in `factors`, by the rule's pattern. What
-    torch's LambdaLR does, in a tenth of its time, and a rate that you set by hand is not lost.
+    `factors` has the schedules of rules with their own, by the rule's pattern. This does what
+    torch's LambdaLR does in a tenth of the time, and keeps a rate that you set by hand.
     `description` is shown in the plan.
     """
 

@@ -164,7 +164,7 @@ def can_be_counted(trainer: "Trainer") -> bool:
 class Saved:
     """Counts the bytes that autograd saves for backward passes, without weights and buffers.
 
-    With several micro-batches, `most` is that of the largest one.
+    With several micro-batches, `most` is the value of the largest one.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

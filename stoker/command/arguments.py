@@ -120,8 +120,8 @@ def for_hydra(arguments: Sequence[str]) -> list[str]:
 
     A task that takes a run accepts `dataset.root=DIR` even if the default data set has no `root`.
     The project adds its experiment, its `configs/` and where its runs go.
-    A prompt is text to its last sign. `stoker plan` is another way to type `stoker task=plan`, and
-    so is the name of each task.
+    A prompt is kept character for character. `stoker plan` is short for `stoker task=plan`, and
+    so on for each task.
     """
     if arguments and arguments[0] in settings.TASKS:
         arguments = [f"task={arguments[0]}", *arguments[1:]]

@@ -319,7 +319,7 @@ def parameters_of(located: Any) -> tuple[dict[str, Any], bool]:
 
 
 def without_downloads(key: str, node: Any) -> None:
-    """Keep torchvision's builders in a node from fetching weights: a checkpoint's come next."""
+    """Keep torchvision's builders in a node from fetching weights: a checkpoint's follow."""
     for name, item in items_of(node):
         without_downloads(f"{key}.{name}", item)
     target = node.get("_target_") if isinstance(node, dict) else None

@@ -129,7 +129,7 @@ def building(
     )
     with contextlib.ExitStack() as stack:
         for loader in by_split(loaders).values():
-            if hasattr(loader, "close"):  # one of your own may have none
+            if hasattr(loader, "close"):  # your own may have none
                 stack.callback(loader.close)
         stack.enter_context(trainer)
         yield Parts(trainer, data, loaders)

@@ -18,7 +18,7 @@ from stoker.trainer.errors import UserError, first_few
 MOST_CAUSES = 12
 MOST_BYTES = 2**24  # of a file of provenance/
 UNRECORDED = "what no run records: the processor, its threads, a file that git does not track"
-OF_TIME = "/seconds"  # ends the names of what no run repeats
+OF_TIME = "/seconds"  # ends the names of what differs in every run
 
 
 def again(cfg: DictConfig) -> DictConfig:
@@ -39,7 +39,7 @@ def again(cfg: DictConfig) -> DictConfig:
 
 
 def compare(before: Path, now: Path) -> None:
-    """Print whether two runs are the same bit for bit, or where they part and what differs."""
+    """Print whether two runs are the same bit for bit, or where they diverge and what differs."""
     differences = list(parting(before, now))
     if not differences:
         count = len(read_rows(now / directory.METRICS))
@@ -75,7 +75,7 @@ def parting(before: Path, now: Path) -> Iterator[str]:
 
 
 def conditions(before: Path, now: Path) -> list[str]:
-    """Return what may be why: settings, data, the device, versions, packages and code."""
+    """Return the possible causes: settings, data, the device, versions, packages and code."""
     old = facts(before)
     new = facts(now)
     return list(differing(old, {name: new.get(name) for name in old}))
@@ -125,7 +125,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def untimed(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries without those that no run repeats."""
+    """Return the entries without those that differ in every run."""
     return {name: value for name, value in entries.items() if not name.endswith(OF_TIME)}
 
 
