@@ -113,6 +113,29 @@ def test_epochs_are_rows_of_a_table_with_a_mark_at_a_new_best(monkeypatch, tmp_p
     assert any(re.fullmatch(r"\d\d:\d\d", cells[-1]) for cells in drawn)
 
 
+def test_a_typed_ctrl_c_does_not_leave_the_live_line_behind(monkeypatch, tmp_path):
+    screen = open_screen(monkeypatch)
+
+    class Type(Callback):
+        def on_step_end(self, trainer):
+            if trainer.step == 12:
+                screen.write("^C")  # the terminal echoes it at the cursor
+
+    fit(tmp_path, Type(), epochs=2)
+    before, _, after = screen.getvalue().partition("^C")
+    assert before.endswith("\r") and after.startswith("\r")  # else it may end on the next line
+
+
+def test_a_header_is_printed_again_where_a_column_grows(monkeypatch, tmp_path):
+    screen = open_screen(monkeypatch)
+    fit(tmp_path, max_steps=12)  # 8 steps an epoch
+    lines = left(screen)
+    last = next(i for i, line in enumerate(lines) if line.startswith("1.50/2"))
+    names, cells = lines[last - 1], lines[last]
+    assert names.split()[:2] == ["epoch", "step"]
+    assert names.index("step") + 4 == cells.index("12/12") + 5
+
+
 def test_a_table_that_is_too_wide_becomes_lines_of_names_and_values(monkeypatch, tmp_path):
     screen = open_screen(monkeypatch, 40)
     data = make_data()

@@ -35,7 +35,7 @@ class Live:
     def __init__(self, trainer: "Trainer", monitor: "Monitor | None") -> None:
         self.trainer = trainer
         self.monitor = monitor  # tells the best
-        self.bar = tqdm.tqdm(file=sys.stdout, bar_format="{desc}", leave=False)
+        self.bar = tqdm.tqdm(file=sys.stdout, bar_format="{desc}", leave=False, ncols=0)
         self.loss = EMA()
         self.current: Cells = {}  # the last values
         self.names: Cells = {}  # of all values so far; each has an empty cell
@@ -102,6 +102,7 @@ class Live:
 
     def arrange(self, cells: Cells) -> None:
         """Choose the columns for a row, and print a header where one is due."""
+        widths = dict(self.widths)
         for name, text in cells.items():
             least = {"left": 5, "best": 6}.get(name, 7)
             if name in ("epoch", "step"):
@@ -113,7 +114,7 @@ class Live:
                 columns.remove(name)
         if self.total(columns) >= terminal.width():
             columns = []
-        if columns != self.columns or self.rows % ROWS == 0:
+        if columns != self.columns or self.widths != widths or self.rows % ROWS == 0:
             self.columns = columns
             self.rows = 0
             if columns:
@@ -150,7 +151,9 @@ class Live:
         text = self.aligned(cells)
         if not self.columns:
             text = labelled(cells, terminal.width() - 1)
-        self.bar.set_description_str(text[: terminal.width() - 1].replace("\xa0", " "))
+        room = terminal.width() - 1
+        text = text[:room].replace("\xa0", " ").ljust(room)
+        self.bar.set_description_str(text + "\r")  # a typed ^C goes over it, not to the next line
 
     def write(self, text: str) -> None:
         """Print text above the line."""
@@ -159,7 +162,7 @@ class Live:
     def close(self) -> None:
         """Remove the line."""
         log.removeFilter(self.clear)
-        self.bar.set_description_str(" " * (terminal.width() - 1))  # a typed ^C is behind the line
+        self.bar.set_description_str(" " * (terminal.width() - 1) + "\r")
         self.bar.close()
 
 
