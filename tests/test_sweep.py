@@ -5,6 +5,7 @@ none is run twice.
 """
 
 import csv
+import io
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import shlex
 import shutil
 import signal
 import statistics
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
@@ -637,6 +639,27 @@ def test_a_job_that_is_running_is_told_from_one_that_was_left_off(tmp_path, caps
     assert sweep.main([str(tmp_path)]) == 0  # nobody is at work any more
     go_on = arguments_of(line_of(capsys.readouterr().out, "go on"))
     assert go_on == ["-m", "seed=0,1,2,3", "epochs=9", shell.setting("hydra.sweep.dir", tmp_path)]
+
+
+def test_on_a_terminal_a_row_is_wrapped_at_words_and_a_command_is_not(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    typed = ["model=linear", "optimizer.lr=0.01"]
+    best = {"name": "val/acc", "mode": "max", "value": 0.5}
+    results = [{"best": best, "seconds": 2.0}, {"error": "several words " * 9, "code": 3}]
+    for i, result in enumerate(results):
+        json_files.write_json(tmp_path / str(i) / "job.json", {"number": i, "overrides": typed})
+        json_files.write_json(tmp_path / str(i) / "result.json", {"overrides": typed, **result})
+    json_files.write_json(tmp_path / "sweep.json", {"typed": ["-m", *typed], "jobs": 2})
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert sweep.main([str(tmp_path)]) == 0
+    table, command, _ = re.split("^(best .*)$", sys.stdout.getvalue(), maxsplit=1, flags=re.M)
+    assert all(len(line) <= 50 for line in table.splitlines()) and "several words" in table
+    assert command.endswith(" ".join(typed)) and len(command) > 50
 
 
 def test_folds_are_one_row_with_their_mean_and_deviation(tmp_path, capsys):

@@ -10,6 +10,7 @@ from stoker.runs import index
 from stoker.runs.readable import seconds
 from stoker.sweeps.jobs import Job, SweepRecord, read_jobs
 from stoker.sweeps.table import digits, typed_briefly
+from stoker.trainer import terminal
 from stoker.trainer.errors import printable
 
 OUTPUT = "jobs"  # the folder of a sweep for the output of its jobs, and for locks
@@ -95,7 +96,7 @@ def announce(
     ends = Ends(folder, count, varied)
     done = f", {ends.earlier} of them done earlier" if ends.earlier else ""
     jobs = "jobs" if count is None else f"{count} jobs"
-    print(f"sweep    {jobs}{done}; their output is in {folder / OUTPUT}", flush=True)
+    terminal.show(f"sweep    {jobs}{done}; their output is in {folder / OUTPUT}")
 
 
 def redirect(folder: Path, name: str) -> None:

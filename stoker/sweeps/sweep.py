@@ -28,7 +28,7 @@ from stoker.runs.json_files import read_json
 from stoker.sweeps import jobs, launchers, progress, table
 from stoker.sweeps.jobs import JOB, STATUSES, SWEEP
 from stoker.sweeps.table import Sweep
-from stoker.trainer import files, launch
+from stoker.trainer import files, launch, terminal
 from stoker.trainer.errors import UserError, cause, log, printable
 
 REPORTS = 0.05  # share of the time of the jobs that goes into drawing their reports
@@ -79,7 +79,7 @@ class SweepCallback(Callback):
             assert progress.ends is not None
             folder = Path(config.hydra.runtime.output_dir)
             if folder.name not in progress.ends.names:
-                print(progress.ends.line(jobs.read_job(folder)), flush=True)
+                terminal.show(progress.ends.line(jobs.read_job(folder)))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
@@ -191,7 +191,11 @@ def report(sweep: Sweep, draws: bool = True) -> None:
     lines.append(f"{kind:<9}{sweep.folder}: {summary}; also in sweep.csv and sweep.html")
     if again:
         lines.append(f"go on    {again}")
-    print("\n".join(map(printable, lines)), flush=True)
+    for line in map(printable, lines):
+        if line.startswith(("best ", "go on ")):  # a wrapped command could not be copied
+            print(line, flush=True)
+        else:
+            terminal.show(line)
     table.write_csv(sweep, sweep.folder / "sweep.csv")
     if draws and sweep.swept:
         draw_reports(sweep)
