@@ -22,7 +22,9 @@ function put(parent, tag, name, text) {
 }
 
 function number(value) {
-  return typeof value === "number" ? String(+value.toPrecision(4)) : "";
+  if (typeof value !== "number") return "";
+  const size = Math.abs(value);
+  return size >= 0.001 && size <= 1 ? value.toFixed(4) : String(+value.toPrecision(4));
 }
 
 function duration(seconds) {
