@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from runs import make_run
 
 from stoker.runs import report
 
@@ -121,3 +122,13 @@ def test_a_page_runs_no_script_but_ours(live, open_page, tmp_path):
     (tmp_path / "evil.html").write_text(text.replace("<main>", evil), encoding="utf-8")
     opened = open_page(tmp_path / "evil.html")
     assert opened.page.title() == "Run run" and len(opened.complaints) == 2
+
+
+def test_the_page_of_a_killed_training_says_that_it_is_old(open_page, tmp_path):
+    make_run(tmp_path / "run", status="stopped")
+    path = report.write(tmp_path / "run", "running")
+    text = path.read_text(encoding="utf-8")
+    long_ago = f'data-drawn="{round(time.time()) - 600}"'
+    path.write_text(re.sub(r'data-drawn="\d+"', long_ago, text), encoding="utf-8")
+    page = open_page(path.as_uri()).page
+    assert page.locator(".late").text_content() == "No news for 10 minutes."

@@ -135,13 +135,20 @@ try {
   }
 } catch { /* a browser that keeps nothing begins at the top */ }
 
-function follow() {
+function warn() {
   const minutes = Math.round((Date.now() / 1000 - drawn) / 60), late = document.querySelector(".late");
   if (late && minutes >= 5) late.textContent = `No news for ${minutes} minutes.`;
+}
+
+function follow() {
+  warn();
   if (document.hidden || document.querySelector("dialog") || !getSelection().isCollapsed) return;
   const open = [...document.querySelectorAll("details")].map(part => part.open);
   try { sessionStorage.setItem(key, JSON.stringify({y: scrollY, open})); } catch { /* as above */ }
   location.reload();
 }
-if (reload) setInterval(follow, 1000 * reload);
+if (reload) {
+  warn(); // it would be gone with each reload
+  setInterval(follow, 1000 * reload);
+}
 }
