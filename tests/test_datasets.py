@@ -229,9 +229,9 @@ def test_a_folder_of_torchvision_becomes_a_part(tmp_path):
             "DatasetSplit: this .* or has no length",
         ),
         (lambda inputs, labels: DatasetSplit([]), "this list is empty"),
-        (lambda inputs, labels: DatasetSplit([{"x": 1}]), "sample 0 of this list is a dict, and"),
-        (lambda inputs, labels: DatasetSplit(inputs), "sample 0 of this Tensor is a Tensor, and"),
-        (lambda inputs, labels: DatasetSplit(["text"]), "is a str, and not .input, target"),
+        (lambda inputs, labels: DatasetSplit([{"x": 1}]), "sample 0 of this list is a dict, not"),
+        (lambda inputs, labels: DatasetSplit(inputs), "sample 0 of this Tensor is a Tensor, not"),
+        (lambda inputs, labels: DatasetSplit(["text"]), "is a str, not .input, target"),
         (
             lambda inputs, labels: DatasetSplit([("text", 1)]),
             "the inputs of .* cannot be stacked, .*str",

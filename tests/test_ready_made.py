@@ -75,7 +75,7 @@ def test_a_ready_made_optimizer_that_would_not_train_the_model_is_refused():
     with pytest.raises(UserError, match="scheduler: give a factory"):
         make_trainer(model, optimizer=sgd, scheduler=schedule)
     sgd.state[model[0].weight]["momentum_buffer"] = torch.zeros_like(model[0].weight, device="meta")
-    with pytest.raises(UserError, match="the state of this SGD is on meta, and the model on cpu"):
+    with pytest.raises(UserError, match="the state of this SGD is on meta, but the model on cpu"):
         make_trainer(model, optimizer=sgd)
 
 
