@@ -452,7 +452,7 @@ LATE = [
     ),
     (
         "model._target_=os.system",
-        "error: model._target_=os.system: this is not an allowed target",
+        "error: model._target_=os.system: this is never an allowed target",
         "",
     ),
     (

@@ -416,7 +416,7 @@ def test_a_job_of_several_processes_leaves_why_it_failed_and_its_code(tmp_path):
 REFUSED = [
     (
         "devices=2",
-        "error: devices=2: with strategy=auto, one process",
+        "error: devices=2: strategy=auto starts only one process",
         "Type strategy=ddp devices=2 or strategy=fsdp",
     ),
     ("devices=0", "error: devices=0: give auto, or a whole number at least 1.", ""),
