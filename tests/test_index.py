@@ -6,7 +6,7 @@ import shutil
 import threading
 
 import pytest
-from runs import make_run
+from made_runs import make_run
 
 from stoker import project
 from stoker.runs import index, lock

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from runs import make_run
+from made_runs import make_run
 
 from stoker.runs import index
 

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from runs import make_run
+from made_runs import make_run
 
 from stoker.runs import report
 
